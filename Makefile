@@ -2,7 +2,7 @@
 #
 #   make serve   two routers and two CPU replicas of the embedded model, with a curl to paste
 #   make test    the tests that run on any machine   (its parts: test-units, test-clusters)
-#   make lint    ruff, formatting, the configuration
+#   make lint    ruff, formatting, types, the configuration
 #   make docs    the documentation as a site in .cache/docs; a broken link or a warning is an error
 #   make reference   regenerate the tables of docs/ that come from the code's schemas
 #   make proto   regenerate protos/ from the .proto files
@@ -88,6 +88,7 @@ test-clusters: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/source $(BIN)/mypy | sed 's|$(VENV)/source/quire/||'
 	$(BIN)/quire config check $(CONFIG)
 
 # Nothing is fetched: fonts, scripts and search are in the site.

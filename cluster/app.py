@@ -19,8 +19,9 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from quire.cluster.config.app_config import AppConfig, ReplicaResources, RouterResources
+from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.resources import device_of, lacking, num_gpus, reservations, reserved
+from quire.cluster.config.scaling_sections import ReplicaResources, RouterResources
 from quire.cluster.http.http_api import build_app
 from quire.cluster.ingress import Router, this_service
 from quire.cluster.proxies.ray_proxies import LOOPBACK, runs_haproxy
@@ -185,7 +186,7 @@ def _actor_options(
 
 
 def _engine_args(config: AppConfig, device: str) -> EngineArgs:
-    limits = config.engine.model_dump(exclude={"heartbeat_ms", "fault_injection"})
+    limits = config.engine.engine_options()
     if limits["num_threads"] is None and device == "cpu":
         # Replicas on one node would otherwise each start a thread per core and preempt one another.
         cores = ray.cluster_resources().get("CPU", 1)

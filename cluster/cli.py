@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cluster.bench.commands import add_bench
 from quire.cluster.config import serve_options
-from quire.cluster.config.app_config import AppConfig, ConfigError, Problem
+from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.config.default_config import to_yaml
 from quire.router.explain.decision_log import DecisionLogError
 from quire.router.policy.by_name import POLICY_NAMES

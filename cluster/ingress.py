@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from quire.cluster.api_common.watchers import Watchers
-from quire.cluster.config.app_config import AppConfig, RouterArgs
+from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.live_update import router_section
+from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.cluster.grpc.grpc_poller import batch_pollers
 from quire.cluster.proxies.ray_proxies import open_ports
-from quire.cluster.scrape import Scrape
+from quire.cluster.scrape import Answers, Scrape
 from quire.protos.metric_families import Page
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.serving.final_errors import final_errors
@@ -64,7 +66,12 @@ class Router(GrpcApi):
         `AppConfig` as plain data.
     """
 
-    async def __init__(self, replicas: DeploymentHandle, config: dict[str, Any]):
+    service: RouterService
+
+    # Ray awaits it.
+    async def __init__(  # type: ignore[misc]
+        self, replicas: DeploymentHandle, config: dict[str, Any]
+    ):
         app = AppConfig.from_args(config)
         with final_errors("router"):
             # A Hugging Face id is downloaded here: minutes, off the event loop.
@@ -153,7 +160,7 @@ class Router(GrpcApi):
     def _scrape(self, labels: dict[str, str], replicas: str, peers: Peers) -> Scrape:
         """The metrics of the application; `labels` are on all of them, `replicas` is the deployment's name."""
         of_replicas = {**labels, "deployment": replicas}
-        sources = {
+        sources: dict[str, Callable[[float], Awaitable[Answers]]] = {
             self._labels["deployment"]: peers.metrics,
             replicas: functools.partial(self._bus.metrics_pages, of_replicas),
         }

@@ -1,9 +1,9 @@
-"""What Linux is told of memory before it is used: to take large pages, and to back it at once.
+"""Advice to Linux about memory before its first use: take huge pages, and allocate physical memory now.
 
-Large pages are there where `transparent_hugepage` is `madvise` or `always`.
+Huge pages need `/sys/kernel/mm/transparent_hugepage/enabled` to be `madvise` or `always`.
 
-A page of 4 KiB needs an entry of the address cache for every 4 KiB that is read, and prefetchers stop at its end:
-one thread reads packed weights 20 % faster from pages of 2 MiB (kernels/README.md).
+With pages of 4 KiB each needs an entry of the TLB, and hardware prefetchers stop at its end: one thread reads packed
+weights 20 % faster from pages of 2 MiB (kernels/README.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
+    # Only Linux has this constant.
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     function = ctypes.CDLL(None).madvise
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -26,9 +27,9 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Before it is first written: let the kernel use large pages for what whole pages a contiguous tensor covers.
+    """Advise Linux to use huge pages for a contiguous tensor; call it before the tensor's first write.
 
-    A wish: where it is refused, nothing changes.
+    Covers the whole pages inside the tensor. A refusal is ignored.
     """
     madvise = _madvise()
     if madvise is None:
@@ -39,13 +40,14 @@ def ask_for_huge_pages(tensor: torch.Tensor) -> None:
         madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
 
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14; the mmap module does not name it
+# MADV_POPULATE_WRITE of Linux 5.14 and later; the mmap module lacks it.
+_POPULATE_WRITE = 23
 
 
 def back_with_memory(tensor: torch.Tensor) -> bool:
-    """Give all pages of a contiguous tensor their memory now, not one after the other at their first writes.
+    """Allocate physical memory for all pages of a contiguous tensor now instead of at each page's first write.
 
-    Its contents stay. Returns False where the system does not do that or has no memory left.
+    The contents do not change. Returns False if the system does not support this or has no memory left.
     """
     madvise = _madvise()
     if madvise is None:

@@ -1,4 +1,4 @@
-"""The compiled library of a package, if the installation had a C compiler: plain C beside the Python that calls it."""
+"""Loads the C library of a package, which exists if the package was installed with a C compiler."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 
 
 class NativeLibraryError(RuntimeError):
-    """A compiled library is of another version than the Python beside it."""
+    """The version of a compiled library differs from the version that its Python package needs."""
 
 
 def open_library(
     folder: Path, version: str, needed: int, kind: type[ctypes.CDLL] = ctypes.CDLL
 ) -> ctypes.CDLL | None:
-    """Load a package's `_native`.
+    """Load the library `_native` of a package.
 
     Parameters
     ----------
     folder
-        The package's.
+        Folder of the package.
     version
-        Name of the function that tells the library's version, an int64.
+        Name of the C function that returns the library's version, an int64.
     needed
-        The version that the caller is written for.
+        Version that the caller supports.
     kind
-        Whether its functions give up the interpreter's lock (`CDLL`) or keep it (`PyDLL`).
+        Whether calls release the interpreter's lock (`CDLL`) or keep it (`PyDLL`).
 
     Returns
     -------
-    None where the installation could not compile it.
+    The library; None if it was not compiled.
 
     Raises
     ------
     NativeLibraryError
-        It was compiled from other sources.
+        The library was compiled from sources of another version.
     """
     path = folder / ("_native" + sysconfig.get_config_var("EXT_SUFFIX"))
     if not path.exists():

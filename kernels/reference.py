@@ -1,4 +1,4 @@
-"""Plain torch references in float32: written to be read, not to be fast."""
+"""Reference implementations in plain torch and float32, written for clarity. Tests compare the kernels with them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention over paged keys, row by row.
+    """Compute causal attention over paged keys, row by row.
 
-    Arguments as in `quire.kernels.cpu.cpu_attention.paged_attention`, and those of the Triton kernels: `k_scale`,
-    `v_scale` [kv_heads], factors of the cache. Returns [tokens, heads, head_dim] float32, zeros where kv_len is 0.
+    Arguments as in `quire.kernels.cpu.cpu_attention.paged_attention`; `k_scale`, `v_scale` [kv_heads] are factors of
+    the cache, as in the Triton kernels. Returns [tokens, heads, head_dim] float32, zeros where kv_len is 0.
     """
     _, kv_heads, block_size, head_dim = k_cache.shape
     heads = q.shape[1]
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     for row in range(len(kv_len)):
         start, end, length = int(cu_q[row]), int(cu_q[row + 1]), int(kv_len[row])
-        # Keys before the first query's window or chunk may have been evicted: their table entries mean nothing.
+        # Keys before the first query's window or chunk may have been evicted: their table entries are not valid.
         first = max(length - (end - start), 0)
         reach = [first - window + 1] if window else []
         reach += [first // chunk * chunk] if chunk else []
@@ -44,7 +44,7 @@ def paged_attention(
             for cache in (k_cache, v_cache)
         )
         k, v = (x[:, skipped : skipped + length - first] for x in (k, v))
-        if k_scale is not None:
+        if k_scale is not None and v_scale is not None:
             k, v = k * k_scale.view(-1, 1, 1), v * v_scale.view(-1, 1, 1)
         k, v = (x.repeat_interleave(heads // kv_heads, dim=0) for x in (k, v))
         scores = torch.einsum("qhd,hkd->hqk", q[start:end].float(), k) * scale
@@ -67,7 +67,7 @@ def paged_attention(
 
 
 def uniform_noise(token_id: int, key_low: int, key_high: int) -> float:
-    """One uniform number of `quire.kernels.sampling.noise`, in Python integers."""
+    """The uniform number of `quire.kernels.sampling.noise` for one token, computed with Python integers."""
 
     def mix(x: int) -> int:
         x ^= x >> 16
@@ -83,7 +83,7 @@ def uniform_noise(token_id: int, key_low: int, key_high: int) -> float:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, gemma: bool = False
 ) -> torch.Tensor:
-    """x / rms(x) * weight (Gemma: * (1 + weight)) of each row, float32, nothing rounded to the dtype of x."""
+    """x / rms(x) * weight (Gemma: * (1 + weight)) for each row, in float32 without intermediate rounding."""
     y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return y * (1 + weight.float() if gemma else weight.float())
 
@@ -91,7 +91,7 @@ def rms_norm(
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """Rotary embedding in the half-split layout: x [tokens, heads, head_dim], tables [positions, rotary_dim]."""
+    """Rotary embedding in the half-split layout: x [tokens, heads, head_dim]; cos, sin [positions, rotary_dim]."""
     x, rest = x.float().split([cos.shape[1], x.shape[2] - cos.shape[1]], dim=-1)
     low, high = x.chunk(2, dim=-1)
     turned = torch.cat([-high, low], dim=-1)
@@ -100,12 +100,15 @@ def rotate(
 
 
 def quantise_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, head_dim] / scale [heads], clamped, as float8_e4m3fn."""
+    """x [tokens, heads, head_dim] / scale [heads], clamped to +-448, as float8_e4m3fn."""
     return (x.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def quantise_rows(x: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, n] as float8_e4m3fn and scales [rows, 1], as `kernels.rows.fp8_rows` has them; bound may be inf."""
+    """Codes [rows, n] float8_e4m3fn and scales [rows, 1] of x [rows, n], as in `kernels.rows.fp8_rows`.
+
+    `bound` may be infinite.
+    """
     codes, scales = [], []
     for row in x.float():
         scale = row.abs().max().clamp(max=bound) / 448
@@ -115,7 +118,10 @@ def quantise_rows(x: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Te
 
 
 def write_pages(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store x [tokens, kv_heads, head_dim] at slots >= 0 of [blocks, kv_heads, block_size, head_dim]."""
+    """Store x [tokens, kv_heads, head_dim] at `slots` of a cache [blocks, kv_heads, block_size, head_dim].
+
+    A token with slot -1 is not stored.
+    """
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, cache.shape[2])
@@ -123,7 +129,7 @@ def write_pages(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> No
 
 
 def gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
-    """silu(gate) * up, or gelu_tanh(gate) * up, float32."""
+    """silu(gate) * up, or gelu_tanh(gate) * up, in float32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     activate = torch.nn.functional.gelu if gelu else torch.nn.functional.silu
     return (activate(gate, approximate="tanh") if gelu else activate(gate)) * up
@@ -139,7 +145,7 @@ def edit_logits(
     presence: float,
     frequency: float,
 ) -> torch.Tensor:
-    """One row of logits [vocab] after its mask, bias and penalties, as `kernels.sampling.logit_edits` has them."""
+    """One row of logits [vocab] after mask, bias and penalties, as in `kernels.sampling.logit_edits`."""
     logits = logits.float().clone()
     for token_id in range(len(logits)):
         if mask is not None and not int(mask[token_id // 32]) >> token_id % 32 & 1:
@@ -158,10 +164,14 @@ def edit_logits(
 def kept_ids(
     logits: torch.Tensor, top_k: int, top_p: float, min_p: float
 ) -> tuple[list[int], float]:
-    """What min-p, top-k and top-p (in that order) leave of one row [vocab] of logits over the temperature.
+    """Apply min-p, top-k and top-p (in that order) to one row [vocab] of logits divided by the temperature.
 
-    Equal logits are kept in the order of their ids. Sums are float64. Returns the ids by falling probability, and how
-    far (relative) the sum that decided top-p was from p: below 1e-5 another order of additions may decide otherwise.
+    Of equal logits the smaller id comes first. Sums are float64.
+
+    Returns
+    -------
+    The kept ids by falling probability, and the relative distance between p and the sum that decided top-p. Below 1e-5
+    another order of additions may decide differently.
     """
     x = logits.double()
     values, order = x.sort(descending=True, stable=True)

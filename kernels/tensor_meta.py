@@ -6,7 +6,7 @@ checks run once for all layers of a step. A call that fails is not stored: it ra
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 
@@ -30,6 +30,12 @@ class TensorMeta(NamedTuple):
     def numel(self) -> int:
         """Number of elements."""
         return self.shape.numel()
+
+    @overload
+    def stride(self) -> tuple[int, ...]: ...
+
+    @overload
+    def stride(self, dim: int) -> int: ...
 
     def stride(self, dim: int | None = None) -> tuple[int, ...] | int:
         """All strides, or the stride of one dimension, in elements."""

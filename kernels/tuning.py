@@ -1,7 +1,7 @@
-"""Configurations of the attention kernels: plain tables, no run-time search.
+"""Configurations of the attention kernels: plain tables, no search at run time.
 
-What may depend on what: `split_tokens`, `tile_tokens` and `merge_splits` fix the order of additions, so they depend
-on the device and the model's shape only, never on the batch. The other fields change no bit.
+`split_tokens`, `tile_tokens` and `merge_splits` fix the order of additions, so they depend on the device and the
+model's shape only, never on the batch. The other fields do not change the bits of a result.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from typing import TypeVar
 import torch
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-INTERPRETER = "interpreter"  # Triton's, on CPU tensors
+INTERPRETER = "interpreter"  # Triton's interpreter, on CPU tensors
 # Shared memory that one program may use, bytes (CUDA programming guide, compute capabilities; CDNA 3 ISA).
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
-PROGRAM_THREADS = 1024  # at most, on all of `ARCHS`
-# Tokens of a cache block where nothing else is asked for. A prefill tile of 64 keys then is one run of memory: 357
-# instead of 418 instructions a tile of its loop on Hopper. A routing block is as long. The price is half a block a
-# request, 32 tokens instead of 16, and prefixes that are reused in steps of 64.
+# Most threads of one program, on all of `ARCHS`.
+PROGRAM_THREADS = 1024
+# Default tokens of a cache block, the same as of a routing block. A prefill tile of 64 keys is then one contiguous run:
+# 357 instead of 418 instructions per tile of the kernel's loop on Hopper. Blocks of 32 would waste half as many slots
+# (on average half a block per request) and reuse prefixes in finer steps.
 BLOCK_SIZE = 64
-SPLIT_TOKENS = 256  # of every entry below: memory is counted before the device is known
-REGISTERS = 1 << 16  # of a multiprocessor, 32 bits each, all of `ARCHS` that are NVIDIA's
+# The same in every decode configuration below, because sizing counts the workspace before it knows the device.
+SPLIT_TOKENS = 256
+# 32-bit registers of a multiprocessor, on all NVIDIA architectures in `ARCHS`.
+REGISTERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +34,13 @@ class DecodeConfig:
     """Shape of the decode kernels."""
 
     split_tokens: int  # keys of a work item, a power of two and a multiple of tile_tokens
-    tile_tokens: int  # keys of one step, a power of two >= 16
+    tile_tokens: int  # keys of one loop iteration, a power of two >= 16
     num_warps: int
     num_stages: int
     programs_per_processor: int  # size of the persistent grid
-    merge_splits: int = (
-        32  # partial results that are merged in order: rows of more are merged in two levels
-    )
-    merge_unroll: int = 4  # rounds of partial results in flight
+    # Partial results merged in one level. Rows with more splits are merged in two levels.
+    merge_splits: int = 32
+    merge_unroll: int = 4  # partial results that are loaded at the same time
     merge_programs_per_processor: int = 4
 
 
@@ -46,7 +48,7 @@ class DecodeConfig:
 class PrefillConfig:
     """Shape of the prefill kernel."""
 
-    block_m: int  # packed (query, head of a KV group) rows of a tile
+    block_m: int  # rows of a tile: pairs of a query token and a head of the KV group
     tile_tokens: int
     num_warps: int
     num_stages: int
@@ -54,7 +56,7 @@ class PrefillConfig:
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
-# Key: (architecture, largest head_dim that it serves). bfloat16 and float16.
+# For bfloat16 and float16. Key: (architecture, largest head_dim of the entry).
 _DECODE = {
     ("sm_80", 64): DecodeConfig(SPLIT_TOKENS, 64, 4, 5, 4),
     ("sm_80", 128): DecodeConfig(SPLIT_TOKENS, 32, 4, 5, 3),
@@ -83,7 +85,7 @@ _PREFILL = {
     ("gfx942", 128): PrefillConfig(128, 32, 4, 1),
     ("gfx942", 256): PrefillConfig(64, 32, 4, 1),
 }
-# float32 multiplies outside the matrix units (IEEE products): small tiles, or the operands fill the registers.
+# float32 products run outside the matrix units (IEEE arithmetic): larger tiles would not fit the registers.
 _DECODE_FLOAT32 = {
     64: DecodeConfig(SPLIT_TOKENS, 16, 8, 3, 2),
     128: DecodeConfig(SPLIT_TOKENS, 16, 8, 3, 1),
@@ -102,7 +104,7 @@ def decode_config(arch: str, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     Raises
     ------
     ValueError
-        An architecture or head size without an entry.
+        The tables have no entry for the architecture or head size.
     """
     if dtype == torch.float32:
         return _smallest(_DECODE_FLOAT32, head_dim)
@@ -110,22 +112,23 @@ def decode_config(arch: str, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
 
 
 def prefill_config(arch: str, head_dim: int, dtype: torch.dtype) -> PrefillConfig:
-    """Configuration of `prefill_attention`, as `decode_config`."""
+    """Configuration of `prefill_attention`; arguments and errors as in `decode_config`."""
     if dtype == torch.float32:
         return _smallest(_PREFILL_FLOAT32, head_dim)
     return _smallest(_of_arch(_PREFILL, arch), head_dim)
 
 
 def low_prefill_config(arch: str, head_dim: int, dtype: torch.dtype) -> PrefillConfig:
-    """`prefill_config` for rows of one query token, where they have to get the bits that a prefill gives them.
+    """`prefill_config` for batches of decode rows that need the bits of a prefill (`PagedAttention(uniform=True)`).
 
-    On Hopper the tile has 64 rows instead of 128: the instruction is the same, and two programs fit a processor, where
-    one waits while the other computes. Fewer rows would take another instruction, which rounds in another way.
+    On Hopper the tile has 64 rows instead of 128. The matrix instruction is the same, and two programs fit a
+    multiprocessor, so that one computes while the other waits. Fewer rows would need another instruction, which rounds
+    differently.
 
-    Such a row is a program for each KV head, which walks all keys alone. 8 heads of 128 and 8192 keys are 8 programs
-    with 4 MiB each. A program has two tiles of 32 KiB in flight, about 50 GB/s, so they take 85 us a layer; at the
-    memory's speed it would be 11. From 33 such rows on there are two programs for each of 132 processors, and memory
-    is the bound.
+    Each such row is one program per KV head, which reads all keys alone. Example: 8 KV heads of 128 and 8192 keys are
+    8 programs of 4 MiB each. A program has two tiles of 32 KiB in flight, about 50 GB/s, so they take 85 us for each
+    layer instead of 11 us at full memory speed. From 33 rows on there are two programs for each of 132
+    multiprocessors, and the memory is the limit.
     """
     config = prefill_config(arch, head_dim, dtype)
     if arch not in ("sm_90", INTERPRETER) or dtype == torch.float32 or config.block_m <= 64:
@@ -151,10 +154,10 @@ def _smallest(table: dict[int, Config], head_dim: int) -> Config:
 def launch_options(
     arch: str, num_warps: int, num_stages: int = 1, programs_per_processor: int | None = None
 ) -> dict[str, int | bool]:
-    """Options of a launch: no fused multiply-adds but the kernels' own, and the registers that residency allows.
+    """Launch options: no fused multiply-adds except the kernels' explicit ones, and a limit on registers.
 
-    A persistent grid counts on `programs_per_processor`. Without a limit `ptxas` may take a step of occupancy more
-    than that and pay with a few spilled bytes.
+    The limit lets `programs_per_processor` programs of a persistent grid reside on a multiprocessor. Without it `ptxas`
+    may aim at a higher occupancy and spill a few bytes.
     """
     options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
     if programs_per_processor is not None and arch.startswith("sm_"):
@@ -164,18 +167,18 @@ def launch_options(
 
 
 def warp_lanes(arch: str) -> int:
-    """Threads of a warp (AMD: a wavefront)."""
+    """Threads of a warp (on AMD, of a wavefront)."""
     return 64 if arch.startswith("gfx") else 32
 
 
 @functools.cache
 def device_arch(device: torch.device) -> str:
-    """Name of the table for a device: the newest one that is not newer than it.
+    """Key of the tables for a device: on NVIDIA the newest architecture in `ARCHS` that is not newer than the device.
 
     Raises
     ------
     ValueError
-        A GPU older than any table.
+        The GPU is older than all architectures in `ARCHS`.
     """
     if device.type == "cpu":
         return INTERPRETER
@@ -192,7 +195,7 @@ def device_arch(device: torch.device) -> str:
 
 
 def has_fp8_conversion(device: torch.device) -> bool:
-    """Whether Triton converts float8_e4m3fn on the device; elsewhere the kernels move the bits themselves."""
+    """Whether Triton can convert float8_e4m3fn on the device; otherwise the kernels decode the bits."""
     if device.type == "cpu":
         return True
     properties = torch.cuda.get_device_properties(device)

@@ -1,12 +1,12 @@
-"""What a replica leaves behind when it dies: which requests its running step held, and whether it crashed.
+"""The flight recorder: files that show, after a replica has ended, its running step's requests and whether it crashed.
 
-Two files beside each other. The record is a mapping of memory, so the kernel keeps it whatever ends the process::
+There are two files in one folder. The record is a memory mapping, so the kernel keeps it after any end of the process::
 
     int64:  step number, 0 between two steps │ n │ stream ids of the step's n rows ...
 
-The crash report is text: the interpreter's fatal error handler writes it on SIGSEGV, SIGABRT, SIGBUS, SIGILL and
-SIGFPE, and the watch over the steps before it ends the process. A process that was killed from outside (SIGKILL, or
-the kernel when memory is short) has written none.
+The crash report is text. The interpreter's fatal error handler writes it on SIGSEGV, SIGABRT, SIGBUS, SIGILL and
+SIGFPE, and the step watchdog writes it before it ends the process. A process that was killed from outside (SIGKILL, or
+the kernel when memory is short) writes no report.
 """
 
 from __future__ import annotations
@@ -19,15 +19,24 @@ from pathlib import Path
 import numpy as np
 
 MAX_REPORT_BYTES = 4096
-_HEADER = 2  # integers before the stream ids
+# Integers before the stream ids.
+_HEADER = 2
 
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """The last moments of a replica."""
+    """The contents of both files.
 
-    stream_ids: frozenset[int]  # of the step that ran; empty between two steps
-    report: str  # how the crash report begins; empty: it did not crash by itself
+    Attributes
+    ----------
+    stream_ids
+        The streams of the running step; empty between two steps.
+    report
+        The beginning of the crash report; empty if the process did not crash.
+    """
+
+    stream_ids: frozenset[int]
+    report: str
 
     @property
     def crashed(self) -> bool:
@@ -35,12 +44,12 @@ class FlightRecord:
 
 
 class FlightRecorder:
-    """Writes the record of one process. `begin` and `end` cost a copy of the ids each.
+    """Writes the record of one process. `begin` copies the ids; `end` writes one integer.
 
     Parameters
     ----------
     path
-        Of the record; its folder is made. The report is `path` with `.crash` appended.
+        Path of the record; its folder is created. The report's path is `path` with `.crash` appended.
     max_rows
         Most rows of a step.
     """
@@ -51,29 +60,29 @@ class FlightRecorder:
         self._report = _report_path(path).open("w")
 
     def catch_fatal_signals(self) -> None:
-        """From now on this process writes a report before it dies of a signal of its own making."""
+        """Let the interpreter write a report before a fatal signal ends this process."""
         faulthandler.enable(self._report, all_threads=False)
 
     def begin(self, step: int, stream_ids: np.ndarray) -> None:
-        """A step with these rows, [n] int64, is about to run."""
+        """Record that a step with these streams, [n] int64, begins."""
         count = len(stream_ids)
         self._record[_HEADER : _HEADER + count] = stream_ids
         self._record[1] = count
         self._record[0] = step
 
     def end(self) -> None:
-        """It has returned, or failed in a way that this process lives to tell."""
+        """Record that the step has returned, or has failed without ending the process."""
         self._record[0] = 0
 
     def report(self, text: str) -> None:
-        """Write down why this process is about to end itself."""
+        """Write why this process is about to end itself."""
         self._report.write(f"{text}\n")
         self._report.flush()
         os.fsync(self._report.fileno())
 
 
 def read_flight_record(path: Path) -> FlightRecord | None:
-    """What a dead process has left; None when there is nothing to be read."""
+    """Read the files of a process that has ended; return None if they do not exist."""
     try:
         record = np.fromfile(path, np.int64)
         with _report_path(path).open("rb") as file:

@@ -198,7 +198,7 @@ def _split(metric: Metric) -> tuple[bytes, bytes]:
     """HELP and TYPE, and the samples."""
     from prometheus_client import generate_latest
 
-    help_line, type_line, samples = generate_latest(_One(metric)).split(b"\n", 2)  # type: ignore[arg-type]
+    help_line, type_line, samples = generate_latest(_One(metric)).split(b"\n", 2)
     return b"%b\n%b\n" % (help_line, type_line), samples
 
 

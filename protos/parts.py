@@ -33,8 +33,10 @@ async def whole(first: bytes | Part, following: Callable[[], Awaitable[bytes | P
     """The message that begins with `first`; its other parts, if it has any, come from `following`."""
     if not isinstance(first, Part):
         return first
-    data, part = [first.data], first
-    while not part.is_last:
+    data, is_last = [first.data], first.is_last
+    while not is_last:
         part = await following()
+        assert isinstance(part, Part)
         data.append(part.data)
+        is_last = part.is_last
     return b"".join(data)

@@ -1,17 +1,31 @@
-"""The engine's configuration: what the user asked for, and what it was resolved to.
+"""The engine's options: their only declaration, the arguments of a user and the resolved configuration.
 
-`EngineArgs` is what the user wrote, None meaning "choose". `EngineConfig` is the answer: complete, frozen, and
-the only thing the scheduler, block manager and runner read. `resolve` lives in `sizing.py`.
+`EngineOptions` declares each option once: name, type, default, bounds and description. `EngineArgs` is what a user
+gives; None and "auto" mean "choose". `EngineConfig` is the result of `startup.sizing.resolve`: complete, frozen, and
+the only configuration that the scheduler, the block manager and the runner read. The YAML section `engine`
+(`cluster/config/engine_section.py`), its JSON schema and the checks below are derived from the declaration.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterator
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
 
-# Fields of `EngineArgs` that a running engine takes on between two steps.
+SchedulerName = Literal["shortest_first", "fifo", "prefill_first", "priority"]
+DemotionOrder = Literal["lru", "most_recent"]
+JsonWhiteSpace = Literal["one_space", "none", "any"]
+Switch = Literal["auto", "on", "off"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+# Options that a running engine can change between two steps.
 LIGHT_FIELDS = (
     "max_waiting_requests",
     "max_prefill_ms",
@@ -19,65 +33,251 @@ LIGHT_FIELDS = (
     "resume_margin",
     "step_timeout_s",
 )
-# Between the two marks of admission: more costs throughput and spares no preemption.
+# Distance from safety_margin to the default of resume_margin. A larger one lowers throughput and saves no preemption.
 _RESUME_STEP = 0.1
-SCHEDULERS = ("shortest_first", "fifo", "prefill_first", "priority")
-FUSE = ("auto", "off")
-WEIGHTS = ("auto", "int8", "fp8")
-KV_CACHE_DTYPES = ("auto", "fp8")
-ASYNC_BATCHING = ("auto", "on", "off")
-CUDA_GRAPHS = ("auto", "on", "off")
-RESTORE = ("auto", "always")
-JSON_WHITE_SPACE = ("one_space", "none", "any")
-DEMOTION_ORDERS = ("lru", "most_recent")
 
 
 class SizingError(ValueError):
-    """The model, or the cache asked for, does not fit; the message holds the numbers."""
+    """The model or the requested cache does not fit, or an option is out of its bounds; the message has the numbers."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The declaration
+# ----------------------------------------------------------------------------------------------------------
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    min_length: int | None = None,
+) -> Any:
+    """A dataclass field with its bounds and description as metadata, under the names of pydantic's `Field`."""
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "min_length": min_length}
+    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
+    return dataclasses.field(default=default, metadata={**metadata, "description": description})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArgs:
-    """What the user asked for. None: choose from the checkpoint and the machine."""
+class EngineOptions:
+    """Options of one replica's engine."""
 
-    model: str = "embedded"  # "embedded", a checkpoint folder, or a Hugging Face id
-    revision: str | None = None  # of a Hugging Face id: branch, tag or commit
-    device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    block_size: int | None = None  # tokens of KV in a block; None: 64 on a GPU, 32 on a CPU
-    num_blocks: int | None = None
-    max_batch_tokens: int | None = None
-    max_model_len: int | None = None  # None: the checkpoint's max_position_embeddings
-    max_running_requests: int = 256
-    max_waiting_requests: int = 1024
-    max_memory_percent: float = 0.9
-    kv_cache_gib: float | None = None
-    cpu_offload_gib: float | None = None  # host tier; None: 4 GiB beside a GPU, none on the CPU
-    restore: str = (
-        "auto"  # auto | always: copy blocks back from the host tier; auto: if that is faster
+    block_size: int | None = option(
+        None,
+        "Tokens of KV cache in one block, the unit of allocation and of prefix reuse; a power of two. "
+        "Default: 64 on a GPU, 32 on a CPU.",
+        ge=8,
+        le=256,
     )
-    async_batching: str = "auto"  # auto | on | off: plan a step while another runs; auto: on a GPU
-    cuda_graphs: str = "auto"  # auto | on | off: replay decode steps; auto: where that is possible
-    max_cached_graphs: int = 32
-    # Tokens to whose multiples mixed steps are padded; 0: they are not captured; None: 256 on a GPU
-    q_padding: int | None = None
-    kv_padding: int | None = None  # the same of their longest row; None: to the longest possible
-    check_graphs: bool = False  # for debugging: compare a graph's addresses before each replay
-    nvtx: bool = False  # ranges for a profiler of a GPU: the loop's parts, and what is queued
-    scheduler: str = "shortest_first"  # shortest_first | fifo | prefill_first | priority
-    max_prefill_ms: float | None = 100.0  # None: no bound
-    safety_margin: float = 0.2
-    resume_margin: float | None = None  # None: safety_margin + 0.1, at most 1
-    prefix_caching: bool = True
-    demotion_order: str = "lru"  # lru | most_recent
-    deterministic: bool | None = None  # None: on for float32 on the CPU
-    num_threads: int | None = None
-    weights: str = "auto"  # auto | int8 | fp8: of the linear layers but the output head, in memory
-    kv_cache_dtype: str = "auto"  # auto | fp8: of keys and values in the cache; auto: dtype
-    json_white_space: str = "one_space"  # one_space | none | any: in the output of JSON schemas
-    fuse: str = "auto"  # auto | off: whether modules give way to fused ones, see `fuse`
-    step_timeout_s: float = 10.0  # what every step may take before it counts as hung
-    # Another name for prefix_caching, as transformers has it.
+    num_blocks: int | None = option(
+        None,
+        "Number of blocks in the KV cache. Default: as many as fit into kv_cache_gib if that is given, else into the "
+        "memory that max_memory_percent leaves.",
+        ge=2,
+    )
+    kv_cache_gib: float | None = option(
+        None,
+        "Size of the KV cache in GiB. Default: on a GPU all memory that max_memory_percent leaves, on a CPU at most "
+        "1 GiB of it.",
+        gt=0,
+    )
+    cpu_offload_gib: float | None = option(
+        None,
+        "Size of the host tier in GiB. Blocks of preempted requests and cached prefixes that a full KV cache evicts "
+        "are copied there, and can be restored without computing them again. 0 turns the host tier off. Default: 4 "
+        "on a GPU (at most a quarter of the host's available memory), 0 on a CPU, where a larger kv_cache_gib has the "
+        "same effect without copies.",
+        ge=0,
+    )
+    restore: Literal["auto", "always"] = option(
+        "auto",
+        "When blocks are restored from the host tier. auto: where copying them is faster than computing them again, "
+        "by the copy and prefill speeds measured so far. always: regardless of the measured speeds.",
+    )
+    max_memory_percent: float = option(
+        0.9,
+        "Fraction (0 to 1) of the device's memory that a replica may use for weights, activations and KV cache "
+        "together.",
+        gt=0,
+        le=1,
+    )
+    max_batch_tokens: int | None = option(
+        None,
+        "Maximum number of tokens in one step, prefill and decode together. Default: 8192 on a GPU, 512 on a CPU.",
+        ge=8,
+    )
+    max_model_len: int | None = option(
+        None,
+        "Maximum length of a request in tokens, prompt and output together. Default: the checkpoint's limit, or what "
+        "the KV cache can hold if that is less.",
+        ge=2,
+    )
+    max_running_requests: int = option(
+        256, "Maximum number of requests that hold KV cache at the same time.", ge=1, le=65536
+    )
+    max_waiting_requests: int = option(
+        1024,
+        "Maximum number of requests that wait at a replica. Routers keep further requests in their own queues. If "
+        "several routers send at the same moment, the replica refuses the excess as overloaded (HTTP 429).",
+        ge=0,
+        le=1_000_000,
+    )
+    scheduler: SchedulerName = option(
+        "shortest_first",
+        "Order in which requests are scheduled. fifo: decodes first, then prompts that have started, then new prompts "
+        "in order of arrival. shortest_first: as fifo, but new prompts are ordered by arrival plus four times the "
+        "estimated seconds of their prefill. prefill_first: started prompts, then decodes, then new prompts. priority: "
+        "as fifo, with prompts ordered by priority (smaller first), deadline and arrival; at least every eighth "
+        "request that starts is the one that has waited longest.",
+    )
+    weights: Literal["auto", "int8", "fp8"] = option(
+        "auto",
+        "Storage format of the weights of linear layers, without the output head and without the experts of a "
+        "mixture, which stay in `dtype`. auto: `dtype`, or FP8 if the checkpoint is stored in it. int8: 8 bits with "
+        "one scale per output feature, on a CPU with dtype bfloat16; loading needs the memory of bfloat16. fp8: E4M3 "
+        "with one scale per output feature, and activations with one scale per token, with dtype bfloat16 on a GPU of "
+        "compute capability 8.9 or later; weights are quantized while they are read, so loading needs no further "
+        "memory.",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
+        "auto",
+        "Type of keys and values in the KV cache. auto: `dtype`. fp8: E4M3, which takes half the memory of bfloat16, "
+        "on a GPU only; each head has one fixed scale, the checkpoint's k_scale and v_scale or 1.",
+    )
+    fuse: Literal["auto", "off"] = option(
+        "auto",
+        "Whether modules of the model are replaced by fused ones; each replacement is checked on random input first. "
+        "auto: replace every module of a known structure, on a GPU or where the package was compiled. off: replace "
+        "none.",
+    )
+    json_white_space: JsonWhiteSpace = option(
+        "one_space",
+        "White space that output with a JSON schema may contain. one_space: at most one space after a comma and a "
+        "colon. none: no white space. any: all that JSON allows, in any amount; a small model may then generate "
+        "nothing but white space. A schema can override this option with x-guidance.",
+    )
+    step_timeout_s: float = option(
+        10.0,
+        "Seconds after which a step counts as hung, if they are also more than five times the step's predicted time. "
+        "The replica's process then ends, Serve starts another one, and the streams continue on other replicas.",
+        ge=1,
+        le=3600,
+    )
+    async_batching: Switch = option(
+        "auto",
+        "Whether a step is planned and launched while the previous one still runs, so that the device does not wait "
+        "for the host. auto: on a GPU only; on a CPU there is nothing to overlap.",
+    )
+    cuda_graphs: Switch = option(
+        "auto",
+        "Whether steps in which every request decodes are captured as CUDA graphs; replaying a graph takes a fraction "
+        "of the host's work. auto: on a GPU, if the model can be captured; otherwise the log states the reason. on: "
+        "a replica whose model cannot be captured does not start. off: no graphs.",
+    )
+    max_cached_graphs: int = option(
+        32,
+        "Maximum number of CUDA graphs in the cache, one for each captured batch size; the least recently used one is "
+        "dropped.",
+        ge=1,
+        le=1024,
+    )
+    q_padding: int | None = option(
+        None,
+        "Steps that contain prefill are captured as CUDA graphs too if they have at most 1024 tokens; the number of "
+        "tokens is padded to a multiple of this value, which must be at least 4. 0: such steps run without graphs. "
+        "Default: 256 on a GPU unless cuda_graphs is off, otherwise 0.",
+        ge=0,
+    )
+    kv_padding: int | None = option(
+        None,
+        "The length in tokens of a captured step's longest request is padded to a multiple of this value. Default: "
+        "to the maximum length, so that one graph serves all lengths.",
+        ge=1,
+    )
+    check_graphs: bool = option(
+        False,
+        "For debugging: before each replay of a CUDA graph, compare the addresses of all its inputs and outputs with "
+        "those at capture time.",
+    )
+    nvtx: bool = option(
+        False,
+        "For debugging on a GPU: mark the parts of the engine's loop and the work that they queue as NVTX ranges, "
+        "which Nsight Systems shows.",
+    )
+    max_prefill_ms: float | None = option(
+        100.0,
+        "Milliseconds of prefill between two tokens of a decoding request, by measured speed: the time between two "
+        "tokens is at most this and one decode step. At least 16 prompt tokens are computed in any case. null: only "
+        "max_batch_tokens limits the prefill.",
+        ge=1,
+    )
+    safety_margin: float = option(
+        0.2,
+        "Fraction (0 to 1) of the blocks that must stay free for a new prompt to be admitted while other requests "
+        "decode.",
+        ge=0,
+        lt=1,
+    )
+    resume_margin: float | None = option(
+        None,
+        "Fraction (0 to 1) of the blocks that must be free for new prompts to be admitted again after a request was "
+        "preempted because the cache was full. Default: safety_margin + 0.1.",
+        ge=0,
+        le=1,
+    )
+    prefix_caching: bool = option(
+        True,
+        "Reuse the KV cache of prompts that begin with the same tokens. allow_block_sharing is another name of this "
+        "option.",
+    )
+    demotion_order: DemotionOrder = option(
+        "lru",
+        "Order in which cached blocks are evicted. lru: those of the least recently used prompt first. most_recent: "
+        "those of the most recently used prompt first. In both orders the end of a prompt is evicted before its "
+        "beginning.",
+    )
+    deterministic: bool | None = option(
+        None,
+        "Generate bit-equal tokens for any batch, chunking, cache content and replica on devices of the same kind. On "
+        "a GPU this works with any dtype, on a CPU with float32. Default: true for float32 on a CPU, otherwise false.",
+    )
+    num_threads: int | None = option(
+        None,
+        "Number of CPU threads for one replica's matrix products. Default: the machine's cores, divided by the number "
+        "of replicas.",
+        ge=1,
+        le=1024,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs(EngineOptions):
+    """The model and the options that a user asks for. None or "auto": choose by checkpoint and machine."""
+
+    model: str = option(
+        "embedded",
+        "The model to serve: 'embedded' (the small model inside the package), a checkpoint folder, or a Hugging Face "
+        "id. Weights are read from safetensors files only, and no code of a checkpoint is run.",
+        min_length=1,
+    )
+    revision: str | None = option(
+        None,
+        "Branch, tag or commit of a Hugging Face id. Default: its main branch.",
+        min_length=1,
+    )
+    device: Device = option(
+        "auto", "Device of the replicas. auto: a GPU if the cluster has one, otherwise the CPU."
+    )
+    dtype: Dtype = option(
+        "auto",
+        "Type of weights and KV cache. auto: the checkpoint's own type on a GPU; on a CPU float32, or bfloat16 for "
+        "models of at least 200 million parameters if the CPU multiplies it in hardware.",
+    )
+    # Another name of prefix_caching, as in transformers.
     allow_block_sharing: InitVar[bool | None] = None
 
     def __post_init__(self, allow_block_sharing: bool | None) -> None:
@@ -89,57 +289,133 @@ class EngineArgs:
             )
         object.__setattr__(self, "prefix_caching", allow_block_sharing)
 
-    def light_fields(self) -> dict[str, Any]:
-        """`LIGHT_FIELDS`, resolved: as `EngineConfig` has them."""
-        fields = {name: getattr(self, name) for name in LIGHT_FIELDS}
-        if self.resume_margin is None:
-            fields["resume_margin"] = min(1.0, self.safety_margin + _RESUME_STEP)
-        return fields
+
+OPTION_NAMES = tuple(field.name for field in dataclasses.fields(EngineOptions))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The checks
+# ----------------------------------------------------------------------------------------------------------
+
+
+def check_args(args: EngineArgs) -> None:
+    """Check each option against its declaration, and the options against one another.
+
+    Raises
+    ------
+    SizingError
+        The message names the option, its bound and the value.
+    """
+    hints = typing.get_type_hints(EngineArgs)
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if (expected := _expected(hints[field.name], field.metadata, value)) is not None:
+            raise SizingError(f"{field.name} must be {expected}, got {value!r}")
+    if (problem := block_size_problem(args.block_size)) is not None:
+        raise SizingError(f"block_size {problem}")
+    for problem in conflicts(args):
+        raise SizingError(problem)
+
+
+def block_size_problem(block_size: int | None) -> str | None:
+    """Why a block size cannot be used, or None.
+
+    A power of two divides the 64 tokens of a routing block (`protos/routing_hash.py`) or is a multiple of them.
+    """
+    if block_size is not None and block_size & (block_size - 1):
+        return f"must be a power of two from 8 to 256, got {block_size}"
+    return None
+
+
+def conflicts(options: Any) -> Iterator[str]:
+    """Problems of options that are each within their bounds but do not fit together.
+
+    Parameters
+    ----------
+    options
+        An object with the attributes of `EngineOptions`.
+    """
+    if options.resume_margin is not None and options.resume_margin < options.safety_margin:
+        yield (
+            f"resume_margin ({options.resume_margin}) must be at least safety_margin "
+            f"({options.safety_margin})"
+        )
+    if options.num_blocks is not None and options.kv_cache_gib is not None:
+        yield (
+            f"num_blocks ({options.num_blocks}) and kv_cache_gib ({options.kv_cache_gib}) both set "
+            "the size of the KV cache; give one of them"
+        )
+
+
+def light_fields(args: EngineArgs) -> dict[str, Any]:
+    """Resolve `LIGHT_FIELDS`: their values in an `EngineConfig`."""
+    fields = {name: getattr(args, name) for name in LIGHT_FIELDS}
+    if args.resume_margin is None:
+        fields["resume_margin"] = min(1.0, args.safety_margin + _RESUME_STEP)
+    return fields
+
+
+def _expected(hint: Any, bounds: typing.Mapping[str, Any], value: object) -> str | None:
+    """What an option's value must be instead; None if the value is of its type and within its bounds."""
+    kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    kind = kinds[0]
+    if choices := get_args(kind):  # a Literal
+        return None if value in choices else f"one of {', '.join(choices)}"
+    if kind not in (int, float):
+        return None if type(value) is kind else {bool: "a boolean", str: "a string"}[kind]
+    noun = "an integer" if kind is int else "a number"
+    is_number = type(value) is int or (kind is float and type(value) is float)
+    if is_number and math.isfinite(value) and _is_within(bounds, value):
+        return None
+    return noun + _interval(bounds)
+
+
+def _is_within(bounds: typing.Mapping[str, Any], value: Any) -> bool:
+    return (
+        bounds.get("ge", value) <= value <= bounds.get("le", value)
+        and value > bounds.get("gt", -math.inf)
+        and value < bounds.get("lt", math.inf)
+    )
+
+
+def _interval(bounds: typing.Mapping[str, Any]) -> str:
+    """The bounds in words: " in (0, 1]", " of at least 1" or " above 0"."""
+    low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
+    if high is None:
+        return f" above {low}" if "gt" in bounds else f" of at least {low}"
+    return f" in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The resolved configuration
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """What the engine runs with; every value is decided."""
+class EngineConfig(EngineOptions):
+    """The options after `resolve`, and the facts of model and device. Each value that the engine reads is decided.
 
+    Redeclared options are never None here. `kv_cache_gib`, `cpu_offload_gib` and `max_memory_percent` are as the user
+    gave them; the resulting sizes are `num_blocks` and `num_host_blocks`.
+    """
+
+    block_size: int
+    num_blocks: int  # usable blocks; the pool has one more, the trash block
+    max_batch_tokens: int
+    max_model_len: int
+    resume_margin: float
+    deterministic: bool
+    num_threads: int
     model_name: str  # identity of the weights in routing and cache keys
     revision: str  # of the weights: `checkpoint.weights_revision`
     device: str  # cpu | cuda
     dtype: str  # float32 | bfloat16 | float16
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    max_model_len: int  # tokens of prompt and output together
-    block_size: int
-    num_blocks: int  # usable blocks; the pool has one more, the trash block
-    max_batch_tokens: int
-    max_running_requests: int
-    max_waiting_requests: int
-    safety_margin: float  # share of blocks kept free of new prefills while anything runs
-    prefix_caching: bool
-    deterministic: bool
-    num_threads: int
-    groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # those of full attention first
-    num_host_blocks: int = 0  # of the host tier, of the same bytes each; 0 = there is no such tier
-    restore: str = "auto"  # auto | always, see `copy_speed`
-    async_batching: bool = False  # launch a step before the one before it is collected
-    cuda_graphs: str = "auto"  # auto | on | off
-    max_cached_graphs: int = 32
-    q_padding: int | None = None  # tokens; see `mixed_shapes`; None: mixed steps are not captured
-    kv_padding: int | None = None
-    check_graphs: bool = False
-    nvtx: bool = False
-    scheduler: str = "fifo"  # shortest_first | fifo | prefill_first | priority
-    max_prefill_ms: float | None = (
-        None  # of prefill between two tokens of who decodes; None: no bound
-    )
-    resume_margin: float = (
-        0.0  # share of available blocks from which admissions resume after a preemption
-    )
-    demotion_order: str = "lru"  # lru | most_recent
-    weights: str = "auto"  # auto | int8 | fp8; fp8 also for a checkpoint that is stored so
-    kv_cache_dtype: str = "auto"  # auto | fp8
-    fuse: str = "auto"  # auto | off
-    json_white_space: str = "one_space"  # one of JSON_WHITE_SPACE, see `grammar_source`
-    step_timeout_s: float = 10.0  # see `watchdog`
+    groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # groups of full attention first
+    num_host_blocks: int = 0  # blocks of the host tier, of the same size; 0: no host tier
 
     def __post_init__(self) -> None:
         full = [group.is_full for group in self.groups]
@@ -147,30 +423,35 @@ class EngineConfig:
             raise ValueError("groups must be at least one, those of full attention first")
 
     @property
+    def plans_ahead(self) -> bool:
+        """Whether a step is launched before the previous one is collected."""
+        return self.async_batching == "on"
+
+    @property
     def pool_dtype(self) -> str:
-        """Of keys and values in the cache, torch's name."""
+        """Type of keys and values in the cache, by torch's name."""
         return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else self.dtype
 
     @property
     def number_format(self) -> str:
-        """What tokens depend on beside the weights' values: replicas that differ in it give different ones."""
+        """All that tokens depend on besides the weights' values; replicas with other formats may give other tokens."""
         parts = [self.dtype]
         if self.weights != "auto":
             parts.append(f"weights={self.weights}")
         if self.kv_cache_dtype != "auto":
             parts.append(f"kv_cache={self.kv_cache_dtype}")
-        if self.json_white_space != JSON_WHITE_SPACE[0]:
+        if self.json_white_space != get_args(JsonWhiteSpace)[0]:
             parts.append(f"json_white_space={self.json_white_space}")
         return ",".join(parts)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the request table: one token of every decoding row must fit a step."""
+        """Number of rows in the request table: a step must have room for one token of each decoding row."""
         return min(self.max_running_requests, self.max_batch_tokens)
 
     @property
     def max_row_blocks(self) -> int:
-        """Blocks that one row can have in a layer group."""
+        """Maximum number of blocks of one row in a layer group."""
         return -(-min(self.max_model_len, self.max_cache_tokens) // self.block_size)
 
     @property

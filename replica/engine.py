@@ -26,7 +26,13 @@ from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavail
 from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.wire import Hello, Load, SamplingParams
-from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
+from quire.replica.config import (
+    LIGHT_FIELDS,
+    EngineArgs,
+    EngineConfig,
+    check_args,
+    light_fields,
+)
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.grammar.state import GrammarState
@@ -90,7 +96,10 @@ class Engine:
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)
-        self._offline = None if on_output is not None else OfflineFront(self)
+        self._offline: OfflineFront | None = None
+        if on_output is None:
+            self._offline = OfflineFront(self)
+            on_output = self._offline.on_output
         self.recorder: FlightRecorder | None = None
         if flight_path is not None:
             self.recorder = FlightRecorder(flight_path, self.config.max_running_requests)
@@ -100,11 +109,11 @@ class Engine:
         self._loop = EngineLoop(
             scheduler,
             runner,
-            on_output or self._offline.on_output,
+            on_output,
             clock=clock,
             step_timeout_s=self.config.step_timeout_s,
             recorder=self.recorder,
-            plans_ahead=self.config.async_batching,
+            plans_ahead=self.config.plans_ahead,
             mark=runtime.runner.mark if self.config.nvtx else None,
         )
         self._grammars = GrammarCompiler(
@@ -184,8 +193,6 @@ class Engine:
         SizingError
             A value out of its bounds.
         """
-        from quire.replica.startup.sizing import check_args
-
         heavy = sorted(changes.keys() - set(LIGHT_FIELDS))
         if heavy:
             raise InvalidRequest(
@@ -193,7 +200,7 @@ class Engine:
             )
         args = dataclasses.replace(self._args, **changes)
         check_args(args)
-        config = dataclasses.replace(self.config, **args.light_fields())
+        config = dataclasses.replace(self.config, **light_fields(args))
         self.call(lambda scheduler: scheduler.reconfigure(config)).result()
         self._loop.step_watch.timeout_s = config.step_timeout_s
         self.config = config
@@ -216,7 +223,7 @@ class Engine:
         | tiers | blocks saved and restored; how often copying and computing again was chosen |
         """
         time, copies = self._loop.time, self._copies
-        told = self._runner.telemetry()
+        told: dict[str, Any] = self._runner.telemetry()
         tiers = {"num_copied": copies.num_copied, "num_computed": copies.num_computed}
         return {
             "host": {"num_steps": time.num_steps, **time.per_step_ms()},
@@ -327,6 +334,7 @@ class Engine:
             request.grammar = outcome
             self._loop.post(lambda scheduler: scheduler.add(request))
 
+        assert request.params.grammar is not None
         emitted_ids = request.token_ids[request.num_prompt_tokens :].tolist()
         try:
             self._grammars.submit(request.params.grammar, emitted_ids, on_done, request.tenant)

@@ -37,7 +37,7 @@ from quire.protos.metric_families import Histogram
 from quire.protos.wire import CacheEvents, Load
 from quire.replica.core.request import DeltaBatch
 from quire.replica.core.step_plan import RequestDelta, SamplingBatch, StepPlan, StepResult
-from quire.replica.device.telemetry import HostTime
+from quire.replica.device.time_counters import HostTime
 from quire.replica.scheduler.scheduler import Scheduler
 from quire.replica.watchdog import StepWatch
 
@@ -51,7 +51,8 @@ _NO_MARK = contextlib.nullcontext()
 class StepRunner(Protocol):
     """What the loop needs of the runner."""
 
-    num_compiles: int
+    @property
+    def num_compiles(self) -> int: ...
 
     def launch(self, plan: StepPlan) -> Any: ...
 

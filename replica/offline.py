@@ -84,7 +84,7 @@ class OfflineFront:
     def __init__(self, engine: RunningEngine):
         self._engine = engine
         self._keys = itertools.count()
-        self._sinks: dict[int, _Sink] = {}  # of every live request
+        self._sinks: dict[Hashable, _Sink] = {}  # of every live request
         # All callers together have no more requests alive than the engine's queue takes, so none is refused.
         self._slots = threading.Semaphore(engine.config.max_waiting_requests)
         self._tokenizer_lock = threading.Lock()
@@ -265,7 +265,7 @@ class OfflineFront:
             for p in each
         ]
 
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
+    def _encode(self, prompt: Prompt | np.ndarray) -> Sequence[int] | np.ndarray:
         if not isinstance(prompt, str):
             return prompt
         tokenizer = self._tokenizer

@@ -1,7 +1,7 @@
-"""The router's compiled library (`native/`), if the installation had a C compiler.
+"""The router's compiled library (`native/`), if it could be compiled at installation.
 
-Without it the router does the same in numpy, which takes longer: see `router/README.md`. What runs for a few
-microseconds at a time keeps the interpreter's lock: to give it up costs an event loop more than that.
+Without it the router does the same in numpy, more slowly: see `router/README.md`. The functions keep the interpreter's
+lock (`PyDLL`): they run for a few microseconds, and releasing the lock costs an event loop more than that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from quire.kernels.library_loader import open_library
 
 _ABI = 5  # QUIRE_ROUTER_ABI
-_Anything = ctypes.c_char * 0
+_AnyBuffer = ctypes.c_char * 0
 
 
 class Table(ctypes.Structure):
@@ -55,13 +55,13 @@ class Ends(ctypes.Structure):
 
 
 @functools.cache
-def load() -> ctypes.PyDLL | None:
-    """The library, or None where the installation could not compile it.
+def load() -> ctypes.CDLL | None:
+    """Return the library, or None if the installation could not compile it.
 
     Raises
     ------
     NativeLibraryError
-        It was compiled from other sources.
+        The library was compiled from other sources.
     """
     library = open_library(Path(__file__).parent, "quire_router_abi", _ABI, ctypes.PyDLL)
     if library is None:
@@ -83,7 +83,7 @@ def load() -> ctypes.PyDLL | None:
 
 
 def address(array: np.ndarray) -> int:
-    """Where a contiguous array begins; a third of the time of `array.ctypes.data` if it may be written to."""
+    """Return the address of a contiguous array. A writable one takes a third of the time of `array.ctypes.data`."""
     if array.flags.writeable:
-        return ctypes.addressof(_Anything.from_buffer(array))
-    return array.__array_interface__["data"][0]
+        return ctypes.addressof(_AnyBuffer.from_buffer(array))
+    return int(array.__array_interface__["data"][0])

@@ -1,4 +1,4 @@
-"""The router's reports on its requests, as clients experience them."""
+"""Reports on requests as clients experience them: latencies, refusals, ends."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from quire.router.types import Explain, Usage
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """How an answer ended: one for each prompt and choice of a request that was sent to a replica.
+    """The end of an answer: one for each prompt and choice of a request.
 
     Attributes
     ----------
     finish_reason
-        stop, length, abort (its client left, or the server stopped it) or error.
+        stop, length, abort (the client disconnected, or the server stopped the answer) or error.
     total_s
-        From the request's arrival to the end.
+        Seconds from the request's arrival to the end.
     queue_s, prefill_s, decode_s
-        From the arrival to the first step with it, from there to its first token, and from there to its end; their
-        sum is `total_s`. 0 unless `explain.answered`.
+        Seconds from the arrival to the first step with the request, from there to the first token, and from there to
+        the end. Their sum is `total_s`. 0 unless `explain.answered`.
     """
 
     finish_reason: str
@@ -33,31 +33,31 @@ class AnswerEnd:
 
 
 class Observer:
-    """Hears what happens to requests; the base class ignores it."""
+    """Receives the reports; the base class ignores them."""
 
     def on_request(self) -> None:
         """A request has arrived."""
 
     def on_refusal(self, error: Exception, seconds: float) -> None:
-        """A request was refused before its first token, so long after its arrival."""
+        """A request was refused before its first token, `seconds` after its arrival."""
 
     def on_first_token(self, ttft_s: float) -> None:
-        """Seconds from the request's arrival to its first token."""
+        """An answer has its first token, `ttft_s` after the request's arrival."""
 
     def on_inter_token(self, itl_s: float) -> None:
-        """Seconds between two deltas of one stream."""
+        """A stream has a delta, `itl_s` after the one before."""
 
     def on_migration(self, stall_s: float) -> None:
-        """A stream that lost its replica has its next token; seconds since the router knew of the loss."""
+        """A stream that lost its replica has its next token, `stall_s` after the router noticed the loss."""
 
     def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:
-        """How many of a prompt's tokens the router expected in the replica's cache, and how many there were."""
+        """A replica found `cached_tokens` of a prompt in its cache; the router had predicted `predicted_tokens`."""
 
     def on_end(self, end: AnswerEnd) -> None:
-        """An answer has ended, for whatever reason."""
+        """An answer has ended, for any reason."""
 
 
 def error_code(error: Exception) -> str:
-    """The label of a refusal: one of `ERROR_CODES`; a defect is an internal error."""
+    """Return the label of a refusal, one of `ERROR_CODES`; any other exception is an internal error."""
     code = error.code if isinstance(error, QuireError) else QuireError.code
     return code if code in ERROR_CODES else QuireError.code

@@ -1,6 +1,6 @@
-"""Fields of OpenAI's and vLLM's APIs that are not served: the sentence that says so, for each of them.
+"""Fields of OpenAI's and vLLM's APIs that this server refuses, each with the sentence of its error.
 
-The tables are by the object that has the field: the body of an endpoint, a message, a part of its content.
+There is a table for each object with such fields: the body of an endpoint, a message, a part of a message's content.
 """
 
 from __future__ import annotations
@@ -23,26 +23,32 @@ _NO_FILES = "files are not served"
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that is not served."""
+    """A field that is refused.
+
+    Attributes
+    ----------
+    accepted
+        Values that change nothing, besides null.
+    """
 
     sentence: str
-    accepted: tuple[Any, ...] = ()  # values beside null that ask for nothing
+    accepted: tuple[Any, ...] = ()
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value asks for nothing, so that it may be left out."""
-        # true is not 1 in JSON.
+        """Return whether a value changes nothing, so the field can be ignored."""
+        # In JSON, true is not 1.
         return value is None or any(
             value == known and isinstance(value, bool) == isinstance(known, bool)
             for known in self.accepted
         )
 
     def error(self, field: str, value: Any) -> UnsupportedField:
-        """The refusal of a value.
+        """Return the error for a value.
 
         Parameters
         ----------
         field
-            Its place in the request, ``messages[0].tool_calls``.
+            Path of the field in the request, such as ``messages[0].tool_calls``.
         """
         allowed = " or ".join([*map(json.dumps, self.accepted), "null"])
         return UnsupportedField(
@@ -51,7 +57,7 @@ class Refused:
 
 
 def _renamed(name: str) -> Refused:
-    return Refused(f"this field has the name {name} here")
+    return Refused(f"this server calls the field {name}")
 
 
 _OF_BOTH: Mapping[str, Refused] = {
@@ -66,27 +72,27 @@ _OF_BOTH: Mapping[str, Refused] = {
     ),
     "kv_transfer_params": Refused("prefill and decode on different servers are not served"),
     "length_penalty": Refused(_NO_BEAMS, (1,)),
-    "logits_processors": Refused("code of clients is not run", ([],)),
+    "logits_processors": Refused("code from clients is not executed", ([],)),
     "prompt_embeds": Refused("embeddings are not served as a prompt"),
-    "repetition_detection": Refused("repetitions do not end an answer"),
-    "request_id": Refused("the header X-Request-Id has the id of a request"),
+    "repetition_detection": Refused("repetition detection is not served"),
+    "request_id": Refused("the request id comes from the header X-Request-Id"),
     "return_tokens_as_token_ids": Refused(
-        "log-probabilities name tokens by their text; return_token_ids gives their ids", (False,)
+        "log-probabilities name tokens by their text; return_token_ids returns their ids", (False,)
     ),
     "spaces_between_special_tokens": Refused(
-        "texts are what the tokenizer decodes, without further spaces", (True,)
+        "spaces between special tokens are not configurable", (True,)
     ),
-    "truncate_prompt_tokens": Refused("prompts are not shortened"),
+    "truncate_prompt_tokens": Refused("prompts are not truncated"),
     "use_beam_search": Refused(_NO_BEAMS, (False,)),
     "vllm_xargs": Refused("arguments of extensions are not served", ({},)),
 }
 
 OF_COMPLETIONS: Mapping[str, Refused] = {
     **_OF_BOTH,
-    "add_generation_prompt": Refused("a prompt passes no chat template", (True,)),
-    "chat_template": Refused("a prompt passes no chat template"),
-    "chat_template_kwargs": Refused("a prompt passes no chat template", ({},)),
-    "continue_final_message": Refused("a prompt passes no chat template", (False,)),
+    "add_generation_prompt": Refused("completions use no chat template", (True,)),
+    "chat_template": Refused("completions use no chat template"),
+    "chat_template_kwargs": Refused("completions use no chat template", ({},)),
+    "continue_final_message": Refused("completions use no chat template", (False,)),
     "max_completion_tokens": _renamed("max_tokens"),
     "suffix": Refused("text is not filled in before a suffix", ("",)),
     "top_logprobs": _renamed("logprobs"),
@@ -95,10 +101,10 @@ OF_COMPLETIONS: Mapping[str, Refused] = {
 OF_CHATS: Mapping[str, Refused] = {
     **_OF_BOTH,
     "audio": Refused(_NO_AUDIO),
-    "best_of": Refused("the best of several answers are chosen by /v1/completions only", (1,)),
+    "best_of": Refused("best_of is served by /v1/completions only", (1,)),
     "chat_template": Refused("the server chooses the chat template"),
     "documents": Refused("documents are not passed to the chat template", ([],)),
-    "echo": Refused("the answer of a chat does not repeat its messages", (False,)),
+    "echo": Refused("echo is served by /v1/completions only", (False,)),
     "function_call": Refused(NO_TOOLS, ("none",)),
     "functions": Refused(NO_TOOLS, ([],)),
     "include_reasoning": Refused(_NO_REASONING, (True, False)),
@@ -111,8 +117,8 @@ OF_CHATS: Mapping[str, Refused] = {
     "thinking_token_budget": Refused(_NO_REASONING),
     "tool_choice": Refused(NO_TOOLS, ("none",)),
     "tools": Refused(NO_TOOLS, ([],)),
-    "verbosity": Refused("the length of answers is not controlled by a word", ("medium",)),
-    "web_search_options": Refused("the web is not searched"),
+    "verbosity": Refused("verbosity levels are not served", ("medium",)),
+    "web_search_options": Refused("web search is not served"),
 }
 
 OF_MESSAGES: Mapping[str, Refused] = {
@@ -148,12 +154,12 @@ CONTENT_TYPES: Mapping[str, str] = {
 
 
 def content_type(given: str, field: str) -> UnsupportedField:
-    """The refusal of a part of a message that is not text.
+    """Return the error for a part of a message that is not text.
 
     Parameters
     ----------
     field
-        The place of the type, ``messages[0].content[0].type``.
+        Path of the type, such as ``messages[0].content[0].type``.
     """
     sentence = CONTENT_TYPES.get(given, "only text is served")
     return UnsupportedField(
@@ -162,5 +168,5 @@ def content_type(given: str, field: str) -> UnsupportedField:
 
 
 def unknown(field: str, hint: str = "") -> UnsupportedField:
-    """The refusal of a field that no API in question has."""
+    """Return the error for a field that neither API has."""
     return UnsupportedField(f"this field is unknown: {field}{hint}", field=field)

@@ -1,13 +1,13 @@
-"""What the front ends hand to the router, and what they get back.
+"""The types between the front ends (HTTP, gRPC) and the router: requests, deltas, status.
 
-A `GenerationRequest` is what the client said, typed but not yet checked against the model: None means that the
-client gave no value. `router.params` resolves it with the checkpoint's defaults and checks every bound, once for
-both HTTP and gRPC.
+A `GenerationRequest` holds the values of the client, typed but not checked against the model. None means that the
+client gave no value. `router.request.params` resolves it with the checkpoint's defaults and checks every bound, once
+for both front ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,51 +17,115 @@ from quire.protos.wire import Grammar, Load
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What it takes, beside the request, to generate a stream again and to continue it as the same."""
+    """The values that, together with the request, generate the same stream again.
 
-    seed: int  # unsigned 64 bits
-    fingerprint: bytes  # 8 bytes: see `resume.fingerprint_of`
-    answer_id: str  # 32 hexadecimal digits
-    created_s: int  # Unix time
+    Attributes
+    ----------
+    seed
+        Unsigned 64 bits.
+    fingerprint
+        8 bytes from `resume.fingerprint_of`.
+    answer_id
+        32 hexadecimal digits.
+    created_s
+        Unix time.
+    """
+
+    seed: int
+    fingerprint: bytes
+    answer_id: str
+    created_s: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How much of one choice its client has."""
+    """The part of one choice that the client has.
+
+    Attributes
+    ----------
+    checksum
+        Of the token ids, from `resume.checksum_of`.
+    begun
+        The client has the event before the first token, for example the role.
+    finished
+        The client has the finish reason too.
+    """
 
     num_tokens: int = 0
-    checksum: int = 0  # of their ids: see `resume.checksum_of`
-    begun: bool = False  # what comes before the first token, the role for instance
-    finished: bool = False  # the finish reason, too
+    checksum: int = 0
+    begun: bool = False
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a client wants to go on: an event id, taken apart."""
+    """A parsed event id: the place where a client resumes.
+
+    Attributes
+    ----------
+    marks
+        One for each choice.
+    field
+        The field that held the id, for errors.
+    """
 
     origin: Origin
-    marks: tuple[Mark, ...]  # one for each choice
-    field: str  # where the client gave it, for errors
+    marks: tuple[Mark, ...]
+    field: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What to continue, and how. Exactly one of `prompt`, `prompts` and `messages` is given."""
+    """A prompt and the parameters of its answer. Exactly one of `prompt`, `prompts` and `messages` is given.
+
+    Attributes
+    ----------
+    model
+        None: the application's only model.
+    prompt
+        Text or token ids.
+    prompts
+        Several of them. Choice j of prompt i is choice i * n + j of the answer.
+    messages
+        Chat turns for the chat template.
+    chat_template_kwargs
+        Further variables for the chat template.
+    add_generation_prompt
+        None: true unless `continue_final_message`.
+    add_special_tokens
+        Add BOS and similar tokens. None: to prompts, not to rendered messages.
+    max_tokens
+        None: up to the model's length. 0, with `echo`: only the prompt.
+    logit_bias
+        Pairs of a token id and the number that is added to its logit.
+    allowed_token_ids
+        Empty: all.
+    logprobs
+        Return log-probabilities of the output tokens, and of this many likeliest tokens at each position.
+    prompt_logprobs
+        The same for the prompt's tokens.
+    grammar
+        The text must be in its language.
+    n
+        Samples of each prompt; each ends with its own finish reason.
+    tenant
+        Separates cache entries and shares of the queue.
+    deadline_s
+        Seconds left when the request arrived.
+    resume_from
+        Return deltas only after the part that the client has.
+    """
 
     request_id: str
-    model: str | None = None  # None: the application's only model
-    prompt: str | tuple[int, ...] | None = None  # text, or token ids
-    prompts: tuple[str | tuple[int, ...], ...] = ()  # choice j of prompt i is choice i * n + j
-    messages: tuple[dict[str, Any], ...] | None = None  # chat turns for the chat template
-    chat_template_kwargs: Mapping[str, Any] | None = None  # more variables for the chat template
-    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+    model: str | None = None
+    prompt: str | tuple[int, ...] | None = None
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    messages: tuple[dict[str, Any], ...] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    add_special_tokens: bool | None = (
-        None  # BOS and the like; None: to a prompt, not to rendered messages
-    )
-    max_tokens: int | None = (
-        None  # None: up to the model's length; 0, with `echo`: nothing but the prompt
-    )
+    add_special_tokens: bool | None = None
+    max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -70,35 +134,35 @@ class GenerationRequest:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
-    logprobs: int | None = None  # log-probabilities of the tokens, and of so many likeliest ones
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
-    grammar: Grammar | None = None  # a language that the text must be in
-    n: int = 1  # samples of each prompt; each ends with its own finish reason
+    grammar: Grammar | None = None
+    n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     echo: bool = False
-    tenant: str = ""  # cache salt
+    tenant: str = ""
     session: str = ""
     priority: int = 0
-    deadline_s: float | None = None  # seconds left when the request arrived
-    resume_from: ResumePoint | None = None  # deltas begin after what the client has
+    deadline_s: float | None = None
+    resume_from: ResumePoint | None = None
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """What the client has of each choice."""
+        """The part of each choice that the client has."""
         if self.resume_from is not None:
             return self.resume_from.marks
         return (Mark(),) * (self.n * max(1, len(self.prompts)))
 
     def for_each_prompt(self) -> list[GenerationRequest]:
-        """The same request for each of its prompts alone."""
+        """Return the request once for each of its prompts."""
         if not self.prompts:
             return [self]
         return [replace(self, prompt=prompt, prompts=()) for prompt in self.prompts]
@@ -106,65 +170,109 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token and its log-probability in the model's own distribution."""
+    """A token and its log-probability in the model's own distribution.
+
+    Attributes
+    ----------
+    logprob
+        None for the first token of a prompt, which has no distribution.
+    text
+        The token's own text; bytes that are not a whole character become U+FFFD.
+    utf8
+        The bytes that the token adds to the text.
+    """
 
     token_id: int
-    logprob: float | None  # None: of a prompt's first token, which nothing comes before
-    text: str  # by itself: bytes that are no whole character are U+FFFD
-    utf8: bytes  # what it adds to the text, byte by byte
+    logprob: float | None
+    text: str
+    utf8: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """One token and the likeliest ones in its place, best first."""
+    """One token and the likeliest tokens at its position, best first.
+
+    Attributes
+    ----------
+    rank
+        Rank of a prompt's token among all tokens, 1 for the likeliest; None if not asked for.
+    text_offset
+        Characters of the prompt, or of the answer, before the token.
+    """
 
     token: ScoredToken
     top: tuple[ScoredToken, ...]
-    rank: int | None = None  # of a prompt's token, 1 for the likeliest of all; None: not asked for
-    text_offset: int = 0  # characters of the prompt's, or of the answer's, text before it
+    rank: int | None = None
+    text_offset: int = 0
 
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What is new since the last delta. `finish_reason` is set on the last one only."""
+    """New output since the last delta. Only the last delta of a choice has a `finish_reason`.
+
+    Attributes
+    ----------
+    finish_reason
+        stop, length or abort.
+    stop_reason
+        The stop string or the stop token id that ended the answer; None for EOS.
+    logprobs
+        One for each of `token_ids`; None if not asked for.
+    choice
+        Index of the sample.
+    """
 
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # stop | length | abort
-    stop_reason: str | int | None = (
-        None  # the stop string or stop token id that ended it; None for EOS
-    )
-    logprobs: list[TokenScores] | None = None  # one for each of token_ids, when asked for
-    choice: int = 0  # which of the request's n samples this belongs to
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenScores] | None = None
+    choice: int = 0
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens billed to the request: over the whole of it, however often it moved."""
+    """Tokens billed to the request; a migrated request is billed once.
+
+    Attributes
+    ----------
+    cached_tokens
+        Prompt tokens that the replica found in its cache.
+    host_cached_tokens
+        The part of `cached_tokens` that was restored from the host tier.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens found in the replica's cache
-    host_cached_tokens: int = 0  # of these, those copied back from its host tier
+    cached_tokens: int = 0
+    host_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Explain:
-    """Why the request went where it went; sent as x-quire-* headers or trailing metadata.
+    """Explains the routing of a request; sent as x-quire-* headers or trailing metadata.
 
-    `predicted_cached_tokens` is of the last attempt; `cached_tokens`, `queue_s` and `ttft_s` are of the one
-    that gave the first token, and 0 until `answered`.
+    Attributes
+    ----------
+    router
+        The router that decided.
+    predicted_cached_tokens
+        Prediction for the last attempt, device and host tier together.
+    cached_tokens, queue_s, ttft_s
+        Of the attempt that produced the first token; 0 until `answered`. `ttft_s` counts from the request's arrival.
+    answered
+        The first token has arrived.
     """
 
-    router: str = ""  # who decided
+    router: str = ""
     replica: str = ""
-    predicted_cached_tokens: int = 0  # on the device and in host memory
+    predicted_cached_tokens: int = 0
     cached_tokens: int = 0
     queue_s: float = 0.0
     runner_up: str = ""
     attempts: int = 0
-    answered: bool = False  # the first token is there
-    ttft_s: float = 0.0  # from the request's arrival to it
+    answered: bool = False
+    ttft_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -183,41 +291,55 @@ class ModelInfo:
 
 @dataclass(slots=True)
 class ReplicaStatus:
-    """One replica as this router sees it."""
+    """The state of one replica, as this router sees it.
+
+    Attributes
+    ----------
+    indexed_blocks
+        Routing blocks that the router believes the replica to hold.
+    """
 
     replica: str
     epoch: str
     load: Load
     report_age_s: float
     attached: bool
-    indexed_blocks: int  # routing blocks this router believes it holds
+    indexed_blocks: int
 
 
 @dataclass(slots=True)
 class Readiness:
-    """Whether a request sent now would be served, and the reason when it would not."""
+    """Whether a request sent now would be served, and the reason if not.
+
+    Attributes
+    ----------
+    replicas
+        Attached replicas that are ready.
+    startup_s
+        Seconds of each start-up phase of the slowest replica.
+    engine
+        `protos.engine_facts` of one replica; None if no replica is attached.
+    """
 
     ready: bool
     reason: str
-    replicas: int  # attached
-    startup_s: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds by phase, of the slowest replica
-    engine: dict[str, Any] | None = None  # `protos.engine_facts` of one replica; None without any
+    replicas: int
+    startup_s: dict[str, float] = field(default_factory=dict)
+    engine: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class Decisions:
-    """What routers remember of their decisions.
+    """The recent decisions of all routers.
 
     Attributes
     ----------
     routers
-        Ids of those that were asked and answered.
+        Ids of the routers that answered.
     num_silent
-        At least so many routers did not answer in time.
+        Number of routers that did not answer in time, at least.
     decisions
-        Plain data (`router.decisions.DecisionRing`): of one request first to last, else the newest first.
+        Plain data (`explain.decisions.DecisionRing`); the oldest first for one request, else the newest first.
     """
 
     routers: list[str]
@@ -231,17 +353,20 @@ class GenerationStream(Protocol):
     Closing it early (`aclose`, also on cancellation of the consumer) aborts the request on its replica.
     `usage` and `explain` are complete when the iteration has ended; `usage.prompt_tokens` and
     `explain.replica` already at the first delta. With several choices the deltas of all come in one iteration.
-    `prompt_scores` are the prompt's tokens, complete before the first delta; None unless asked for. Of a list of
-    prompts they are those of the first, `scores_of_prompt` has those of each.
-    The deltas of a resumed stream begin after what the client has; `usage` counts the whole.
+    `prompt_scores` holds the prompt's tokens and is complete before the first delta; None if not asked for. For a list
+    of prompts it holds the first prompt's, and `scores_of_prompt` returns those of each.
+    The deltas of a resumed stream begin after the part that the client has; `usage` counts the whole answer.
     """
 
     request_id: str
     model: str
-    created_s: int
     origin: Origin
-    usage: Usage
-    explain: Explain
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def explain(self) -> Explain: ...
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None: ...
@@ -254,7 +379,7 @@ class GenerationStream(Protocol):
 
 
 class Service(Protocol):
-    """What HTTP and gRPC call; `router.service.RouterService` is the real one."""
+    """The interface for HTTP and gRPC. `request.service.RouterService` implements it."""
 
     async def generate(self, request: GenerationRequest) -> GenerationStream:
         """Check, tokenise, route and submit.
@@ -262,8 +387,8 @@ class Service(Protocol):
         Raises
         ------
         QuireError
-            Before anything was generated: invalid, unknown model, too long, overloaded, unavailable.
-            Errors after that are raised by the stream's iteration.
+            The request was refused: invalid, unknown model, too long, overloaded, unavailable. Later errors are raised
+            by the stream's iteration.
         """
         ...
 
@@ -274,23 +399,23 @@ class Service(Protocol):
     def replicas(self) -> list[ReplicaStatus]: ...
 
     async def decisions(self, request_id: str | None, limit: int) -> Decisions:
-        """Why requests went where they went, as far as it is remembered, on all routers.
+        """Return the recent routing decisions of all routers.
 
         Parameters
         ----------
         request_id
-            None: the last `limit` decisions, whatever request they were for.
+            Decisions for this request only; None: the last `limit` decisions for any request.
         """
         ...
 
     def refused(self, error: QuireError) -> None:
-        """Count a generation request that a front end has refused without a call of `generate`."""
+        """Count a request that a front end refused before it called `generate`."""
         ...
 
     async def metrics(self) -> bytes:
-        """What Prometheus scrapes: of all routers and replicas of the application."""
+        """Return the Prometheus page of all routers and replicas of the application."""
         ...
 
-    def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
-        """The status of every replica, at once and then whenever it changed, at most every `period_s`."""
+    def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
+        """Yield the status of every replica now, and then after each change, at most once every `period_s`."""
         ...

@@ -181,7 +181,7 @@ def test_the_wheels_command_checks_a_config(installed: Path):
 ATTEND_AND_LOOK_UP = """
 import sys, numpy, torch
 from quire.kernels.cpu import cpu_attention
-from quire.protos.wire import RoutingHasher
+from quire.protos.routing_hash import RoutingHasher
 from quire.router import compiled_router
 from quire.router.index.block_table import BlockTable
 from quire.router.index.prefix_hashes import prefix_hashes

@@ -1,1 +1,1 @@
-"""What the HTTP and the gRPC front end share: checks of input, explanations, structured output."""
+"""Code that the HTTP and the gRPC front end share: checks of input, answers, explanations, structured output."""

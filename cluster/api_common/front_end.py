@@ -1,4 +1,4 @@
-"""What the HTTP and the gRPC front end share: checks of input, answers, explanations."""
+"""Functions that the HTTP and the gRPC front end share: checks of input, answers, explanations."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from quire.router.types import Explain, GenerationStream, OutputDelta, Service, 
 
 logger = logging.getLogger(__name__)
 
-# `developer` is OpenAI's newer name of the system turn; open checkpoints' templates know `system`.
+# `developer` is OpenAI's newer name for the system role; the chat templates of open checkpoints use `system`.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TOOL_ROLES = ("tool", "function")
-TIMEOUT_HEADER = "x-request-timeout-seconds"  # Ray Serve's own, as HTTP header or gRPC metadata
+TIMEOUT_HEADER = (
+    "x-request-timeout-seconds"  # defined by Ray Serve; an HTTP header or gRPC metadata
+)
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
 
 
 @contextmanager
 def counting_refusals(service: Service) -> Iterator[None]:
-    """Count a refusal that a front end makes before it calls `generate`."""
+    """Count a request that the front end refuses before it calls `generate`."""
     try:
         yield
     except QuireError as error:
@@ -40,21 +42,21 @@ def counting_refusals(service: Service) -> Iterator[None]:
 
 
 def served_role(role: str, field: str) -> str:
-    """The role as the chat template knows it; most templates would render any word.
+    """Convert a client's role to the chat template's name. Most templates would render an unknown role as it is.
 
     Parameters
     ----------
     role
-        What the client wrote.
+        The client's role.
     field
-        Its place in the request: ``messages[3].role``.
+        Path of the role in the request, such as ``messages[3].role``.
 
     Raises
     ------
     UnsupportedField
         The role belongs to tool calls.
     InvalidRequest
-        Any other unknown role.
+        The role is unknown.
     """
     refusal = f"{field} must be one of {', '.join(ROLES)}, got {role[:64]!r}"
     if role in _TOOL_ROLES:
@@ -70,16 +72,16 @@ def is_label(value: str) -> bool:
 
 
 def request_label(value: str, field: str) -> str:
-    """A client's own id of its request; it goes into logs and headers, so it must not forge one.
+    """Check a client's id for its request. The id is written to logs and headers, so it must not contain line breaks.
 
     Raises
     ------
     InvalidRequest
-        Not 1 to 128 printable ASCII characters.
+        The id is not 1 to 128 printable ASCII characters.
     """
     if not is_label(value):
         raise InvalidRequest(
-            f"{field} must be 1 to 128 printable ASCII characters, got {len(value)}: "
+            f"{field} must be 1 to 128 printable ASCII characters, got {len(value)} characters: "
             f"{value[:32]!r}",
             field=field,
         )
@@ -87,15 +89,15 @@ def request_label(value: str, field: str) -> str:
 
 
 def renamed(error: QuireError, names: Mapping[str, str]) -> QuireError:
-    """The error with the name by which the client knows the field.
+    """Return the error with the client's name of the field instead of the router's.
 
     Parameters
     ----------
     names
-        The router's names to the client's, where they differ.
+        Map from the router's to the client's names of fields, where they differ.
     """
     field = error.field
-    if field not in names:
+    if field is None or field not in names:
         return error
     name, message = names[field], error.message
     if re.match(rf"{re.escape(field)}( must|:)", message):
@@ -104,12 +106,12 @@ def renamed(error: QuireError, names: Mapping[str, str]) -> QuireError:
 
 
 def timeout_seconds(value: str | None) -> float | None:
-    """What `TIMEOUT_HEADER` says, as Serve reads it: 0 and less turn the timeout off.
+    """Parse the value of `TIMEOUT_HEADER`. As in Serve, a value <= 0 means no timeout (None).
 
     Raises
     ------
     InvalidRequest
-        It is no number.
+        The value is not a number.
     """
     if value is None:
         return None
@@ -127,7 +129,7 @@ def timeout_seconds(value: str | None) -> float | None:
 
 @dataclass(slots=True)
 class Progress:
-    """How far one choice has come: all that a stream keeps of what it has sent."""
+    """Progress of one choice. A stream keeps no other state of what it has sent."""
 
     num_tokens: int = 0
     finish_reason: str | None = None  # stop | length
@@ -139,7 +141,7 @@ class Progress:
         Raises
         ------
         Aborted
-            The router gave the request up: that is no answer.
+            The router has aborted the request.
         """
         if delta.finish_reason == "abort":
             raise Aborted("the request was aborted by the server")
@@ -148,12 +150,12 @@ class Progress:
         self.stop_reason = delta.stop_reason
 
     def end(self) -> None:
-        """Check that the stream has said why it ended.
+        """Check that the choice has a finish reason.
 
         Raises
         ------
         EngineError
-            It has not: the answer is cut off, and must not look complete.
+            The choice has none: its answer is truncated and must not look complete.
         """
         if self.finish_reason is None:
             raise EngineError("the answer ended without a finish reason")
@@ -161,7 +163,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Answer(Progress):
-    """The deltas of one choice, put together as they come."""
+    """Collects the deltas of one choice into a complete answer."""
 
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -179,12 +181,12 @@ class Answer(Progress):
 
     @property
     def text(self) -> str:
-        """All of the text."""
+        """The complete text."""
         return "".join(self.pieces)
 
 
 async def collect(stream: GenerationStream, num_choices: int) -> list[Answer]:
-    """The whole answers of a stream, one for each choice; the caller closes it."""
+    """Collect the complete answers of a stream, one for each choice. The caller closes the stream."""
     answers = [Answer() for _ in range(num_choices)]
     async for delta in stream:
         answers[delta.choice].add(delta)
@@ -205,12 +207,12 @@ EXPLAIN_HEADERS = (
 
 
 def explain_headers(explain: Explain, *, complete: bool) -> dict[str, str]:
-    """Why the request went where it went: HTTP headers, or gRPC's trailing metadata.
+    """Explain the routing decision of a request, as HTTP headers or gRPC trailing metadata.
 
     Parameters
     ----------
     complete
-        False at the first token, when the request may still move to another replica.
+        False at the first token, when the request may still continue on another replica.
     """
     headers = {
         "x-quire-router": explain.router,
@@ -227,12 +229,12 @@ def explain_headers(explain: Explain, *, complete: bool) -> dict[str, str]:
 
 
 def internal_error(error: Exception) -> QuireError:
-    """What a client learns of a defect: a number that finds it in the log, and no more."""
+    """Log an unexpected exception and return an error for the client with only the id of the log entry."""
     error_id = uuid.uuid4().hex
     logger.error("internal error, id=%s", error_id, exc_info=error)
     return QuireError(f"internal error, id={error_id}")
 
 
 def retry_after_ms(retry_after_s: float) -> int:
-    """Milliseconds, rounded up; never 0, which clients read as "at once"."""
+    """Convert to milliseconds, rounded up. Never 0, because clients would retry immediately."""
     return max(1, math.ceil(retry_after_s * 1000))

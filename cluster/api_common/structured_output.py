@@ -1,4 +1,4 @@
-"""What clients write for structured output, as the router's `Grammar`; the same for HTTP and gRPC."""
+"""Converts the structured-output fields of HTTP and gRPC requests to the router's `Grammar`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ANY_OBJECT = '{"type":"object"}'
 
 
 def json_schema(schema: Any, field: str) -> Grammar:
-    """A JSON schema, decoded or as text.
+    """Make the grammar of a JSON schema, given as an object or as JSON text.
 
     Raises
     ------
     InvalidRequest
-        Neither an object nor the text of one.
+        The schema is neither an object nor the text of one.
     """
     if isinstance(schema, str):
         try:
@@ -34,23 +34,24 @@ def json_schema(schema: Any, field: str) -> Grammar:
         )
     try:
         text = orjson.dumps(schema).decode()
-    except orjson.JSONEncodeError as error:  # it nests too deeply
+    except orjson.JSONEncodeError as error:
+        # The schema is nested too deeply.
         raise InvalidRequest(f"{field}: {error}", field=field) from None
     return Grammar("json_schema", text, field)
 
 
 def json_object(field: str) -> Grammar:
-    """Any JSON object."""
+    """Make the grammar of any JSON object."""
     return Grammar("json_schema", _ANY_OBJECT, field)
 
 
 def choice(texts: list[str], field: str) -> Grammar:
-    """One of these texts.
+    """Make the grammar of exactly one of these texts.
 
     Raises
     ------
     InvalidRequest
-        None at all, an empty one or too many.
+        There are no texts, too many, or an empty one.
     """
     if not 1 <= len(texts) <= MAX_CHOICES or not all(texts):
         raise InvalidRequest(
@@ -61,12 +62,12 @@ def choice(texts: list[str], field: str) -> Grammar:
 
 
 def of_response_format(value: dict[str, Any]) -> Grammar | None:
-    """OpenAI's `response_format`; None for plain text.
+    """Make the grammar of OpenAI's `response_format`; None for plain text.
 
     Raises
     ------
     InvalidRequest, UnsupportedField
-        Another type, or a schema that is missing or none.
+        The type or a field is unknown, or the schema is missing or not valid.
     """
     kind = value.get("type")
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}

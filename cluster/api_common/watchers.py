@@ -1,4 +1,4 @@
-"""How many streams that only watch a router has open, in all and for each client."""
+"""Limits the open streams that only watch state (`WatchCache`, `Watch`), in total and for each client."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ RETRY_S = 1.0
 
 
 class Watchers:
-    """Counts `WatchCache` and `Watch` streams and refuses one too many.
+    """Counts `WatchCache` and `Watch` streams and refuses streams above the limits.
 
     Parameters
     ----------
     most
-        Streams of all clients together.
+        Most streams of all clients together.
     most_of_client
-        Streams of one client.
+        Most streams of one client.
     """
 
     def __init__(self, most: int, most_of_client: int):
@@ -30,12 +30,12 @@ class Watchers:
 
     @contextmanager
     def watching(self, client: str) -> Iterator[None]:
-        """Count one stream of `client` while it lasts.
+        """Count one stream of `client` while the context is open.
 
         Raises
         ------
         Overloaded
-            It would be one too many.
+            The stream would exceed a limit.
         """
         for name, num_open, most in (
             ("router.max_watchers_per_client", self._open[client], self.most_of_client),
@@ -61,7 +61,7 @@ class Watchers:
 
     @property
     def num_open(self) -> int:
-        """Streams of all clients."""
+        """Open streams of all clients."""
         return self._open.total()
 
 
@@ -71,10 +71,10 @@ def client_of(peer: str, forwarded_for: list[str]) -> str:
     Parameters
     ----------
     peer
-        Of the connection, as grpc writes it: ``ipv4:127.0.0.1:4242``.
+        The connection's peer in grpc's notation: ``ipv4:127.0.0.1:4242``.
     forwarded_for
-        Values of `FORWARDED_FOR`. The proxy in front adds the address that it sees at the end; what stands before it
-        comes from the client.
+        Values of the header `FORWARDED_FOR`. The proxy appends the address that it sees; earlier addresses come from
+        the client and are ignored.
     """
     if forwarded_for:
         return forwarded_for[-1].rpartition(",")[2].strip()

@@ -105,8 +105,6 @@ async def measure(
     options: argparse.Namespace, chosen: list[Load]
 ) -> list[tuple[Load, Run, list[CacheSample], float]]:
     """Every load, one after the other."""
-    from tqdm import tqdm
-
     show = sys.stderr.isatty() and not options.quiet
     extra = dict(options.extra)
     if options.sessions and not options.url.startswith("grpc"):
@@ -120,14 +118,19 @@ async def measure(
         for load in chosen:
             async with watching(watched) as samples:
                 began_s = time.perf_counter()
-                with tqdm(
-                    total=load.num_requests, unit="request", desc=load.name, disable=not show
-                ) as bar:
-                    run = await load.start(client, lambda record, bar=bar: bar.update())
+                run = await _run(load, client, show)
             found.append((load, run, samples, began_s))
     finally:
         await client.close()
     return found
+
+
+async def _run(load: Load, client: Client, show: bool) -> Run:
+    """Run one load, with a progress bar if `show`."""
+    from tqdm import tqdm
+
+    with tqdm(total=load.num_requests, unit="request", desc=load.name, disable=not show) as bar:
+        return await load.start(client, lambda record: bar.update())
 
 
 def floor_s(run: Run, shape: ModelShape, rates: Rates) -> float:

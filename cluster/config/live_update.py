@@ -18,18 +18,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from quire.cluster.config.app_config import (
-    AppConfig,
+from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.config_problems import (
     ConfigError,
-    EngineArgs,
     Problem,
-    RouterArgs,
     did_you_mean,
     join_path,
     problems_from,
 )
+from quire.cluster.config.engine_section import EngineArgs
+from quire.cluster.config.router_section import RouterArgs
+from quire.cluster.config.section import Section
 from quire.replica.config import LIGHT_FIELDS as ENGINE_FIELDS
 
 ROUTER_FIELDS = (
@@ -56,7 +57,7 @@ ROUTER_FIELDS = (
     "max_explained_decisions",
     "decision_log_bytes",
 )
-Section = TypeVar("Section", bound=BaseModel)
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def engine_section(args: EngineArgs, user_config: Any, path: str = "user_config") -> EngineArgs:
@@ -105,7 +106,7 @@ def problems(config: AppConfig, deployment: Any, path: str) -> list[Problem]:
     return found
 
 
-def _merge(args: Section, light: tuple[str, ...], user_config: Any, path: str) -> Section:
+def _merge(args: AnySection, light: tuple[str, ...], user_config: Any, path: str) -> AnySection:
     """A section of the arguments with other values of some of its light fields.
 
     Raises

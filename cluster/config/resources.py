@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quire.cluster.config.app_config import AppConfig, ReplicaResources, RouterResources
+from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.scaling_sections import ReplicaResources, RouterResources
 
 _GIB = 1024**3
 _NAMES = {"CPU": "CPU", "GPU": "GPU", "memory": "GiB of memory"}

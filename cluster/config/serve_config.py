@@ -23,8 +23,8 @@ from ray.serve.config import AutoscalingPolicy
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from quire.cluster.config import live_update
-from quire.cluster.config.app_config import (
-    AppConfig,
+from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.config_problems import (
     ConfigError,
     Problem,
     did_you_mean,

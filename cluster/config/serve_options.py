@@ -8,13 +8,8 @@ from typing import Any
 
 import yaml
 
-from quire.cluster.config.app_config import (
-    EMBEDDED_MODEL,
-    AppConfig,
-    ConfigError,
-    Problem,
-    names_hub_model,
-)
+from quire.cluster.config.app_config import EMBEDDED_MODEL, AppConfig, names_hub_model
+from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.config.default_config import default_config
 
 _YAML = (".yaml", ".yml", ".json")
@@ -85,7 +80,7 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
     if isinstance(args.get("chat_template"), str):
         args["chat_template"] = str(Path(args["chat_template"]).expanduser().absolute())
     AppConfig.from_args(args)
-    ports = {
+    ports: dict[str, Any] = {
         name: default if (given := getattr(arguments, name)) is None else given
         for name, default in _PORTS.items()
     }

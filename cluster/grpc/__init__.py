@@ -1,1 +1,1 @@
-"""The gRPC front end."""
+"""The gRPC front end, with the services of `protos/`."""

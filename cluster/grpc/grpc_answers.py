@@ -1,4 +1,4 @@
-"""The router's answers, errors and reports as gRPC messages."""
+"""Converts the router's answers, errors and reports to gRPC messages."""
 
 from __future__ import annotations
 
@@ -35,33 +35,37 @@ _FINISH_REASONS = {
     "length": generation.FINISH_REASON_LENGTH,
 }
 
-# The router's names of fields, where the API has others.
+# The API's names for fields that have other names in the router.
 _NAMES = {"tenant": "cache_salt", "deadline_s": TIMEOUT_HEADER, "timeout": TIMEOUT_HEADER}
 
 
 class Responses:
-    """The messages of one stream, made of its deltas in their order."""
+    """Makes the messages of one stream from its deltas."""
 
     def __init__(self, stream: GenerationStream, asked: GenerationRequest):
         marks = asked.marks
         self._stream = stream
         self._is_resumed = asked.resume_from is not None
         self._ids = EventIds(stream.origin, marks)
-        self._told = [mark.num_tokens for mark in marks]  # by choice: the client has them
+        # By choice: tokens that the client of a resumed stream already has.
+        self._num_received = [mark.num_tokens for mark in marks]
         self._sent = [Progress() for _ in marks]
         self._unfinished = [
             progress for progress, mark in zip(self._sent, marks, strict=True) if not mark.finished
         ]
         self._num_open = len(self._unfinished)
         self._is_first = True
-        self.are_complete = not self._unfinished  # the last one is made
+        self.are_complete = not self._unfinished  # whether the last message has been made
 
     def of(self, delta: OutputDelta) -> generation.GenerateResponse:
-        """Runs for every token of every stream: setting fields takes half the time of naming them to the
-        constructor, and those that few messages have are left alone."""
+        """Make the message for a delta.
+
+        This runs for every token of every stream. Setting fields takes half the time of passing them to the
+        constructor, and rarely used fields are not touched.
+        """
         choice = delta.choice
         progress = self._sent[choice]
-        index = self._told[choice] + progress.num_tokens
+        index = self._num_received[choice] + progress.num_tokens
         progress.add(delta)
         response = generation.GenerateResponse()
         response.text = delta.text
@@ -84,7 +88,7 @@ class Responses:
         return response
 
     def _introduce(self, response: generation.GenerateResponse) -> None:
-        """What the first message tells of the whole stream."""
+        """Add the fields that only the first message has."""
         stream = self._stream
         response.seed = stream.origin.seed
         response.request_id = stream.request_id
@@ -93,7 +97,7 @@ class Responses:
             response.prompt_logprobs.extend(prompt_scores(stream))
 
     def end(self) -> None:
-        """The stream has ended: check that every choice has."""
+        """Check at the end of the stream that every choice has a finish reason."""
         for progress in self._unfinished:
             progress.end()
 
@@ -102,6 +106,7 @@ def set_finish(
     response: generation.GenerateResponse | generation.GenerateOnceResponse | generation.Choice,
     ended: Progress,
 ) -> None:
+    assert ended.finish_reason is not None
     response.finish_reason = _FINISH_REASONS[ended.finish_reason]
     if isinstance(ended.stop_reason, str):
         response.stop_string = ended.stop_reason
@@ -124,7 +129,7 @@ def token_scores(scores: list[TokenScores] | None) -> list[generation.TokenScore
 
 
 def prompt_scores(stream: GenerationStream) -> list[generation.TokenScores]:
-    """Without the first token, which has no log-probability."""
+    """The scores of the prompt without its first token, which has no log-probability."""
     return token_scores((stream.prompt_scores or [])[1:])
 
 
@@ -142,7 +147,7 @@ def set_explain(context: Context, explain: Any) -> None:
 
 
 def set_status(context: Context, error: Exception) -> QuireError:
-    """Put an error into the call's status and trailing metadata."""
+    """Set the call's status and trailing metadata from an error; return the error with the API's field name."""
     error = renamed(error, _NAMES) if isinstance(error, QuireError) else internal_error(error)
     context.set_code(grpc.StatusCode[error.grpc_status])
     context.set_details(error.message)
@@ -187,7 +192,7 @@ def replica_cache(status: ReplicaStatus) -> control.ReplicaCache:
 
 
 def _occupancy(load: Load) -> control.CacheOccupancy:
-    """The tiers that replicas report; so far the device's."""
+    """Occupancy of the tiers that replicas report: currently only the device."""
     device = control.TierOccupancy(
         tier=control.TIER_DEVICE,
         blocks_free=load.blocks_free,

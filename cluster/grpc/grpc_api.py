@@ -1,16 +1,15 @@
 """The gRPC front end: `quire.v1.Generation`, `quire.v1.Control` and `grpc.health.v1.Health`.
 
-Ray Serve calls the ingress deployment's method of the RPC's name with the request and a
-`grpc_context`, a picklable copy of grpc.aio's. Two of its habits shape this file (Ray 2.60):
+Ray Serve calls the ingress deployment's method with the RPC's name, the request and a `grpc_context`, a picklable copy
+of grpc.aio's context. Two properties of Serve shape this file (Ray 2.60):
 
-- It sends the context's code and details in every case, but its trailing metadata only with a
-  message or with a normal end. So a unary call does not raise: it sets the status and returns an
-  empty message, which gRPC drops, and its metadata arrives. A stream has to raise (Ray's own proxy
-  would report success otherwise), and the metadata of a failed stream is lost; its details say in
-  words what went wrong.
-- The context does not tell the deadline. When the client's deadline passes Serve cancels the call,
-  and that ends the request. A client that wants it refused or ended by the engine itself, with the error
-  DEADLINE_EXCEEDED, gives the seconds in the metadata `x-request-timeout-seconds`.
+- Serve always sends the context's code and details, but its trailing metadata only with a message or a normal end. So
+  a failed unary call does not raise: it sets the status and returns an empty message, which gRPC drops, and its
+  metadata arrives. A failed stream must raise, because Ray's own proxy would report success otherwise. Its metadata is
+  lost; its details describe the error.
+- The context has no deadline. When the client's deadline passes, Serve cancels the call, which ends the request. To let
+  the engine refuse or end the request with the error DEADLINE_EXCEEDED, a client sends the seconds in the metadata
+  `x-request-timeout-seconds`.
 """
 
 from __future__ import annotations
@@ -56,16 +55,18 @@ _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class RpcFailed(Exception):
-    """Ends a streaming call whose status is set on its context."""
+    """Ends a streaming call after its status has been set on the context."""
 
 
 def _unary(response: type[Message], *, generates: bool = False) -> Callable[[Callable], Callable]:
-    """Make errors of a unary method the call's status.
+    """Decorate a unary method: its errors become the status of the call.
 
     Parameters
     ----------
+    response
+        Type of the method's response.
     generates
-        Whether a request that is too large counts as a generation request that was refused.
+        Whether a request that is too large counts as a refused generation request.
     """
 
     def decorate(method: Callable[..., Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
@@ -85,39 +86,41 @@ def _unary(response: type[Message], *, generates: bool = False) -> Callable[[Cal
 
 
 class GrpcApi:
-    """Mix-in for the ingress deployment, which has the `service`.
+    """Mix-in for the ingress deployment, which sets `service` and `watchers`.
 
-    Every method takes the request message and the call's context, named as Serve wants it.
+    Every RPC method takes the request message and the call's context; Serve requires the name `grpc_context`.
     """
 
     service: Service
     watchers: Watchers
 
     def is_direct_call(self) -> bool:
-        """Whether the call that runs came from its client to this process, and not by Serve's proxy.
+        """Whether the current call came to this process directly from the client, not through Serve's proxy.
 
-        Then a stream that has failed ends as if it had not: only so Serve sends what the context has of trailing
-        metadata, such as when to come again. The proxy hears of the context with messages only, and of one that had
-        none by an exception, which loses the metadata. False is right for both but for that.
+        A failed stream of a direct call ends without an exception, so that Serve sends the context's trailing metadata,
+        such as the time to retry. Behind the proxy this is impossible: the proxy receives the context only with
+        messages, and a stream without messages can report its status only by an exception, without metadata. False is
+        always safe; it only loses the metadata.
         """
         return False
 
     @contextmanager
     def _streaming(self, context: Context) -> Iterator[None]:
-        """Make errors of a streaming method the call's status.
+        """Turn errors of a streaming method into the status of the call.
 
-        Around its body and not around the method: every token of every stream would pass one more generator.
+        A context manager inside the method, not a decorator: with a decorator every token of every stream would pass
+        through one more generator.
         """
         try:
             yield
         except Exception as error:
             message = set_status(context, error).message
             if not self.is_direct_call():
-                # `from None`: Serve logs the chain, and a client's mistake is no traceback.
+                # `from None`: Serve logs exception chains, and a client's mistake needs no traceback.
                 raise RpcFailed(message) from None
 
     def _watching(self, context: Context) -> AbstractContextManager[None]:
-        """Count a stream that lasts as long as its client likes."""
+        """Count a stream that ends only when its client ends it."""
         values = [value for key, value in context.invocation_metadata() if key == FORWARDED_FOR]
         return self.watchers.watching(client_of(context.peer(), values))
 
@@ -126,7 +129,7 @@ class GrpcApi:
     async def Generate(
         self, request: generation.GenerateRequest, grpc_context: Context
     ) -> AsyncGenerator[generation.GenerateResponse, None]:
-        """Stream the answer, one message per delta."""
+        """Stream the answer: one message for each delta."""
         with self._streaming(grpc_context):
             with counting_refusals(self.service):
                 accepted(request)
@@ -140,7 +143,7 @@ class GrpcApi:
                 async for delta in stream:
                     response = responses.of(delta)
                     if responses.are_complete:
-                        # Before the last message: Ray's own proxy sends metadata only along with one.
+                        # Set before the last message: Ray's own proxy sends metadata only with a message.
                         set_explain(grpc_context, stream.explain)
                     yield response
                 responses.end()
@@ -151,12 +154,12 @@ class GrpcApi:
     async def GenerateOnce(
         self, request: generation.GenerateRequest, grpc_context: Context
     ) -> generation.GenerateOnceResponse:
-        """The whole answer in one message."""
+        """Return the whole answer in one message."""
         with counting_refusals(self.service):
             asked = generation_request(request, grpc_context)
             if request.resume_from:
                 raise InvalidRequest(
-                    "only streams are resumed, by Generate: resume_from must be empty for GenerateOnce, got "
+                    "only Generate can resume a stream: resume_from must be empty for GenerateOnce, got "
                     f"{shown(request.resume_from)}",
                     field="resume_from",
                 )
@@ -190,7 +193,7 @@ class GrpcApi:
     async def GetModelInfo(
         self, request: control.GetModelInfoRequest, grpc_context: Context
     ) -> control.GetModelInfoResponse:
-        """Facts about the model."""
+        """Return facts about the model."""
         info = self.service.model_info()
         return control.GetModelInfoResponse(
             name=info.name,
@@ -207,7 +210,7 @@ class GrpcApi:
     async def GetLoads(
         self, request: control.GetLoadsRequest, grpc_context: Context
     ) -> control.GetLoadsResponse:
-        """What each replica is doing."""
+        """Return the load of each replica."""
         return control.GetLoadsResponse(
             replicas=[replica_load(status) for status in self.service.replicas()]
         )
@@ -215,7 +218,7 @@ class GrpcApi:
     async def WatchCache(
         self, request: control.WatchCacheRequest, grpc_context: Context
     ) -> AsyncGenerator[control.WatchCacheResponse, None]:
-        """Occupancy per replica and tier, as it changes."""
+        """Stream the cache occupancy of each replica and tier."""
         with self._streaming(grpc_context), self._watching(grpc_context):
             accepted(request)
             async with aclosing(self.service.watch_cache(period_s(request))) as updates:
@@ -229,7 +232,7 @@ class GrpcApi:
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """Whether a service would serve a call made now."""
+        """Return whether a service would serve a call made now."""
         if isinstance(request, Unparsed):
             set_status(grpc_context, request.error)
             return health_pb2.HealthCheckResponse()
@@ -242,7 +245,7 @@ class GrpcApi:
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """The status now, and again whenever it has changed."""
+        """Stream the status: now, and after each change."""
         with self._streaming(grpc_context), self._watching(grpc_context):
             accepted(request)
             last = None
@@ -254,7 +257,8 @@ class GrpcApi:
                 await asyncio.sleep(HEALTH_POLL_S)
 
     def _health(self, service_name: str) -> int:
-        if service_name == CONTROL:  # answers as long as this process does
+        # Control answers as long as this process runs.
+        if service_name == CONTROL:
             return _SERVING
         if service_name in ("", GENERATION):
             return _SERVING if self.service.readiness().ready else _NOT_SERVING

@@ -1,4 +1,4 @@
-"""gRPC messages to the router's requests."""
+"""Converts gRPC request messages to the router's requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from quire.cluster.api_common.front_end import (
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest
+from quire.protos.field_checks import at_most
+from quire.protos.sampling_bounds import MAX_ALLOWED_TOKEN_IDS
 from quire.protos.wire import Grammar
-from quire.router.request import params
 from quire.router.request.params import DEFAULT_LIMITS
 from quire.router.text.template_kwargs import parse_template_kwargs
 from quire.router.types import GenerationRequest
@@ -29,7 +30,7 @@ MIN_PERIOD_MS, DEFAULT_PERIOD_MS, MAX_PERIOD_MS = 100, 1000, 60_000
 
 
 class Context(Protocol):
-    """The part of Serve's `RayServegRPCContext` in use; without it, this module needs no Ray."""
+    """The part of Serve's `RayServegRPCContext` that is used here, so that this module does not import Ray."""
 
     def set_code(self, code: grpc.StatusCode) -> None: ...
 
@@ -43,12 +44,12 @@ class Context(Protocol):
 
 
 def generation_request(request: generation.GenerateRequest, context: Context) -> GenerationRequest:
-    """The request for the router, which checks all bounds.
+    """Make the router's request. The router checks all other bounds.
 
     Raises
     ------
     InvalidRequest
-        No input, a label that is not printable, an unknown role.
+        The input is missing, a request id is not printable, a role is unknown, or a list is too long.
     """
     options = request.sampling
     given = {field.name: value for field, value in options.ListFields()}
@@ -82,8 +83,11 @@ def generation_request(request: generation.GenerateRequest, context: Context) ->
 
 
 def _bounded(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """A repeated field, before it becomes a Python object for each value. Most have smaller bounds in the router."""
-    params.at_most(name, len(values), DEFAULT_LIMITS.max_allowed_token_ids, "values")
+    """Convert a repeated field to a tuple, after a check of its length: each value becomes a Python object.
+
+    The router has smaller bounds for most fields.
+    """
+    at_most(name, len(values), MAX_ALLOWED_TOKEN_IDS, "values")
     return tuple(values)
 
 
@@ -103,18 +107,18 @@ def _input(request: generation.GenerateRequest) -> dict[str, Any]:
         return {"prompt": request.prompt}
     if kind == "token_ids":
         ids = request.token_ids.ids
-        params.at_most("token_ids", len(ids), DEFAULT_LIMITS.max_prompt_ids, "token ids")
+        at_most("token_ids", len(ids), DEFAULT_LIMITS.max_prompt_ids, "token ids")
         return {"prompt": tuple(ids)}
     if kind == "messages":
         num_messages = len(request.messages.messages)
-        params.at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
+        at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
         turns = tuple(map(_turn, range(1 << 31), request.messages.messages))
         return {"messages": turns, **_template_options(request.messages)}
     raise InvalidRequest("input is required: one of prompt, token_ids and messages", field="input")
 
 
 def _template_options(chat: generation.ChatMessages) -> dict[str, Any]:
-    """How messages become a prompt."""
+    """The options of the chat template."""
     options: dict[str, Any] = {"continue_final_message": chat.continue_final_message}
     if chat.HasField("add_generation_prompt"):
         options["add_generation_prompt"] = chat.add_generation_prompt
@@ -157,7 +161,7 @@ def _request_id(request: generation.GenerateRequest, context: Context) -> str:
     if request.request_id:
         return request_label(request.request_id, "request_id")
     for key, value in context.invocation_metadata():
-        # One that cannot be logged is replaced, as over HTTP.
+        # As with HTTP, an id that cannot be logged is replaced.
         if key == "x-request-id" and is_label(value):
             return value
     return uuid.uuid4().hex

@@ -1,7 +1,7 @@
-"""Registers the gRPC services with a bound on each request: `grpc_servicer_functions` of the Serve config.
+"""Registers the gRPC services with a limit on requests: the `grpc_servicer_functions` of the Serve config.
 
-A protobuf message of 8 MB can hold four million messages. Parsing them takes 0.2 s, in which the process does nothing
-else, and 250 MB. Therefore the fields of a request are counted before it is parsed.
+A protobuf message of 8 MB can contain four million messages. Parsing it takes 250 MB and 0.2 s, in which the process
+does nothing else. Therefore the fields of a request are counted before it is parsed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from quire.protos.errors import BodyTooLarge, InvalidRequest, QuireError
 
-# Parsing takes at most 45 ms of packed token ids. Longer texts do not fit the context of any model.
+# Parsing this many bytes of packed token ids takes at most 45 ms. Longer texts do not fit the context of any model.
 MAX_MESSAGE_BYTES = 8 * 1024**2
-# Of a request and its parts. 4,096 chat turns have three each. Counting takes 0.5 us each.
+# Fields of a request and of all its parts. 4,096 chat messages have three each. Counting takes 0.5 us per field.
 MAX_FIELDS = 16 * 1024
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 
 @dataclass(frozen=True, slots=True)
 class Unparsed:
-    """Stands for a request that was not parsed. gRPC has no other way to refuse it with a status of our choice."""
+    """Replaces a request that was not parsed, so that the method can refuse it with our status.
+
+    An exception in a deserializer would give the client gRPC's own status.
+    """
 
     error: QuireError
 
@@ -38,40 +41,41 @@ def accepted(request: Any) -> None:
     Raises
     ------
     BodyTooLarge
-        It was too large.
+        The request is too large.
     InvalidRequest
-        It was no message of this kind.
+        The request is not a message of this type.
     """
     if isinstance(request, Unparsed):
         raise request.error
 
 
 def add_GenerationServicer_to_server(servicer: Any, server: Any) -> None:
-    """As `generation_pb2_grpc` has it, with bounds."""
+    """Register the service like `generation_pb2_grpc`, with limits on requests."""
     _add(generation_pb2_grpc.add_GenerationServicer_to_server, generation_pb2, servicer, server)
 
 
 def add_ControlServicer_to_server(servicer: Any, server: Any) -> None:
-    """As `control_pb2_grpc` has it, with bounds."""
+    """Register the service like `control_pb2_grpc`, with limits on requests."""
     _add(control_pb2_grpc.add_ControlServicer_to_server, control_pb2, servicer, server)
 
 
 def add_HealthServicer_to_server(servicer: Any, server: Any) -> None:
-    """As `health_pb2_grpc` has it, with bounds."""
+    """Register the service like `health_pb2_grpc`, with limits on requests."""
     _add(health_pb2_grpc.add_HealthServicer_to_server, health_pb2, servicer, server)
 
 
 class _Handlers:
-    """Takes what the generated code would give to a server."""
+    """Collects the handlers that the generated code registers; stands in for a server."""
 
     def __init__(self) -> None:
-        self.by_method: dict[str, grpc.RpcMethodHandler] = {}
+        # Named tuples, which grpcio's type stubs do not say.
+        self.by_method: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """They are the same as the registered ones."""
+        """Ignore them: they are the same as the registered ones."""
 
     def add_registered_method_handlers(
-        self, service_name: str, handlers: Mapping[str, grpc.RpcMethodHandler]
+        self, service_name: str, handlers: Mapping[str, Any]
     ) -> None:
         self.by_method.update(handlers)
 
@@ -90,18 +94,18 @@ def _add(add: Callable[[Any, Any], None], module: Any, servicer: Any, server: An
 
 
 class _ServiceHandler(grpc.GenericRpcHandler):
-    """The methods of a service. Any other one of it is refused by the names of those that there are.
+    """The methods of a service. A call of an unknown method is refused with the names of the known ones.
 
-    Ray Serve reads and replaces `_method_handlers`, as it does with grpcio's own class.
+    Ray Serve reads and replaces the attribute `_method_handlers`, as in grpcio's own class.
     """
 
-    def __init__(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]):
+    def __init__(self, service: str, handlers: Mapping[str, Any]):
         self._prefix = f"/{service}/"
         self._method_handlers = {self._prefix + name: h for name, h in handlers.items()}
         self._refusal = f"this method is not served; {service} has {', '.join(sorted(handlers))}"
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """The handler of a call; None for other services."""
+        """Return the handler of a call; None for other services."""
         if not details.method.startswith(self._prefix):
             return None
         handler = self._method_handlers.get(details.method)
@@ -133,9 +137,9 @@ def _too_large(bound: str) -> Unparsed:
 
 
 def _fields_left(raw: bytes, at: int, end: int, descriptor: Descriptor, budget: int) -> int:
-    """`budget` less the fields of the message in raw[at:end]; negative, without counting on, if it has more.
+    """Return `budget` minus the number of fields of the message in raw[at:end]; negative if there are more fields.
 
-    Stops at what is not protobuf: the parser refuses that.
+    Counting stops when the budget is used up, or at bytes that are not protobuf, which the parser refuses.
     """
     while at < end and budget >= 0:
         budget -= 1
@@ -152,13 +156,14 @@ def _fields_left(raw: bytes, at: int, end: int, descriptor: Descriptor, budget: 
             at += length
         elif kind in (_FIXED64, _FIXED32):
             at += 8 if kind == _FIXED64 else 4
-        else:  # groups, which no proto3 message has: each field within counts for the message
+        else:
+            # Groups, which proto3 messages do not have. Their fields count as fields of this message.
             continue
     return budget
 
 
 def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
-    """The number at this place and the place behind it, which is `end` if it does not end."""
+    """Return the number at `at` and the position after it, which is `end` if the number is incomplete."""
     value = shift = 0
     while at < end and shift < 70:
         byte = raw[at]

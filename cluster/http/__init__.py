@@ -1,1 +1,1 @@
-"""The HTTP front end: OpenAI's API."""
+"""The HTTP front end, with OpenAI's API."""

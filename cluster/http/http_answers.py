@@ -1,8 +1,7 @@
-"""The JSON answers of the HTTP API: OpenAI's shapes, with a few extensions that vLLM has, too.
+"""The JSON answers of the HTTP API: OpenAI's shapes, with some of vLLM's extensions.
 
-The models are what the documentation pages show and what the tests hold the answers to. The
-functions build the same shapes as plain dictionaries: validating what we made ourselves costs time
-and finds nothing.
+The models document the answers (OpenAPI), and tests validate answers with them. At run time functions build the same
+shapes as plain dictionaries, because validating our own answers would cost time.
 """
 
 from __future__ import annotations
@@ -25,14 +24,18 @@ class _Answer(BaseModel):
 
 
 class PromptTokensDetails(_Answer):
-    """Of the prompt's tokens."""
+    """How the prompt's tokens were computed."""
 
-    cached_tokens: int = Field(description="Found in the replica's cache, not computed again.")
-    host_cached_tokens: int = Field(description="Of these, copied back from its host tier.")
+    cached_tokens: int = Field(
+        description="Tokens found in the replica's cache, not computed again."
+    )
+    host_cached_tokens: int = Field(
+        description="Those of `cached_tokens` that were restored from host memory."
+    )
 
 
 class UsageAnswer(_Answer):
-    """Tokens of the whole request, however often it moved between replicas."""
+    """Tokens of the whole request, also if it continued on other replicas."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,25 +53,27 @@ class _Choice(_Answer):
 
 
 class CompletionLogprobs(_Answer):
-    """Log-probabilities of the model's own distribution, whatever shaped the one that was sampled."""
+    """Log-probabilities from the model's own distribution, before sampling parameters are applied."""
 
-    tokens: list[str] = Field(description="`bytes:\\\\x..` where a token is no whole character.")
+    tokens: list[str] = Field(
+        description="Texts of the tokens; `bytes:\\\\x..` for incomplete characters."
+    )
     token_logprobs: list[float | None] = Field(
-        description="null of an echoed prompt's first token."
+        description="null for the first token of an echoed prompt."
     )
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int] = Field(description="Characters before each token.")
 
 
 class PromptLogprob(_Answer):
-    """What the model thought of one id at a place in the prompt."""
+    """Log-probability of one token id at a position of the prompt."""
 
     logprob: float
-    rank: int = Field(description="1 for the likeliest id of all.")
+    rank: int = Field(description="1 for the most likely id.")
     decoded_token: str
 
 
-# Of each prompt token, by token id: its own and the likeliest in its place; null of the first.
+# For each prompt token a map by token id, with the token itself and the most likely ones; null for the first token.
 PromptLogprobsAnswer = list[dict[str, PromptLogprob] | None]
 
 
@@ -81,20 +86,20 @@ class TokenLogprobAnswer(_Answer):
 
 
 class ContentLogprob(TokenLogprobAnswer):
-    """A token of the answer and the likeliest ones in its place."""
+    """A token of the answer, and the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprobAnswer]
 
 
 class ChatLogprobs(_Answer):
-    """Log-probabilities of the model's own distribution, whatever shaped the one that was sampled."""
+    """Log-probabilities from the model's own distribution, before sampling parameters are applied."""
 
     content: list[ContentLogprob]
     refusal: None
 
 
 class CompletionChoice(_Choice):
-    """The continuation."""
+    """One continuation of a prompt."""
 
     logprobs: CompletionLogprobs | None
 
@@ -105,14 +110,14 @@ class CompletionChoice(_Choice):
 
 
 class AssistantMessage(_Answer):
-    """The turn that was generated."""
+    """The generated message."""
 
     role: Literal["assistant"]
     content: str
 
 
 class ChatChoice(_Choice):
-    """The answer."""
+    """One answer of a chat."""
 
     logprobs: ChatLogprobs | None
 
@@ -120,7 +125,7 @@ class ChatChoice(_Choice):
 
 
 class ChatDelta(_Answer):
-    """What is new: the role in the first chunk, then text."""
+    """The new part of the message: the role in the first chunk, then text."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -138,7 +143,7 @@ class _Envelope(_Answer):
     id: str
     created: int = Field(description="Seconds since 1970.")
     model: str
-    system_fingerprint: str = Field(description="Names model, revision and number format.")
+    system_fingerprint: str = Field(description="Identifies model, revision and dtype.")
 
 
 class Completion(_Envelope):
@@ -182,14 +187,14 @@ class ModelCard(_Answer):
 
 
 class ModelList(_Answer):
-    """The models of this application: one."""
+    """The models of this application; always one."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class ErrorDetail(_Answer):
-    """What is wrong: the field, its bound and the value."""
+    """The error; the message names the field, its bound and the value."""
 
     message: str
     type: str
@@ -198,22 +203,26 @@ class ErrorDetail(_Answer):
 
 
 class ErrorAnswer(_Answer):
-    """Every answer that is not 2xx, and the last event of a stream that failed."""
+    """Body of every response that is not 2xx, and the last event of a failed stream."""
 
     error: ErrorDetail
 
 
 class EngineFacts(_Answer):
-    """One replica's engine; all replicas of an application are alike."""
+    """The engine of one replica; all replicas of an application have the same configuration."""
 
     model: str
     dtype: str
     device: str
-    threads: int = Field(description="Of matrix products on the CPU; 0 on a GPU.")
+    threads: int = Field(description="Threads of matrix products on the CPU; 0 on a GPU.")
     max_model_len: int = Field(description="Tokens of prompt and output together.")
     kv_cache_tokens: int
-    request_tokens: int = Field(description="Length of the requests that are counted next.")
-    concurrent_requests: int = Field(description="Requests of that length that run at a time.")
+    request_tokens: int = Field(
+        description="Request length for which `concurrent_requests` is given."
+    )
+    concurrent_requests: int = Field(
+        description="Requests of this length that run at the same time."
+    )
 
 
 class ReadyAnswer(_Answer):
@@ -223,61 +232,67 @@ class ReadyAnswer(_Answer):
     reason: str
     replicas: int = Field(description="Attached replicas.")
     startup: dict[str, float] = Field(
-        description="Seconds by phase of start-up, of the slowest replica."
+        description="Seconds of each phase of start-up, for the slowest replica."
     )
     engine: EngineFacts | None = Field(description="null while no replica is attached.")
 
 
 class ReplicaCost(_Answer):
-    """What a request would have cost on one replica."""
+    """Cost of a request on one replica."""
 
     replica: str
     cost_s: float = Field(
-        description="What was compared, smallest first: seconds, or the policy's own unit."
+        description="The compared number, smallest is best: seconds, or the policy's own unit."
     )
     terms: dict[str, float] = Field(
-        description="Seconds that add up to the cost; empty for a policy that does not price."
+        description="Seconds that add up to the cost; empty for policies without a cost model."
     )
-    cached_tokens: int = Field(description="Prompt tokens predicted in its device's cache.")
-    host_cached_tokens: int = Field(description="Further ones predicted in its host memory.")
+    cached_tokens: int = Field(description="Prompt tokens predicted in the replica's device cache.")
+    host_cached_tokens: int = Field(description="Further tokens predicted in its host memory.")
 
 
 class Outcome(_Answer):
-    """What came of a decision."""
+    """Outcome of a routing decision."""
 
-    replica: str = Field(description="Who answered: another one if Serve passed the best over.")
-    cached_tokens: int = Field(description="Prompt tokens that were in its cache, host included.")
-    queue_s: float = Field(description="Seconds that the request waited there.")
-    ttft_s: float = Field(description="Seconds from arrival to first token, moves included.")
+    replica: str = Field(
+        description="Replica that answered; not the best one if Serve skipped that."
+    )
+    cached_tokens: int = Field(
+        description="Prompt tokens that were in its cache, host memory included."
+    )
+    queue_s: float = Field(description="Seconds that the request waited in its queue.")
+    ttft_s: float = Field(description="Seconds from arrival to first token, retries included.")
 
 
 class Decision(_Answer):
-    """Where one attempt of a request was sent, and why."""
+    """Routing decision for one attempt of a request."""
 
     request_id: str
     answer_id: str = Field(description="The answer's `id`, without its `cmpl-` or `chatcmpl-`.")
     router: str
     policy: str
-    attempt: int = Field(description="1 for the first; a request that moves is decided again.")
+    attempt: int = Field(
+        description="1 for the first; each retry on another replica is a new decision."
+    )
     decided: float = Field(description="Seconds since 1970.")
     prompt_tokens: int
-    num_replicas: int = Field(description="Replicas that could take it.")
-    ranking: list[ReplicaCost] = Field(description="The best 16, best first.")
+    num_replicas: int = Field(description="Replicas among which the policy chose.")
+    ranking: list[ReplicaCost] = Field(description="The best 16 replicas, best first.")
     outcome: Outcome | None = Field(
-        description="null before the first token and of an attempt that another one followed."
+        description="null before the first token, and for an attempt that was retried."
     )
 
 
 class DecisionList(_Answer):
-    """Decisions that the routers remember."""
+    """Recent routing decisions of all routers."""
 
     object: Literal["list"]
-    routers: list[str] = Field(description="Those that answered.")
+    routers: list[str] = Field(description="Routers that answered.")
     silent_routers: int = Field(
-        description="At least so many did not: what they decided is missing."
+        description="At least this many routers did not answer; their decisions are missing."
     )
     data: list[Decision] = Field(
-        description="Of one request, first to last; without one, the newest first."
+        description="With `request_id` the attempts of this request in order, else the newest decisions first."
     )
 
 
@@ -287,7 +302,7 @@ class DecisionList(_Answer):
 
 
 def usage_answer(usage: Usage) -> dict[str, Any]:
-    """A `UsageAnswer`."""
+    """Build a `UsageAnswer`."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -300,7 +315,7 @@ def usage_answer(usage: Usage) -> dict[str, Any]:
 
 
 def chat_logprobs(scores: list[TokenScores] | None) -> dict[str, Any] | None:
-    """A `ChatLogprobs`."""
+    """Build a `ChatLogprobs`."""
     if scores is None:
         return None
     content = [
@@ -311,13 +326,13 @@ def chat_logprobs(scores: list[TokenScores] | None) -> dict[str, Any] | None:
 
 
 def completion_logprobs(scores: list[TokenScores] | None) -> dict[str, Any] | None:
-    """A `CompletionLogprobs`."""
+    """Build a `CompletionLogprobs`."""
     if scores is None:
         return None
     return {
         "tokens": [_token_name(of_token.token) for of_token in scores],
         "token_logprobs": [of_token.token.logprob for of_token in scores],
-        # The token itself is among them, likely or not, as with OpenAI.
+        # As with OpenAI, the token itself is always included.
         "top_logprobs": [
             None
             if of_token.token.logprob is None
@@ -329,14 +344,14 @@ def completion_logprobs(scores: list[TokenScores] | None) -> dict[str, Any] | No
 
 
 def shifted(scores: list[TokenScores], num_chars: int) -> list[TokenScores]:
-    """The scores of an answer that follows so many characters of echoed prompt."""
+    """Add the length of the echoed prompt, in characters, to the scores' text offsets."""
     if not num_chars:
         return scores
     return [replace(of_token, text_offset=of_token.text_offset + num_chars) for of_token in scores]
 
 
 def prompt_logprobs(scores: list[TokenScores], num_top: int) -> list[dict[str, Any] | None]:
-    """A `PromptLogprobsAnswer` with the `num_top` likeliest ids of each place."""
+    """Build a `PromptLogprobsAnswer` with the `num_top` most likely ids at each position."""
 
     def entry(token: ScoredToken, rank: int | None) -> dict[str, Any]:
         return {"logprob": token.logprob, "rank": rank, "decoded_token": token.text}
@@ -349,7 +364,7 @@ def prompt_logprobs(scores: list[TokenScores], num_top: int) -> list[dict[str, A
                 str(token.token_id): entry(token, rank)
                 for rank, token in enumerate(of_token.top[:num_top], 1)
             },
-            # Last: among equal ones its rank is the best of them.
+            # The token itself comes last, to replace its entry from `top`: its own rank is right among equal values.
             str(of_token.token.token_id): entry(of_token.token, of_token.rank),
         }
         for of_token in scores
@@ -357,7 +372,7 @@ def prompt_logprobs(scores: list[TokenScores], num_top: int) -> list[dict[str, A
 
 
 def with_top(scores: list[TokenScores], num_top: int) -> list[TokenScores]:
-    """The same with at most so many of the likeliest."""
+    """Keep at most `num_top` of the most likely tokens in each score."""
     return [replace(of_token, top=of_token.top[:num_top]) for of_token in scores]
 
 
@@ -366,14 +381,14 @@ def _token_logprob(token: ScoredToken) -> dict[str, Any]:
 
 
 def _token_name(token: ScoredToken) -> str:
-    """The token's text, or its bytes where that would not tell it from others."""
+    """The token's text, or its bytes if the text is ambiguous because of incomplete characters."""
     if token.text.encode() == token.utf8:
         return token.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.utf8)
 
 
 def model_card(info: ModelInfo) -> dict[str, Any]:
-    """A `ModelCard`."""
+    """Build a `ModelCard`."""
     return {
         "id": info.name,
         "object": "model",
@@ -384,12 +399,12 @@ def model_card(info: ModelInfo) -> dict[str, Any]:
 
 
 def decisions_answer(request_id: str | None, found: Decisions) -> dict[str, Any]:
-    """A `DecisionList`.
+    """Build a `DecisionList`.
 
     Raises
     ------
     DecisionNotFound
-        Nobody who answered remembers the request.
+        No router that answered has a decision for the request.
     """
     if request_id is not None and not found.decisions:
         silent = f"; {found.num_silent} more did not answer" if found.num_silent else ""
@@ -407,7 +422,7 @@ def decisions_answer(request_id: str | None, found: Decisions) -> dict[str, Any]
 
 
 def error_answer(error: QuireError) -> dict[str, Any]:
-    """An `ErrorAnswer`."""
+    """Build an `ErrorAnswer`."""
     return {
         "error": {
             "message": error.message,
@@ -419,7 +434,7 @@ def error_answer(error: QuireError) -> dict[str, Any]:
 
 
 def error_headers(error: QuireError) -> dict[str, str]:
-    """When to try again: whole seconds for everyone, milliseconds for OpenAI's client."""
+    """Headers that say when to retry: whole seconds, and milliseconds for OpenAI's client."""
     if error.retry_after_s is None:
         return {}
     return {
@@ -431,7 +446,7 @@ def error_headers(error: QuireError) -> dict[str, str]:
 def json_response(
     content: Any, status_code: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """`content`, encoded by orjson."""
+    """Make a response with `content` encoded by orjson."""
     return Response(
         orjson.dumps(content),
         status_code=status_code,

@@ -2,17 +2,17 @@
 
 ```
 POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/{id}
-GET /health (the process answers)             GET /ready (a request would be served)
+GET /health (this process answers)            GET /ready (a request would be served)
 GET /metrics (of the whole application, for Prometheus)
-GET /v1/router/explain?request_id=            why a request went where it went
+GET /v1/router/explain?request_id=            the routing decisions of a request
 GET /version                                  GET /docs, /redoc, /openapi.json
 ```
 
-A stream that broke continues after the event that the header `Last-Event-ID` names (`router/request/resume.py`). Events
-have ids if the request has that header, also an empty one, or `stream_options.include_event_ids`.
+The header `Last-Event-ID` resumes a broken stream after the event with this id (`router/request/resume.py`). Events
+have ids if the request has that header, even an empty one, or `stream_options.include_event_ids`.
 
-A body is read up to a limit, decoded by orjson (no NaN, no lone surrogates, bounded depth) and
-parsed by `http_schema`. Every error has OpenAI's shape and comes from `quire.protos.errors`.
+A body is read up to a size limit, decoded by orjson (no NaN, no lone surrogates, bounded depth) and parsed by
+`http_body`. Every error has OpenAI's shape and comes from `quire.protos.errors`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import dataclasses
 import importlib.metadata
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from fastapi import FastAPI, Request
@@ -30,6 +30,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from pydantic_core import ErrorDetails
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -82,12 +83,12 @@ from quire.router.types import ResumePoint, Service
 
 LAST_EVENT_ID = "Last-Event-ID"
 DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
-# Headers of an answer that a page's script may read.
+# Response headers that scripts of web pages may read (CORS).
 _EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
-_PREFLIGHT_S = 3600  # for which a browser remembers a preflight
-_MAX_SHOWN_CHARS = 256  # of a path
-# A client that is still sending when it is refused must be read to the end, or its connection is
-# reset before it has seen the answer. Beyond so many bodies' worth it may be.
+_PREFLIGHT_S = 3600  # how long a browser may cache a preflight response
+_MAX_SHOWN_CHARS = 256  # most characters of a path in an error message
+# If a body is too large, the rest of it is read and discarded: otherwise the connection is reset before the client has
+# read the answer. Beyond this multiple of the size limit, reading stops.
 _DISCARDED_BODIES = 8
 
 
@@ -99,20 +100,20 @@ def build_app(
     keepalive_s: float = 0.0,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The HTTP application.
+    """Build the HTTP application.
 
     Parameters
     ----------
     get_service
-        Called for each request.
+        Returns the service; called for each request.
     max_body_bytes
         Largest request body; a larger one gets status 413.
     echo_request_id
-        Answer with the request's `X-Request-Id`. Off under Ray Serve, which adds it itself.
+        Add the request's `X-Request-Id` to the response. Off under Ray Serve, which adds it.
     keepalive_s
-        A stream sends a comment so often until its first token is there; 0: never.
+        Interval of the comments that a stream sends until its first token; 0: no comments.
     cors_origins
-        Origins of pages whose scripts may use the API; `*`: all.
+        Origins of web pages that may use the API from scripts; `*`: all.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(
@@ -123,8 +124,8 @@ def build_app(
     )
     app.add_middleware(_Boundary, echo_request_id=echo_request_id)
     if cors_origins:
-        # Added last, so outermost: a page may read every answer, errors too. A browser sends no cookie and no
-        # credential of its own to the API; a key in a header is the page's own.
+        # Added last, so it is the outermost layer, and pages can read every response, errors included. Browsers send no
+        # cookies or stored credentials to the API; a key in a header is set by the page.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(cors_origins),
@@ -213,10 +214,10 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
 
     @app.get("/v1/router/explain", response_model=DecisionList, responses=_ERRORS)
     async def explain(request_id: str | None = None, limit: int = DEFAULT_DECISIONS) -> Response:
-        """Why a request went where it went: what each replica would have cost, term by term.
+        """Explain routing decisions: the cost of the request on each replica, term by term.
 
-        Any router answers for all of them. `request_id` is the answer's `x-request-id` or its `id`;
-        without it, the last `limit` decisions.
+        Any router answers for all routers. `request_id` is the response's `x-request-id` or its `id`; without it, the
+        last `limit` decisions are returned.
         """
         if not 1 <= limit <= MAX_DECISIONS:
             raise InvalidRequest(
@@ -232,12 +233,12 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while this process answers, whatever its replicas do: for liveness probes."""
+        """200 while this process answers, independent of its replicas: for liveness probes."""
         return json_response({"status": "ok"})
 
     @app.get("/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
     async def ready() -> Response:
-        """200 when a request sent now would be served, else 503: for readiness probes."""
+        """200 if a request sent now would be served, else 503: for readiness probes."""
         readiness = get_service().readiness()
         content = {
             "ready": readiness.ready,
@@ -250,7 +251,7 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """The metrics of all routers and replicas, in Prometheus' text format: any router answers for all of them."""
+        """The metrics of all routers and replicas, in Prometheus' text format. Any router answers for all."""
         return Response(await get_service().metrics(), headers={"content-type": CONTENT_TYPE})
 
     @app.get("/version")
@@ -260,12 +261,12 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
 
 
 def _resume_point(last_id: str, body: GenerationBody) -> ResumePoint:
-    """Where a stream goes on.
+    """Parse the point at which a stream is resumed.
 
     Raises
     ------
     InvalidRequest
-        The id is none, or the answer is not a stream.
+        The id is not valid, or the request is not for a stream.
     """
     if not body.stream:
         raise InvalidRequest(
@@ -281,26 +282,26 @@ def _resume_point(last_id: str, body: GenerationBody) -> ResumePoint:
 
 
 async def _read_json(request: Request, max_body_bytes: int) -> Any:
-    """The decoded body.
+    """Read and decode the body.
 
     Raises
     ------
     BodyTooLarge
-        Also for a body that does not say its length.
+        The body is above `max_body_bytes`, with or without a content length.
     UnsupportedEncoding
-        Compressed.
+        The body is compressed.
     InvalidRequest
-        Not sent as JSON, not JSON, or with too many values.
+        The content type is not JSON, the body is not valid JSON, or it has too many values.
     """
     body = await _read_body(request, max_body_bytes)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
         raise UnsupportedEncoding(
-            f"content-encoding must be identity, got {encoding[:64]!r}: compressed bodies are not read",
+            f"content-encoding must be identity, got {encoding[:64]!r}: compressed bodies are not supported",
             field="content-encoding",
         )
     content_type = request.headers.get("content-type", "")
-    # A page in a browser may send any other type across origins without asking; JSON it may not.
+    # Browsers let any page send text/plain or form data to other origins without a preflight, but not JSON.
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequest(
             f"content-type must be application/json, got {content_type[:64]!r}",
@@ -340,7 +341,7 @@ async def _read_body(request: Request, max_body_bytes: int) -> bytes:
 
 
 class _Boundary:
-    """The outermost layer: labels the request; a defect becomes an answer without details."""
+    """The outermost layer: sets the request id, and turns unexpected exceptions into answers without details."""
 
     def __init__(self, app: ASGIApp, echo_request_id: bool):
         self._app = app
@@ -362,13 +363,14 @@ class _Boundary:
             await send(message)
 
         try:
-            # Serve gives every request one. One that cannot be logged is replaced, as `http_door` does.
+            # Serve gives every request an id. One that cannot be logged is replaced, as in `http_middleware`.
             given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
             request_id = given if is_label(given) else uuid.uuid4().hex
             scope.setdefault("state", {})["request_id"] = request_id
             await self._app(scope, receive, send_labelled)
         except ClientDisconnect:
-            return  # while it sent its body: nobody is left to answer
+            # The client has disconnected while it sent the body.
+            return
         except Exception as error:
             answer = _error_response(
                 error if isinstance(error, QuireError) else internal_error(error)
@@ -383,7 +385,7 @@ async def _on_quire_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown routes and methods."""
+    """Answer requests for unknown routes and methods."""
     assert isinstance(error, HTTPException)
     served = ", ".join(_served(request.app, request.scope.get("root_path", "")))
     asked = f"{request.method[:_MAX_SHOWN_CHARS]} {request.scope['path'][:_MAX_SHOWN_CHARS]}"
@@ -399,20 +401,20 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _served(app: FastAPI, prefix: str) -> list[str]:
-    """Methods and path of every route below the application's prefix, pages at the end."""
+    """Methods and paths of all routes below the application's prefix; the documentation pages come last."""
     routes = [route for route in app.routes if isinstance(route, Route)]
     routes.sort(key=lambda route: not route.include_in_schema)
     return [
-        f"{' and '.join(sorted(route.methods - {'HEAD'}))} {prefix}{route.path_format}"
+        f"{' and '.join(sorted((route.methods or set()) - {'HEAD'}))} {prefix}{route.path_format}"
         for route in routes
     ]
 
 
 async def _on_bad_parameter(request: Request, error: Exception) -> Response:
-    """Of the query; FastAPI's own answer would be of another shape, with status 422."""
+    """Answer a bad query parameter in OpenAI's shape; FastAPI's default has another shape and status 422."""
     assert isinstance(error, RequestValidationError)
     problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
-    return _error_response(refusal(problems))
+    return _error_response(refusal(cast(list[ErrorDetails], problems)))
 
 
 def _error_response(error: QuireError) -> Response:
@@ -435,7 +437,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def _generation_docs(
     purpose: str, request: type[GenerationBody], answer: type[BaseModel], chunk: type[BaseModel]
 ) -> dict[str, Any]:
-    """Route arguments that describe a body which the route reads by itself."""
+    """Arguments of a route that reads its body itself: they describe the body and the answers in OpenAPI."""
     schema = {"$ref": _REFERENCE.format(model=request.__name__)}
     events = {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}
     return {
@@ -452,7 +454,7 @@ def _generation_docs(
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, with the models that it cannot see because the routes parse bodies."""
+    """FastAPI's OpenAPI document with the models that FastAPI does not know, because the routes parse bodies."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = (CompletionRequest, ChatCompletionRequest, TextPart, ChatCompletionChunk)

@@ -1,7 +1,7 @@
-"""From the JSON body of a request to the model of its endpoint.
+"""Parses the JSON body of a request into the model of its endpoint.
 
-Fields that are unknown, and known ones that are not served, are refused by name. Then pydantic checks types strictly:
-no "1" for 1, no true for 1.
+Unknown fields, and known fields that are not supported, are refused by name. Then pydantic checks types strictly: "1"
+and true are not integers.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from quire.cluster.http.http_chats import ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_schema import IGNORED_FIELDS, GenerationBody
 from quire.protos.errors import InvalidRequest, UnsupportedField, described
+from quire.protos.field_checks import at_most
 from quire.router import refused_fields
-from quire.router.request import params
 
 BODIES: tuple[type[GenerationBody], ...] = (CompletionRequest, ChatCompletionRequest)
-# Of a list or an object that is a field of the body, but not of token ids: so many that pydantic takes 20 ms for them,
-# also where each has an error of its own. The router has smaller bounds for most fields.
+# Most entries of a list or an object in the body, lists of token ids aside. pydantic takes at most 20 ms for this many,
+# even if each has an error. The router has smaller bounds for most fields.
 MAX_ENTRIES = 4096
-_MAX_SHOWN_CHARS = 64  # of a client's name for a field
+_MAX_SHOWN_CHARS = 64  # most characters of an unknown field's name in an error message
 
 _Body = TypeVar("_Body", bound=GenerationBody)
 
 
 def parse_body(model: type[_Body], body: Any) -> _Body:
-    """A decoded JSON body as `model`.
+    """Parse a decoded JSON body as `model`.
 
     Raises
     ------
     UnsupportedField
-        A field that is not served or not known (with the closest known name).
+        A field is not supported or unknown; the message has the closest known name.
     InvalidRequest
-        A field that is missing or of the wrong type.
+        A field is missing or has the wrong type.
     """
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {described(body)}")
@@ -47,7 +47,7 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
             name == "prompt" and isinstance(value, list) and value[:1] and type(value[0]) is int
         )
         if isinstance(value, (dict, list)) and not is_prompt_ids:
-            params.at_most(name, len(value), MAX_ENTRIES, "entries")
+            at_most(name, len(value), MAX_ENTRIES, "entries")
     try:
         parsed = model.model_validate(served)
     except ValidationError as error:
@@ -61,7 +61,7 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
 
 
 def _is_served(model: type[GenerationBody], name: str, value: Any) -> bool:
-    """Whether the field goes on to the model; False: it asks for nothing."""
+    """Whether the model parses the field; False: the field has a value without effect."""
     if name in model.model_fields:
         return value is not None
     if name in IGNORED_FIELDS:
@@ -82,7 +82,7 @@ def _is_served(model: type[GenerationBody], name: str, value: Any) -> bool:
 def _check_field_of_another(
     model: type[GenerationBody], other: type[GenerationBody], name: str, value: Any
 ) -> None:
-    """Refuse a field that only another endpoint knows, unless it asks for nothing there."""
+    """Refuse a field that only another endpoint has, unless its value would have no effect there."""
     if value is None or (name in other.refused and other.refused[name].accepts(value)):
         return
     raise UnsupportedField(
@@ -98,7 +98,7 @@ def _hint(model: type[GenerationBody], name: str) -> str:
 
 
 def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
-    """The first problem, with the path to it in the client's spelling: ``messages[0].role``."""
+    """Make the error for the first problem, with its path in the body: ``messages[0].role``."""
     first = errors[0]
     name, *rest = first["loc"]
     if name in _UNIONS and first["type"] != "missing":
@@ -116,7 +116,7 @@ def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     return InvalidRequest(f"{path} must be {expected}, got {described(first['input'])}", field=path)
 
 
-# pydantic reports a union once per member; this says what the field may be instead.
+# pydantic reports one error for each member of a union; these texts replace them.
 _UNIONS = {
     "prompt": "a string, a list of token ids, or a list of either",
     "stop": "a string or a list of strings",

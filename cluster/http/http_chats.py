@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions."""
+"""Request body of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from quire.protos.wire import MAX_LOGPROBS
 from quire.router import refused_fields
 from quire.router.types import GenerationRequest
 
-# Text parts are at level 4; beyond this only what is refused anyway, and could exhaust the stack.
+# Text parts are at level 4. Deeper values are refused in any case, and could exhaust the stack before that.
 _MAX_MESSAGES_DEPTH = 8
 
 
 class TextPart(Strict):
-    """A part of a message's content; parts that are not text are refused."""
+    """A text part of a message's content; other parts are refused."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(BaseModel):
-    """One turn. Its further fields (`tool_calls`, ...) may be null; the router refuses others."""
+    """One message. Other fields (`tool_calls`, ...) must be null; the router refuses other values."""
 
     model_config = ConfigDict(
         extra="allow",
@@ -40,7 +40,7 @@ class ChatMessage(BaseModel):
         description="system, developer (served as system), user or assistant.",
         json_schema_extra={"enum": list(ROLES)},
     )
-    # Any: the router names the part at fault, and knows what the template takes.
+    # Any, because the router checks the content: it can name the wrong part, and knows what the template supports.
     content: Any = Field(
         None,
         json_schema_extra={
@@ -52,7 +52,7 @@ class ChatMessage(BaseModel):
     )
     name: str | None = Field(
         None,
-        description="Who speaks, for templates that tell them apart.",
+        description="Name of the author, for templates that distinguish authors.",
         json_schema_extra={"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]},
     )
 
@@ -67,41 +67,41 @@ class ChatCompletionRequest(GenerationBody):
         description="The conversation, oldest first.", json_schema_extra={"minItems": 1}
     )
     max_completion_tokens: int | None = Field(
-        None, description="The newer name of `max_tokens`; both only if they are equal."
+        None, description="The newer name of `max_tokens`. If both are given they must be equal."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None,
-        description="Variables for the chat template, `enable_thinking` for instance; over those of the "
-        "application's `chat_template_kwargs` (vLLM).",
+        description="Variables for the chat template, for example `enable_thinking`. They override the application's "
+        "`chat_template_kwargs` (vLLM).",
     )
     add_generation_prompt: bool | None = Field(
         None,
-        description="Whether the prompt ends with the beginning of an assistant's turn; default true, unless "
+        description="Whether the prompt ends with the beginning of an assistant message. Default: true, false with "
         "`continue_final_message` (vLLM).",
     )
     continue_final_message: bool | None = Field(
         None,
-        description="The answer continues the last message, whose turn stays open. Not together with "
+        description="Continue the last message instead of starting a new one. Not together with "
         "`add_generation_prompt` (vLLM).",
     )
 
     logprobs: bool | None = Field(
         None,
-        description="Log-probabilities of the answer's tokens, of the model's own distribution, "
-        "before any parameter shapes it.",
+        description="Return log-probabilities of the answer's tokens, from the model's own distribution "
+        "before sampling parameters are applied.",
     )
     top_logprobs: int | None = Field(
-        None, description="So many of the likeliest tokens, at most 20; only with `logprobs`."
+        None,
+        description="Number of most likely tokens to return at each position, at most 20. Needs `logprobs`.",
     )
 
     def num_logprobs(self) -> int | None:
-        """`top_logprobs` if log-probabilities are asked for."""
+        """Number of most likely tokens to return with each token; None if `logprobs` is not true."""
         top = self.top_logprobs
         if not self.logprobs:
             if top:
                 raise InvalidRequest(
-                    "there are no log-probabilities without logprobs true: top_logprobs must then be 0 or null, got "
-                    f"{top}",
+                    f"top_logprobs needs logprobs true: without it top_logprobs must be 0 or null, got {top}",
                     field="top_logprobs",
                 )
             return None
@@ -113,30 +113,30 @@ class ChatCompletionRequest(GenerationBody):
         return top or 0
 
     def output_limit_tokens(self) -> int | None:
-        """Most tokens to generate, under whichever name the client gave it."""
+        """Most tokens to generate, from either of the two fields."""
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise InvalidRequest(
                 f"max_completion_tokens ({self.max_completion_tokens}) and max_tokens "
-                f"({self.max_tokens}) are two names of one bound; give one of them",
+                f"({self.max_tokens}) are two names of one bound and must be equal; give one of the two",
                 field="max_completion_tokens",
             )
         return limits.pop() if limits else None
 
     def router_names(self) -> dict[str, str]:
-        """The router's names of fields to those in this body, where they differ."""
+        """Map from the router's names of fields to those of this body, where they differ."""
         names = {**super().router_names(), "prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names
 
     def to_request(self, request_id: str) -> GenerationRequest:
-        """The request for the router."""
+        """Make the router's request."""
         messages: list[dict[str, Any]] = []
         for i, message in enumerate(self.messages):
             role = served_role(message.role, f"messages[{i}].role")
-            # Not dict(message): it asks for `keys`, which may be a field of the client's.
-            messages.append({**message.__dict__, **message.model_extra, "role": role})
+            # Not dict(message): that calls `keys`, and a client may send a field with this name.
+            messages.append({**message.__dict__, **(message.model_extra or {}), "role": role})
         if not _is_shallow(messages, _MAX_MESSAGES_DEPTH):
             raise InvalidRequest(
                 f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"
@@ -151,7 +151,7 @@ class ChatCompletionRequest(GenerationBody):
 
 
 def _is_shallow(value: Any, max_depth: int) -> bool:
-    """Whether lists and objects nest at most `max_depth` levels; level by level, no recursion."""
+    """Whether lists and objects nest at most `max_depth` levels. Works level by level, without recursion."""
     level = [value]
     for _ in range(max_depth):
         level = [

@@ -1,6 +1,8 @@
-"""The body of POST /v1/completions."""
+"""Request body of POST /v1/completions."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from pydantic import Field, JsonValue
 
@@ -10,12 +12,18 @@ from quire.router import refused_fields
 from quire.router.request.params import DEFAULT_LIMITS
 from quire.router.types import GenerationRequest
 
-# Most prompts of one request, and most choices of all of them.
+# Most prompts of one request, and most choices of all its prompts together.
 MAX_PROMPTS = DEFAULT_LIMITS.max_prompt_choices
-# What is served of a prompt; the router refuses the rest, with the number that it got.
+# JSON schemas of the supported prompts. The router refuses other values with a message that has the bound.
 _PROMPTS: list[dict[str, JsonValue]] = [
     {"type": "string"},
     {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+]
+
+
+_PROMPT_LISTS: list[Any] = [
+    {"type": "array", "items": prompt, "minItems": 1, "maxItems": MAX_PROMPTS}
+    for prompt in _PROMPTS
 ]
 
 
@@ -26,46 +34,41 @@ class CompletionRequest(GenerationBody):
     refused = refused_fields.OF_COMPLETIONS
 
     prompt: str | Ids | Texts | IdLists = Field(
-        description=f"Text, or token ids; or a list of either, at most {MAX_PROMPTS} with all choices. Choice j of "
+        description=f"Text, token ids, or a list of either; at most {MAX_PROMPTS} prompts times choices. Choice j of "
         "prompt i has the index i * n + j.",
-        json_schema_extra={
-            "anyOf": [
-                *_PROMPTS,
-                *(
-                    {"type": "array", "items": p, "minItems": 1, "maxItems": MAX_PROMPTS}
-                    for p in _PROMPTS
-                ),
-            ]
-        },
+        json_schema_extra={"anyOf": [*_PROMPTS, *_PROMPT_LISTS]},
     )
     echo: bool | None = Field(
         None,
-        description="The prompt before the answer, with its tokens' log-probabilities if `logprobs` is given. With "
-        "`max_tokens` 0 the prompt alone.",
+        description="Return the prompt before the answer, with its tokens' log-probabilities if `logprobs` is given. "
+        "With `max_tokens` 0 only the prompt is returned.",
     )
     best_of: int | None = Field(
         None,
-        description="So many choices of each prompt are generated, of which the `n` with the highest mean "
-        "log-probability are returned. At least `n`; above `n` not with `stream`.",
+        description="Number of choices to generate for each prompt; the `n` with the highest mean log-probability are "
+        "returned. At least `n`; must be `n` with `stream`.",
     )
 
     logprobs: int | None = Field(
         None,
-        description="Log-probabilities of the tokens and of so many of the likeliest in their "
-        "place, at most 20; of the model's own distribution, before any parameter shapes it.",
+        description="Return log-probabilities of the tokens and of this many most likely tokens at each position, at "
+        "most 20, from the model's own distribution before sampling parameters are applied.",
     )
 
     def num_logprobs(self) -> int | None:
-        """As given; the best of several choices are found by theirs."""
+        """Number of most likely tokens to return with each token.
+
+        At least 0 with `best_of`, which compares the choices' log-probabilities.
+        """
         return 0 if self.logprobs is None and self.num_dropped_choices() else self.logprobs
 
     def num_dropped_choices(self) -> int:
-        """Choices of each prompt that are generated and not returned: `best_of` beyond `n`.
+        """Choices of each prompt that are generated but not returned: `best_of` - `n`.
 
         Raises
         ------
         InvalidRequest
-            `best_of` is out of its bounds, or above `n` with `stream`.
+            `best_of` is outside its bounds, or above `n` with `stream`.
         """
         n = 1 if self.n is None else self.n
         if self.best_of is None or self.best_of == n or not 1 <= n <= DEFAULT_LIMITS.max_choices:
@@ -77,16 +80,16 @@ class CompletionRequest(GenerationBody):
             )
         if self.stream:
             raise InvalidRequest(
-                f"the best choices are known when all have ended: with stream best_of must be {n}, as n, got "
+                f"the best choices are known only after all have ended: with stream best_of must equal n ({n}), got "
                 f"{self.best_of}",
                 field="best_of",
             )
         return self.best_of - n
 
     def num_prompt_logprobs(self) -> int | None:
-        """As many as `prompt_logprobs` or `echo` with `logprobs` ask for.
+        """Number of most likely tokens to return with each prompt token, for `prompt_logprobs` or `echo`.
 
-        They come with the text of the tokens, so an echoed prompt of token ids needs them in any case.
+        Log-probabilities include the tokens' texts, so an echoed prompt of token ids always needs them.
         """
         asked = self.prompt_logprobs
         if not self.echo or (asked is not None and asked < 0):
@@ -96,22 +99,22 @@ class CompletionRequest(GenerationBody):
         return max(self.logprobs, asked or 0)
 
     def has_ids(self) -> bool:
-        """Whether the prompts are token ids, and not texts."""
-        given = self.prompt
+        """Whether the prompts are token ids instead of texts."""
+        given: Any = self.prompt
         while isinstance(given, list) and given:
             given = given[0]
         return not isinstance(given, str)
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         """All prompts."""
-        given = self.prompt
+        given: Any = self.prompt
         if isinstance(given, str):
             return [given]
         prompts = given if given and isinstance(given[0], (str, list)) else [given]
         return [one if isinstance(one, str) else tuple(one) for one in prompts]
 
     def to_request(self, request_id: str) -> GenerationRequest:
-        """The request for the router."""
+        """Make the router's request."""
         prompts = self.prompts()
         given = {"prompt": prompts[0]} if len(prompts) == 1 else {"prompts": tuple(prompts)}
         return self.generation_request(request_id, echo=bool(self.echo), **given)

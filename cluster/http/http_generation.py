@@ -1,4 +1,4 @@
-"""One generation request over HTTP, from the call of the router to the last byte of the answer."""
+"""Handles one generation request over HTTP, from the call of the router to the last byte of the answer."""
 
 from __future__ import annotations
 
@@ -47,19 +47,25 @@ GenerationBody = CompletionRequest | ChatCompletionRequest
 
 
 class GenerationResponse(Response):
-    """Runs a request and sends its answer, as one JSON object or as events.
+    """Runs a request and sends its answer, as one JSON object or as server-sent events.
 
-    All of the request's life is in one task, so that a client that leaves at any moment, before
-    the first token, too, ends it through one `finally`.
+    One task runs the whole request. So a disconnect at any time, even before the first token, ends the request through
+    one `finally`.
 
     Parameters
     ----------
+    service
+        The router.
+    body
+        The request's body.
+    request
+        The router's request, made from `body`.
     names
-        The router's names of fields that came in headers, to the headers'.
+        Map from the router's names of fields to the names of the headers that they came from.
     event_ids
-        Each event of a stream has an id.
+        Whether each event of a stream has an id.
     keepalive_s
-        A stream sends a comment so often until its first token is there; 0: never.
+        Interval of the comments that a stream sends until its first token; 0: no comments.
     """
 
     def __init__(
@@ -82,7 +88,8 @@ class GenerationResponse(Response):
         self._has_begun = False  # status and headers are sent
         self._fingerprint = ""
         self._names = {**body.router_names(), **(names or {})}
-        self._unsent = b""  # the last delta's events: they go with those that end the stream
+        # The events of the last delta, which are sent together with the events that end the stream.
+        self._unsent = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _until_disconnect(receive, self._answer(scope, receive, send))
@@ -101,7 +108,7 @@ class GenerationResponse(Response):
             await self._send_last(_error_event(error), send)
             return
         try:
-            # Now, while the replica that answers is known: not after an answer that it may not survive.
+            # Ask for the model's facts now: after the answer no replica may be left that knows them.
             self._fingerprint = _fingerprint(self._service.model_info())
             if self._body.stream:
                 await self._send_events(stream, send)
@@ -115,7 +122,7 @@ class GenerationResponse(Response):
             await stream.aclose()
 
     async def _kept_alive(self, send: Send) -> GenerationStream:
-        """The stream with its first delta. Comments go out as long as that takes."""
+        """Wait for the stream and its first delta; send comments meanwhile."""
         generating = asyncio.ensure_future(self._service.generate(self._request))
         try:
             while not (await asyncio.wait((generating,), timeout=self._keepalive_s))[0]:
@@ -134,7 +141,7 @@ class GenerationResponse(Response):
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # nginx would hold tokens back
+            "x-accel-buffering": "no",  # otherwise nginx buffers the tokens
             **headers,
         }
         await send(
@@ -149,7 +156,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": events, "more_body": False})
 
     async def _send_events(self, stream: GenerationStream, send: Send) -> None:
-        """Status and headers go out with the first delta, which `generate` has waited for."""
+        """Send the stream's events. `generate` has waited for the first delta, so status and headers are sent now."""
         encoders = self._encoders(stream)
         await self._begin(explain_headers(stream.explain, complete=False), send)
         try:
@@ -176,13 +183,14 @@ class GenerationResponse(Response):
             if choice in silent:
                 silent.remove(choice)
                 first = self._first_chunk(encoder, choice // self._request.n, stream)
-                if not marks[choice].begun:  # else the client has it
+                # A resumed stream's client has this chunk already.
+                if not marks[choice].begun:
                     chunk = first if ids is None else with_id(ids.begin(choice), first)
             sent[choice].add(delta)
             event = encoder.delta(delta, stream.usage)
             chunk += event if ids is None else with_id(ids.after(delta), event)
             unfinished -= delta.finish_reason is not None
-            # The end of the stream is there with its last delta, and each message costs as much as a token.
+            # The stream ends right after its last delta: send both in one message, which costs as much as a token.
             if not unfinished:
                 self._unsent += chunk
             elif chunk:
@@ -192,7 +200,7 @@ class GenerationResponse(Response):
                 progress.end()
 
     def _first_chunk(self, encoder: ChunkEncoder, prompt: int, stream: GenerationStream) -> bytes:
-        """The chunk about a prompt, before the first token."""
+        """Encode the chunk before the first token of a choice: role, echoed prompt, prompt log-probabilities."""
         scores = stream.scores_of_prompt(prompt)
         asked = self._prompt_logprobs(scores)
         if self._chat:
@@ -212,14 +220,14 @@ class GenerationResponse(Response):
         return None if num_top is None or scores is None else prompt_logprobs(scores, num_top)
 
     def _echoed_scores(self, scores: list[TokenScores] | None) -> list[TokenScores] | None:
-        """Of the prompt, where they go before those of the answer."""
+        """The prompt's scores, if the answer's log-probabilities begin with them (`echo` with `logprobs`)."""
         body = self._body
         if not isinstance(body, CompletionRequest) or not body.echo or body.logprobs is None:
             return None
         return None if scores is None else with_top(scores, body.logprobs)
 
     def _encoders(self, stream: GenerationStream) -> list[ChunkEncoder]:
-        """One for each choice."""
+        """Make one encoder for each choice."""
         options = self._body.stream_options
         envelope = self._envelope(
             stream, "chat.completion.chunk" if self._chat else "text_completion"
@@ -237,7 +245,7 @@ class GenerationResponse(Response):
         ]
 
     def _complete(self, stream: GenerationStream, answers: list[Answer]) -> dict[str, Any]:
-        """A `Completion` or `ChatCompletion`."""
+        """Build a `Completion` or `ChatCompletion`."""
         choices: list[dict[str, Any]] = []
         num_generated = self._request.n
         num_dropped = self._body.num_dropped_choices()
@@ -295,7 +303,7 @@ class GenerationResponse(Response):
         return bool(options and options.include_usage)
 
     def _echo(self, prompt: int, scores: list[TokenScores] | None) -> str:
-        """A prompt's text if the client wants it in front of the answer."""
+        """The prompt's text if the request has `echo`, else an empty text."""
         if not isinstance(self._body, CompletionRequest) or not self._body.echo:
             return ""
         given = self._request.prompts[prompt] if self._request.prompts else self._request.prompt
@@ -306,10 +314,14 @@ class GenerationResponse(Response):
 
 
 def _best(answers: list[Answer], num: int, num_logprobs: int | None) -> list[Answer]:
-    """The answers with the highest mean log-probability, best first, with log-probabilities if the client asked."""
+    """Return the `num` answers with the highest mean log-probability, best first.
+
+    Their log-probabilities are removed if the client has not asked for them.
+    """
 
     def mean_logprob(answer: Answer) -> float:
-        scores = [of_token.token.logprob for of_token in answer.logprobs or ()]
+        logprobs = (of_token.token.logprob for of_token in answer.logprobs or ())
+        scores = [logprob for logprob in logprobs if logprob is not None]
         return sum(scores) / len(scores) if scores else -math.inf
 
     best = sorted(answers, key=mean_logprob, reverse=True)[:num]
@@ -324,7 +336,7 @@ def _error_event(error: Exception) -> bytes:
 
 
 async def _undo(generating: asyncio.Future[GenerationStream]) -> None:
-    """End a call of `generate`, and its stream if there is one already."""
+    """Cancel a call of `generate`, or close its stream if it has returned one."""
     generating.cancel()
     await asyncio.wait((generating,))
     if not generating.cancelled() and generating.exception() is None:
@@ -332,15 +344,17 @@ async def _undo(generating: asyncio.Future[GenerationStream]) -> None:
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or cancel it when the client leaves."""
+    """Run `work` to its end, or cancel it when the client disconnects."""
     task = asyncio.current_task()
+    assert task is not None
     watcher = asyncio.create_task(_disconnect(receive))
     is_at_work, has_left = True, False
 
     def leave(watched: asyncio.Task[None]) -> None:
         nonlocal has_left
         if not watched.cancelled():
-            watched.exception()  # seen: whatever it was, nobody is there any more
+            # Retrieve the exception, so that asyncio does not log it: the client has disconnected in any case.
+            watched.exception()
         if is_at_work:
             has_left = True
             task.cancel()
@@ -349,7 +363,7 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -
     try:
         await work
     except asyncio.CancelledError:
-        # Others may have cancelled it too, and then expect it to end so.
+        # If another task has cancelled this one too, the cancellation must propagate.
         if not has_left or task.uncancel() > 0:
             raise
     finally:
@@ -363,6 +377,6 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def _fingerprint(info: ModelInfo) -> str:
-    """Equal for answers of the same weights in the same number format."""
+    """OpenAI's `system_fingerprint`: equal for answers of the same model, revision and dtype."""
     key = "\x00".join((info.name, info.revision, info.dtype)).encode()
     return "fp_" + hashlib.blake2b(key, digest_size=5).hexdigest()

@@ -1,7 +1,7 @@
-"""What the bodies of the HTTP API's generation endpoints share: their fields and the request for the router.
+"""Request fields that completions and chat completions share, and their conversion to the router's request.
 
-`http_completions` and `http_chats` have the endpoints' own fields, `http_body` reads a body. Bounds are the router's
-(`router.params`).
+`http_completions` and `http_chats` have the fields of one endpoint; `http_body` parses a body. The router checks bounds
+(`router.request.params`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.protos.wire import Grammar
 from quire.router.refused_fields import Refused
 from quire.router.types import GenerationRequest
 
-# They ask for nothing that changes the answer: labels, billing, storage, hints.
+# Fields that do not change the answer: labels, billing, storage, hints.
 IGNORED_FIELDS = frozenset(
     {
         "metadata",
@@ -33,49 +33,49 @@ IGNORED_FIELDS = frozenset(
 
 
 class Strict(BaseModel):
-    """Refuses fields that it does not have, and values of another type."""
+    """Base class of models that refuse unknown fields and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# fail_fast: a million wrong items are one error, not a million.
+# fail_fast: stop at the first wrong item, instead of collecting up to a million errors.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 
 
 class StreamOptions(Strict):
-    """What a stream carries besides the text."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(
-        None, description="One more chunk before [DONE], with the usage and no choices."
+        None, description="Send one more chunk before [DONE], with the usage and without choices."
     )
     continuous_usage_stats: bool | None = Field(
-        None, description="The usage so far in every chunk (vLLM)."
+        None, description="Send the usage so far in every chunk (vLLM)."
     )
     include_obfuscation: bool | None = Field(
         None, description="Accepted and ignored: chunks are not padded."
     )
     include_event_ids: bool | None = Field(
         None,
-        description="An `id:` line in each event, from which a stream that broke continues. The header "
-        "Last-Event-ID asks for it too, also an empty one.",
+        description="Send an `id:` line in each event, with which a broken stream can be resumed. The header "
+        "Last-Event-ID, even an empty one, has the same effect.",
     )
 
 
 class StructuredOutputs(Strict):
-    """Exactly one of these."""
+    """The form of the answer: exactly one of these fields."""
 
     json_schema: dict[str, Any] | str | None = Field(
         None, alias="json", description="A JSON schema, or its text."
     )
     json_object: bool | None = Field(None, description="Any JSON object.")
-    regex: str | None = Field(None, description="A regular expression for all of the text.")
-    choice: Texts | None = Field(None, description="One of these texts.")
-    grammar: str | None = Field(None, description="A Lark grammar, as llguidance reads it.")
+    regex: str | None = Field(None, description="A regular expression for the whole text.")
+    choice: Texts | None = Field(None, description="Exactly one of these texts.")
+    grammar: str | None = Field(None, description="A Lark grammar in llguidance's dialect.")
 
     def to_grammar(self) -> Grammar:
-        """The router's form.
+        """Convert to the router's grammar.
 
         Raises
         ------
@@ -99,54 +99,60 @@ class StructuredOutputs(Strict):
             return Grammar("regex", self.regex, "structured_outputs.regex")
         if self.choice is not None:
             return structured_output.choice(self.choice, "structured_outputs.choice")
+        assert self.grammar is not None
         return Grammar("lark", self.grammar, "structured_outputs.grammar")
 
 
 class GenerationBody(Strict):
-    """Fields that completions and chat completions share. null is the same as absent.
+    """Fields that completions and chat completions share. null means the same as an absent field.
 
     Attributes
     ----------
     path
-        Of the endpoint.
+        Path of the endpoint.
     refused
-        Fields that are known and not served.
+        Fields of OpenAI's or vLLM's API that are not supported.
     """
 
     path: ClassVar[str]
     refused: ClassVar[Mapping[str, Refused]]
 
-    model: str | None = Field(None, description="Default: the application's only model.")
+    model: str | None = Field(
+        None, description="Name of the model. Default: the application's only model."
+    )
     max_tokens: int | None = Field(
-        None, description="Most tokens to generate. Default: up to the model's length."
+        None, description="Most tokens to generate. Default: up to the model's maximum length."
     )
     min_tokens: int | None = Field(
-        None, description="EOS and stop token ids are masked before so many tokens (vLLM)."
+        None, description="EOS and stop token ids cannot be chosen before this many tokens (vLLM)."
     )
     temperature: float | None = Field(None, description="0 is greedy.")
     top_p: float | None = Field(None, description="In (0, 1]; 1 is off.")
     top_k: int | None = Field(None, description="0 is off (vLLM).")
     min_p: float | None = Field(
-        None, description="Leaves out what is less likely than this times the likeliest (vLLM)."
+        None, description="Exclude tokens less likely than this times the most likely token (vLLM)."
     )
     repetition_penalty: float | None = Field(
-        None, description="Above 1 makes what prompt and answer contain less likely (vLLM)."
+        None, description="Above 1, tokens of prompt and answer become less likely (vLLM)."
     )
     presence_penalty: float | None = Field(
-        None, description="Taken from the logits of what the answer contains."
+        None, description="Subtracted from the logits of tokens that the answer contains."
     )
     frequency_penalty: float | None = Field(
-        None, description="Taken from these logits as often as the answer contains it."
+        None,
+        description="Subtracted from a token's logit for each time that the answer contains it.",
     )
     logit_bias: dict[str, float] | None = Field(
-        None, description="Token id to what is added to its logit."
+        None, description="Map from token id to a number that is added to its logit."
     )
-    allowed_token_ids: Ids | None = Field(None, description="No other tokens (vLLM).")
+    allowed_token_ids: Ids | None = Field(
+        None, description="The only tokens that may be chosen (vLLM)."
+    )
     prompt_logprobs: int | None = Field(
         None,
-        description="Log-probabilities of the prompt's tokens and of so many of the likeliest in their "
-        "place, at most 20; the first has none (vLLM). The prompt's prefix is then computed, not taken from "
-        "the cache.",
+        description="Return log-probabilities of the prompt's tokens and of this many most likely tokens at each "
+        "position, at most 20; the first token has none (vLLM). The whole prompt is then computed, without cached "
+        "prefix.",
     )
     bad_words: Texts | None = Field(
         None, description="Words whose token sequences the answer never contains (vLLM)."
@@ -154,60 +160,64 @@ class GenerationBody(Strict):
     response_format: dict[str, Any] | None = Field(
         None,
         description="`type` text, json_object, or json_schema with the schema in "
-        "`json_schema.schema`. The answer is of this form by construction, unless max_tokens cuts it.",
+        "`json_schema.schema`. The answer is guaranteed to have this form, unless max_tokens truncates it.",
     )
     structured_outputs: StructuredOutputs | None = Field(
-        None, description="A language that the answer must be in (vLLM)."
+        None, description="The form that the answer must have (vLLM)."
     )
     seed: int | None = Field(
-        None, description="Same prompt, parameters and seed: same tokens. Default: drawn."
+        None,
+        description="The same prompt, parameters and seed give the same tokens. Default: random.",
     )
-    n: int | None = Field(None, description="Choices, all of the same prompt; default 1.")
+    n: int | None = Field(None, description="Number of choices for each prompt; default 1.")
     stop: str | Texts | None = Field(None, description="Strings that end the answer.")
     stop_token_ids: Ids | None = Field(
         None, description="Token ids that end the answer as EOS does (vLLM)."
     )
-    ignore_eos: bool | None = Field(None, description="Generate on past EOS (vLLM).")
+    ignore_eos: bool | None = Field(None, description="Continue after EOS (vLLM).")
     include_stop_str_in_output: bool | None = Field(
         None, description="Keep the matched stop string in the text (vLLM)."
     )
     add_special_tokens: bool | None = Field(
         None,
-        description="Whether the tokenizer adds BOS and the like to the text; default true for completions, false for "
-        "chats, whose template writes them. A text that begins with BOS gets no second one (vLLM).",
+        description="Whether the tokenizer adds special tokens such as BOS to the prompt. Default: true for "
+        "completions, false for chats, whose template contains them. A text that begins with BOS gets no second one "
+        "(vLLM).",
     )
     skip_special_tokens: bool | None = Field(
-        None, description="Leave special tokens out of the text; default true (vLLM)."
+        None, description="Omit special tokens from the text; default true (vLLM)."
     )
     return_token_ids: bool | None = Field(
-        None, description="`token_ids` in each choice beside the text (vLLM)."
+        None, description="Return `token_ids` in each choice (vLLM)."
     )
     stream: bool | None = Field(None, description="Server-sent events instead of one JSON object.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     cache_salt: str | None = Field(
-        None, description="Cached prefixes are shared only between equal salts (vLLM)."
+        None,
+        description="Cached prefixes are shared only between requests with the same salt (vLLM).",
     )
     prompt_cache_key: str | None = Field(
-        None, description="Requests with the same key prefer the same replica; a hint."
+        None, description="A hint: requests with the same key prefer the same replica."
     )
-    priority: int | None = Field(None, description="Smaller is sooner (vLLM).")
+    priority: int | None = Field(
+        None, description="Requests with a smaller number are scheduled first (vLLM)."
+    )
     timeout: float | None = Field(
         None,
-        description="Seconds from the request's arrival after which nobody waits for the answer: what is not "
-        "finished then ends with the error deadline_exceeded (408). Default: that of the header "
-        "X-Request-Timeout-Seconds, else none.",
+        description="Seconds from the request's arrival. A request that has not finished by then ends with the error "
+        "deadline_exceeded (408). Default: the header X-Request-Timeout-Seconds, else no limit.",
     )
 
     def output_limit_tokens(self) -> int | None:
-        """Most tokens to generate, under whichever name the client gave it."""
+        """Most tokens to generate."""
         return self.max_tokens
 
     def router_names(self) -> dict[str, str]:
-        """The router's names of fields to those in this body, where they differ."""
+        """Map from the router's names of fields to those of this body, where they differ."""
         return {"tenant": "cache_salt", "session": "prompt_cache_key", "deadline_s": "timeout"}
 
     def asks_for_event_ids(self) -> bool:
-        """Whether each event of the stream has an id."""
+        """Whether the client wants an id in each event of the stream."""
         return bool(self.stream_options and self.stream_options.include_event_ids)
 
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
@@ -235,25 +245,25 @@ class GenerationBody(Strict):
             return formatted
         if formatted is not None:
             raise InvalidRequest(
-                "structured_outputs and response_format both say what the answer must be; give one",
+                "structured_outputs and response_format both set the form of the answer; give one of the two",
                 field="structured_outputs",
             )
         return self.structured_outputs.to_grammar()
 
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell with each token; None for no log-probabilities."""
+        """Number of most likely tokens to return with each token; None: no log-probabilities."""
         return None
 
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """Number of most likely tokens to return with each prompt token; None: no log-probabilities."""
         return self.prompt_logprobs
 
     def num_dropped_choices(self) -> int:
-        """Choices of each prompt that are generated and not returned."""
+        """Choices of each prompt that are generated but not returned."""
         return 0
 
     def generation_request(self, request_id: str, **prompt: Any) -> GenerationRequest:
-        """The request for the router, with `prompt` or `messages` as keyword."""
+        """Make the router's request, with `prompt`, `prompts` or `messages` as keyword."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return GenerationRequest(
             request_id=request_id,

@@ -1,7 +1,7 @@
-"""Counts the values of a JSON body before a parser sees it.
+"""Limits the number of values in a JSON body before it is parsed.
 
-A parser holds the interpreter until it is done, in a thread as well: 8 MB of `[],[],[],...` take orjson 0.6 s, and all
-streams of the process stand still meanwhile. Counting is 20 times as fast, and stops between its steps.
+A parser holds the interpreter's lock until it is done, in any thread: 8 MB of `[],[],[],...` take orjson 0.6 s, and
+meanwhile no stream makes progress. Counting is 20 times as fast and yields to the event loop between its steps.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import asyncio
 
 from quire.protos.errors import InvalidRequest
 
-# Lists, objects, keys and texts. On a slow core each takes orjson 0.1 to 0.4 us, so all of them at most 25 ms.
+# Limit for lists, objects, keys and texts. On a slow core orjson takes 0.1 to 0.4 us for each: together at most 25 ms.
 MAX_ITEMS = 64 * 1024
-# Values of any kind, so most of them numbers: 0.05 us each in orjson, 0.03 us in pydantic.
+# Limit for values of any kind. Above `MAX_ITEMS` these are numbers: 0.05 us each in orjson, 0.03 us in pydantic.
 MAX_VALUES = 512 * 1024
-# Backslashes. An escape takes orjson 12 ns.
+# Limit for backslashes. orjson takes 12 ns for an escape.
 MAX_ESCAPES = 2 * 1024 * 1024
-# A body from this size on is read in several turns of the event loop.
+# A body of more bytes is processed in several iterations of the event loop.
 YIELD_BYTES = 64 * 1024
 
 
 async def check(body: bytes) -> None:
     """Refuse a body with more values or escapes than any request needs.
 
-    The counts are exact where the body is JSON. What is not JSON may be refused here, too.
+    The counts are exact for valid JSON. Invalid JSON may be refused here or by the parser.
 
     Raises
     ------
     InvalidRequest
-        With the bound and the number.
+        A count is above its bound; the message has both.
     """
     if len(body) > YIELD_BYTES:
         await asyncio.sleep(0)
@@ -37,7 +37,8 @@ async def check(body: bytes) -> None:
         if len(body) > YIELD_BYTES:
             await asyncio.sleep(0)
         return
-    # Quotes, brackets and commas inside of texts do not count. Each step takes at most 20 ms of 8 MB.
+    # The quick count includes quotes, brackets and commas inside texts: count again without these. Each step takes at
+    # most 20 ms for 8 MB.
     for escape in (b"\\\\", b'\\"'):
         await asyncio.sleep(0)
         body = body.replace(escape, b"")

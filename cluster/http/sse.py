@@ -1,8 +1,8 @@
-"""Server-sent events of a streamed answer, encoded with as little work per token as possible.
+"""Server-sent events of a streamed answer, encoded with little work per token.
 
-A stream is `data:` lines only, as OpenAI's: many clients read every other line as data. A client that asks for ids
-gets an `id:` line in each event, from which it continues if it loses its router (`router/request/resume.py`). All but
-the id and the text of a chunk is the same for every token of a stream, so it is encoded once:
+Like OpenAI's, a stream has only `data:` lines, because many clients read any line as data. If the client asks for ids,
+each event has an `id:` line, with which the client can resume a broken stream (`router/request/resume.py`). In a stream
+only the id and the text differ from chunk to chunk. The rest is encoded once:
 
 ```
 data: {"id":…,"model":…,"choices":[{"index":0,"delta":{"content":  "text"  },"finish_reason":null}]}
@@ -27,7 +27,7 @@ from quire.protos.errors import QuireError
 from quire.router.types import OutputDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
+KEEP_ALIVE = b": keep-alive\n\n"  # an SSE comment, which clients skip
 
 
 class ChunkEncoder:
@@ -36,17 +36,17 @@ class ChunkEncoder:
     Parameters
     ----------
     envelope
-        `id`, `object`, `created`, `model` and so on: what every chunk begins with.
+        The fields at the beginning of every chunk: `id`, `object`, `created`, `model` and so on.
     index
-        The choice's.
+        Index of the choice.
     chat
-        Chunks of a chat (`delta`) instead of a completion (`text`).
+        Encode chunks of a chat (`delta`) instead of a completion (`text`).
     include_usage
-        `usage` is in every chunk, null but for the last, as with OpenAI.
+        Every chunk has `usage`, which is null except in the last one, as with OpenAI.
     continuous_usage
-        The usage so far is in every chunk.
+        Every chunk has the usage so far.
     token_ids
-        `token_ids` is in every choice.
+        Every choice has `token_ids`.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class ChunkEncoder:
         self._usage = usage
         self._continuous_usage = continuous_usage
         self._token_ids = token_ids
-        self._echoed_chars = 0  # of the prompt, before the answer's text
+        self._echoed_chars = 0  # characters of the echoed prompt
 
     def role(self, prompt_logprobs: list[Any] | None = None) -> bytes:
-        """The first chunk of a chat."""
+        """Encode the first chunk of a chat."""
         choice = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         prompt = b""
         if prompt_logprobs is not None:
@@ -83,16 +83,21 @@ class ChunkEncoder:
     def delta(
         self, delta: OutputDelta, usage: Usage, prompt_logprobs: list[Any] | None = None
     ) -> bytes:
-        """A chunk with the text of `delta`; empty when it has nothing to tell.
+        """Encode a chunk with the text of `delta`; empty if the chunk would carry no information.
 
         Parameters
         ----------
+        delta
+            The new tokens and their text.
+        usage
+            Usage so far.
         prompt_logprobs
-            A `PromptLogprobsAnswer` in the choice, for the first chunk of a completion.
+            A `PromptLogprobsAnswer` for the choice, in the first chunk of a completion.
         """
         plain = delta.finish_reason is None and delta.logprobs is None and prompt_logprobs is None
         if plain and not self._continuous_usage and not self._token_ids:
-            if not delta.text:  # an incomplete character, or what may become a stop string
+            # The text is empty while a character is incomplete or a stop string may have begun.
+            if not delta.text:
                 return b""
             return self._head + orjson.dumps(delta.text) + self._tail
         rest: dict[str, Any] = {"finish_reason": delta.finish_reason}
@@ -120,7 +125,7 @@ class ChunkEncoder:
         )
 
     def echoed(self, num_chars: int) -> None:
-        """The text of the answer follows so many characters of echoed prompt."""
+        """Set the number of characters of the echoed prompt, for the text offsets of the answer."""
         self._echoed_chars = num_chars
 
     def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
@@ -129,7 +134,7 @@ class ChunkEncoder:
         return completion_logprobs(shifted(delta.logprobs, self._echoed_chars))
 
     def usage(self, usage: Usage) -> bytes:
-        """The chunk without choices that ends a stream whose client wants the usage."""
+        """Encode the last chunk of a stream with `include_usage`: the usage, without choices."""
         return (
             self._envelope
             + b',"choices":[],"usage":'
@@ -139,10 +144,10 @@ class ChunkEncoder:
 
 
 def with_id(event_id: str, chunk: bytes) -> bytes:
-    """An event with the id that stands for all up to it; nothing if there is no event."""
+    """Add an id line to an event, if there is one. The id identifies all events up to this one."""
     return b"id: " + event_id.encode() + b"\n" + chunk if chunk else b""
 
 
 def error_event(error: QuireError) -> bytes:
-    """The last event of a failed stream. No [DONE] follows, so no client takes it for whole."""
+    """Encode the last event of a failed stream. No [DONE] follows, so that clients see an incomplete stream."""
     return b"data: " + orjson.dumps(error_answer(error)) + b"\n\n"

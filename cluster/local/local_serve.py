@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 
-from quire.cluster.config.app_config import ConfigError, Problem
+from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.config.resources import device_of, lacking, reservations
 from quire.cluster.config.serve_config import Application, ServeConfig
 from quire.cluster.local import start_report
@@ -160,6 +160,12 @@ class LocalServe:
                 start_new_session=True,
             )
 
+    @property
+    def _serve_run(self) -> subprocess.Popen[bytes]:
+        """The child; `_start` has started it."""
+        assert self._child is not None
+        return self._child
+
     def _on_signal(self, number: int, frame: object) -> None:
         self._stop.set()
 
@@ -186,7 +192,7 @@ class LocalServe:
                     print(line, file=out, flush=True)
             self._poll(dashboard_url, bodies)
         seconds = {"Ray": ray_s or 0.0, "total": time.monotonic() - started_s}
-        found = listeners(self._child.pid)
+        found = listeners(self._serve_run.pid)
         for line in start_report.ready_lines(self.config, bodies, seconds, found):
             print(line, file=out, flush=True)
 
@@ -217,13 +223,13 @@ class LocalServe:
         ServeFailed
             The child, Ray or every application has ended without this process.
         """
-        daemons = session_daemons(self._child.pid)
+        daemons = session_daemons(self._serve_run.pid)
         dashboard_url = self._dashboard_url()
         names = {app.name for app in self.config.applications}
         asked_s, times_gone = time.monotonic(), 0
         while not self._stop.wait(POLL_S):
             self._check_child()
-            ended = daemons.keys() - session_daemons(self._child.pid).keys()
+            ended = daemons.keys() - session_daemons(self._serve_run.pid).keys()
             if ended:
                 names_ended = ", ".join(sorted(daemons[pid] for pid in ended))
                 raise ServeFailed(f"Ray's node has ended: its process {names_ended} is gone")
@@ -252,7 +258,7 @@ class LocalServe:
         return match and match[1]
 
     def _check_child(self) -> None:
-        code = self._child.poll()
+        code = self._serve_run.poll()
         if code is not None:
             raise ServeFailed(f"`serve run` ended with exit status {code}")
 
@@ -270,21 +276,23 @@ class LocalServe:
         Ray gives a daemon one second to end and then kills it, so on a loaded machine its workers may
         outlive the driver. They share the child's session whatever their process groups are.
         """
-        if self._child is None:
+        child = self._child
+        if child is None:
             return
-        self._child.terminate()
+        child.terminate()
         kill_s = time.monotonic() + TERMINATE_S
-        while self._child.poll() is None or session_pids(self._child.pid):
+        while child.poll() is None or session_pids(child.pid):
             if time.monotonic() >= kill_s:
-                self._kill_session()
+                _kill_session(child.pid)
             time.sleep(POLL_S)
 
-    def _kill_session(self) -> None:
+
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)  # all there is to do without /proc
+    for pid in session_pids(leader):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)  # all there is to do without /proc
-        for pid in session_pids(self._child.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def _deploy_failure(app: Application, message: str) -> ServeFailed:

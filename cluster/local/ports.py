@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cluster.config.app_config import ConfigError, Problem
+from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.local.process_session import session_pids
 from quire.cluster.proxies.ray_settings import HAPROXY_VARIABLE, effective_variables
 

@@ -48,7 +48,8 @@ def ready_lines(
     yield f"start-up {seconds['total']:.1f} s: {'; '.join(phases)}"
     endpoint = Endpoint.of(config)
     for app in config.applications:
-        if engine := bodies.get(app.name, {}).get("engine"):
+        engine = bodies.get(app.name, {}).get("engine")
+        if engine and app.config is not None:
             replicas = f"{app.config.replicas} x " if app.config.replicas > 1 else ""
             yield f"{app.name}: {replicas}{describe({**engine, 'model': app.config.model_name})}"
     yield from listening_lines(listeners)

@@ -45,7 +45,7 @@ SERVE_DEFAULTS: Mapping[str, str] = MappingProxyType(
         # Largest gRPC message in bytes, unpacked, of requests and of answers (Ray: 2 GiB). A request has at most 8 MiB.
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": "33554432",
         # Headers that Serve cannot decode are refused by name or replaced; without this they end in status 500.
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "quire.cluster.http.http_door.middlewares",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "quire.cluster.http.http_middleware.middlewares",
         # Bytes of a request's header or a call's metadata. With Ray's 16384 a longer one ended every other gRPC call on
         # its connection too.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",

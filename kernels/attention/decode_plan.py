@@ -381,7 +381,7 @@ def plan_decode(
         BLOCK_ROWS=block_rows(workspace.max_rows),
     )
     options = launch_options(workspace.arch, 4)
-    runs = ()
+    runs: tuple[torch.Tensor, ...] = ()
     # fmt: off
     if shared is not None:
         runs = shared.runs, shared.num_shared, shared.num_led

@@ -115,18 +115,24 @@ class PagedAttention:
             from quire.kernels.attention.decode_plan import allocate_decode_workspace
 
             num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-            is_full = window is None and chunk is None
-            kind = dict(window=window, chunk=chunk, share_prefixes=share_prefixes and is_full)
+            shares = share_prefixes and window is None and chunk is None
             cache_tokens = num_blocks * block_size
             self._workspace = allocate_decode_workspace(
                 max_rows,
-                num_partial_slots(cache_tokens, max_rows, max_len or cache_tokens, **kind),
+                num_partial_slots(
+                    *(cache_tokens, max_rows, max_len or cache_tokens),
+                    window=window,
+                    chunk=chunk,
+                    share_prefixes=shares,
+                ),
                 num_heads,
                 num_kv_heads,
                 head_dim,
                 k_cache.device,
                 dtype=self._dtype,
-                **kind,
+                window=window,
+                chunk=chunk,
+                share_prefixes=shares,
             )
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -196,7 +202,7 @@ class PagedAttention:
         if num_query is None:
             num_query = np.diff(cu_q)
         decode = prefill = None
-        if not self._uniform and (num_query == 1).any():
+        if self._workspace is not None and (num_query == 1).any():
             block_size = self._k_cache.shape[2]
             decode = plan_decode(self._workspace, starts, lengths, tables, block_size)
         least = 1 if self._uniform else 2

@@ -1,1 +1,1 @@
-"""Compiling kernels without a GPU, and Triton's interpreter."""
+"""Compilation of the kernels without a GPU, and repairs of Triton's interpreter."""

@@ -1,4 +1,4 @@
-"""Entries of the compile table: every attention configuration of the tuning tables."""
+"""Compile-table entries of attention: every configuration of the tuning tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INT32 = "*i32"
 
 
 def entries() -> Iterator[Entry]:
-    """Every entry of the tuning tables at every head size it serves; every option at head size 128 on Hopper."""
+    """Yield every tuning entry at each of its head sizes, and every option at head size 128 on Hopper."""
     for arch in tuning.ARCHS:
         for head_dim in HEAD_DIMS:
             yield from _attention(arch, torch.bfloat16, head_dim)

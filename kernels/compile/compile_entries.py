@@ -1,4 +1,4 @@
-"""Entries of the compile table: the kernels around attention, as their wrappers launch them."""
+"""Compile-table entries of all kernels except attention, with the arguments that their wrappers use."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from quire.kernels.sampling import log_probs, logit_edits, row_survey, sampling_
 from quire.kernels.tuning import ARCHS, BLOCK_SIZE, launch_options
 
 VOCAB = 151_936  # Qwen3
-_EXACT = dict(enable_fp_fusion=False)  # as every wrapper asks
+_EXACT = dict(enable_fp_fusion=False)  # as in every wrapper
 
 
 def entries() -> Iterator[Entry]:
-    """Every kernel at the shapes of Llama 3.1 8B and Qwen3, every option once an architecture."""
+    """Yield every kernel at the shapes of Llama 3.1 8B and Qwen3, and every option once for each architecture."""
     for arch in ARCHS:
         yield from _rows(arch)
         yield from _kv_write(arch)
@@ -40,7 +40,7 @@ def _pointers(value: str, *names: str) -> dict[str, str]:
 
 
 def matmul_entries(arch: str) -> Iterator[Entry]:
-    """Every form and height; "rest": the last step of k is not a whole one."""
+    """Every form and tile height; "rest" is a depth that is not a multiple of BLOCK_K."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         config = matmul_fixed.matmul_config(arch, dtype)
         options = dict(BLOCK_N=config.block_n, BLOCK_K=config.block_k)
@@ -136,7 +136,7 @@ def _rows(arch: str) -> Iterator[Entry]:
 
 
 def fp8_entries() -> Iterator[Entry]:
-    """What FP8 weights add, where their products exist: compiled by their own test, not in the table."""
+    """Kernels for FP8 weights on devices with FP8 products. A separate test compiles them; the table lacks them."""
     for arch in ("sm_90", "sm_100"):
         for columns in (1024, 4096, fp8_rows.MAX_BLOCK, 14336):
             yield Entry(
@@ -199,7 +199,7 @@ def _sampling(arch: str) -> Iterator[Entry]:
 
 
 def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
-    """Kernels of one call of the sampler, plain or with edited rows, or of the largest log-probs."""
+    """Kernels of one sampler call (plain or with edited rows), or of one call for the largest log-probabilities."""
     config = row_survey.DEFAULT_CONFIG
     parts = config.num_parts(VOCAB)
     shape: dict[str, Any] = dict(VOCAB=VOCAB, PARTS=parts, CHUNKS=config.part_chunks)

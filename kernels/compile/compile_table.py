@@ -1,11 +1,12 @@
 """Offline compilation of every kernel in every configuration, without a GPU, against a committed table.
 
-    python -m quire.kernels.compile.compile_table --check tests/kernels/compile_table.json     # all of it, minutes
-    python -m quire.kernels.compile.compile_table --check ... --match 'sm_90/.*/128'           # a part
-    python -m quire.kernels.compile.compile_table --write tests/kernels/compile_table.json  # after a change on purpose
+    python -m quire.kernels.compile.compile_table --check tests/kernels/compile_table.json     # everything: minutes
+    python -m quire.kernels.compile.compile_table --check ... --match 'sm_90/.*/128'           # some entries
+    python -m quire.kernels.compile.compile_table --write tests/kernels/compile_table.json     # after a change
 
-What is compiled is listed in `compile_attention` and `compile_entries`, how in `offline_compile`. The table is kept
-per minor version of Triton, since the compiler's choices differ between them. `make kernels-table` checks all of it.
+`compile_attention` and `compile_entries` list the entries; `offline_compile` compiles them. The table has a section for
+each minor version of Triton, because the compiler's choices differ between them. `make kernels-table` checks all
+entries.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from quire.kernels.compile.offline_compile import Entry, Record, compile_entry
 
 
 def entries() -> Iterator[Entry]:
-    """Everything that the table lists."""
+    """Yield all entries of the table."""
     yield from compile_attention.entries()
     yield from compile_entries.entries()
 
 
 def triton_minor() -> str:
-    """Key of the table: "3.9" for Triton 3.9.x."""
+    """Key of the table's section for the installed Triton, such as "3.9" for 3.9.x."""
     return ".".join(triton.__version__.split(".")[:2])
 
 
 def compare(name: str, expected: dict[str, Any] | None, record: Record) -> list[str]:
-    """Problems of a record, and where it departs from the committed table.
+    """Return a record's problems and its differences from the committed table.
 
-    `ptxas` and LLVM move a few registers from one build to the next: 16 are tolerated, shared memory is not.
+    Builds of `ptxas` and LLVM differ by a few registers, so 16 are tolerated. Shared memory must be equal.
     """
     found = [f"{name}: {problem}" for problem in record.problems]
     if expected is None:
-        return found  # this minor version of Triton has no table: the limits above still hold
+        # This minor version of Triton has no section: only the limits are checked.
+        return found
     if abs(record.registers - expected["registers"]) > 16:
         found.append(
             f"{name}: {record.registers} registers, the table says {expected['registers']}"
@@ -55,7 +57,7 @@ def compare(name: str, expected: dict[str, Any] | None, record: Record) -> list[
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", type=Path, metavar="TABLE", help="replace this Triton's entries")

@@ -1,18 +1,18 @@
-"""Repairs of Triton's interpreter, which runs the kernels on CPU tensors where there is no GPU.
+"""Repairs of Triton's interpreter, which runs the kernels on CPU tensors on machines without a GPU.
 
-NumPy has no bfloat16: the interpreter (Triton 3.6 to 3.9) keeps such tensors as uint16, with three consequences.
+NumPy has no bfloat16, so the interpreter (Triton 3.6 to 3.9) stores such tensors as uint16, with three consequences.
 
-1. Its dot product multiplies the bit patterns as integers. Float32 operands give what the matrix units compute: exact
-   products of the bfloat16 values, added in float32.
-2. Its conversion to bfloat16 cuts the mantissa off, half a unit too low on average: enough to hide a missing or
-   doubled rounding in a kernel, and to differ from torch in every sum of two rows. GPUs round to nearest even.
-3. Its conversion from bfloat16 goes through another path than 2, so both are replaced.
+1. Its dot product multiplies the bit patterns as integers. The repair converts the operands to float32. The result is
+   that of the matrix units: exact products of the bfloat16 values, added in float32.
+2. Its conversion to bfloat16 truncates the mantissa, which is half a unit too low on average. This can hide a missing
+   or doubled rounding in a kernel, and differs from torch in every sum of two rows. GPUs round to nearest even.
+3. Its conversion from bfloat16 takes another code path than 2, so both are replaced.
 
-Its dot product of floats is numpy's, whose library gives a row other bits in another place of the tile on some
-CPUs. The matrix units do not, and the kernels rest on it, so products are added up one k after the other.
+Its dot product of floats calls NumPy's matmul, in which a row's bits may depend on its place in the tile on some CPUs.
+On the matrix units they do not, and the kernels rely on this, so the repair adds up products in the order of k.
 
-And Triton 3.6 turns a scalar, which it holds as an array of one element, into a Python number in a way that NumPy 2.4
-and later refuse (Triton 3.7 repaired it).
+Triton 3.6 also converts a scalar, stored as an array of one element, to a Python number in a way that NumPy 2.4 and
+later reject (fixed in Triton 3.7).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def kernel_device() -> str:
-    """Where the kernels of this process run: "cpu" if they are interpreted (TRITON_INTERPRET), else "cuda"."""
+    """Device on which this process runs the kernels: "cpu" if they are interpreted (TRITON_INTERPRET), else "cuda"."""
     return "cpu" if triton.knobs.runtime.interpret else "cuda"
 
 
 def repair_interpreter() -> None:
-    """Make all the repairs; call before the first kernel runs. A second call does nothing."""
+    """Apply all repairs. Call it before the first kernel runs; further calls have no effect."""
     if getattr(InterpreterBuilder, "is_repaired", False):
         return
     _repair_dot()
@@ -55,7 +55,7 @@ def _repair_dot() -> None:
 
 
 def _product(a: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """[m, n] a @ b + d, added up in the order of k at every place, in d's dtype."""
+    """a @ b + d, [m, n] in the dtype of d: every element adds its products in the order of k."""
     a, b = a.astype(d.dtype, copy=False), b.astype(d.dtype, copy=False)
     total = np.zeros_like(d)
     term = np.empty_like(d)
@@ -91,7 +91,7 @@ def _repair_index() -> None:
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Bits of float32 numbers rounded to bfloat16, to nearest even, as uint16."""
+    """Round float32 to bfloat16, to nearest even; return the bits as uint16."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)

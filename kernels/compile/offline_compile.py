@@ -1,7 +1,8 @@
-"""Offline compilation of one kernel for a device that is not here: registers, stack, shared memory, instructions.
+"""Offline compilation of one kernel for a device that this machine need not have.
 
-Spilled registers live on the stack, so a stack of 0 bytes means no spills. Registers and stack are read from the
-binary: `cuobjdump --dump-resource-usage` (Triton brings it) for NVIDIA, the code object's metadata for AMD.
+It reports registers, stack, shared memory and matrix instructions. Spilled registers are stored on the stack, so a
+stack of 0 bytes means no spills. Registers and stack come from the binary: from `cuobjdump --dump-resource-usage`
+(part of Triton) for NVIDIA, from the code object's metadata for AMD.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from quire.kernels import tuning
 
-# Blackwell's, Hopper's and Ampere's instruction, CDNA's.
+# The matrix instructions of Blackwell, Hopper, Ampere and CDNA.
 _MATRIX = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "v_mfma")
 
 
@@ -29,22 +30,28 @@ class Entry:
     name: str  # arch/kernel/dtype/head_dim[/option]
     arch: str
     kernel: Any  # triton JITFunction
-    types: dict[str, str]  # of the arguments; a missing pointer is None, a missing number int32
+    types: dict[
+        str, str
+    ]  # types of arguments by name; a missing pointer is None, a missing number int32
     constants: dict[str, Any]
     options: dict[str, Any]
-    resident: int = 1  # programs that the grid expects on one processor at a time
-    multiples: tuple[str, ...] = ()  # numbers that are multiples of 16, beside all strides
+    resident: int = 1  # programs that must fit one processor at the same time
+    multiples: tuple[
+        str, ...
+    ] = ()  # number arguments, besides the strides, that are multiples of 16
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the compiler made of an entry."""
+    """Result of compiling an entry."""
 
-    registers: int  # a thread's vector registers
-    stack_bytes: int  # a thread's; 0: nothing spilled
-    shared_bytes: int  # a program's
-    matrix: str = ""  # the matrix instruction in the code, "" for none (float32)
-    layout: str = ""  # of the products' results: which thread adds what
+    registers: int  # vector registers of a thread
+    stack_bytes: int  # stack of a thread; 0: no spills
+    shared_bytes: int  # shared memory of a program
+    matrix: str = ""  # matrix instruction in the code; "" for none (float32)
+    layout: str = (
+        ""  # layouts of the products' results, which determine the thread that adds each element
+    )
     problems: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -73,7 +80,7 @@ def compile_kernel(entry: Entry) -> CompiledKernel:
             signature[name] = "i32"
         if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
             continue
-        # Slices such as counts[1:] are not aligned; nor are their kernels' reads wide.
+        # Slices such as counts[1:] are not aligned, and the kernels read single numbers from them.
         is_array = signature[name].startswith("*") and not name.startswith("num_")
         if is_array or name.startswith("stride_") or name in entry.multiples:
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -88,7 +95,7 @@ def compile_kernel(entry: Entry) -> CompiledKernel:
 
 
 def matrix_instructions(entry: Entry) -> set[str]:
-    """Shapes of an NVIDIA kernel's matrix instructions, such as "wgmma.mma_async m64n128k16"."""
+    """Names and shapes of an NVIDIA kernel's matrix instructions, such as "wgmma.mma_async m64n128k16"."""
     found = re.findall(
         r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*?\.(m\d+n\d+k\d+)\.",
         compile_kernel(entry).asm["ptx"],
@@ -97,7 +104,7 @@ def matrix_instructions(entry: Entry) -> set[str]:
 
 
 def compile_entry(entry: Entry) -> Record:
-    """Compile one entry and read what came out, as `compile_kernel`."""
+    """Compile one entry and read its resource usage; raises as `compile_kernel`."""
     nvidia = entry.arch.startswith("sm_")
     compiled = compile_kernel(entry)
     read = read_cubin if nvidia else _read_amdgcn
@@ -121,7 +128,7 @@ def compile_entry(entry: Entry) -> Record:
 
 
 def thread_problems(entry: Entry) -> list[str]:
-    """A program with more threads than a device can run: the compilers do not mind it, the launch fails."""
+    """Report a program with more threads than the device supports: compilers accept it, but its launch fails."""
     threads = entry.options["num_warps"] * tuning.warp_lanes(entry.arch)
     if threads <= tuning.PROGRAM_THREADS:
         return []
@@ -129,31 +136,30 @@ def thread_problems(entry: Entry) -> list[str]:
 
 
 def _product_layout(ttgir: str) -> str:
-    """Layouts of the results of `tt.dot`; with the tile's shape they fix the order of every addition."""
+    """Layouts of the results of `tt.dot`. With the tile's shape they fix the order of every addition."""
     definitions = dict(re.findall(r"^(#\w+) = #ttg\.(.*?)(?: loc.*)?$", ttgir, re.MULTILINE))
     results = re.findall(r"tt\.dot .* -> tensor<\w+, (#\w+)>", ttgir)
     return "; ".join(sorted({definitions[name] for name in results}))
 
 
 def _resident(entry: Entry, registers: int, shared_bytes: int) -> int:
-    """Programs that fit a processor at a time, by registers and shared memory."""
-    by_shared = tuning.SHARED_BYTES[entry.arch] // max(
-        shared_bytes + 1024, 1
-    )  # 1 KiB is the system's
+    """Programs that fit a processor at the same time, by registers and shared memory."""
+    # NVIDIA reserves 1 KiB of shared memory for each program.
+    by_shared = tuning.SHARED_BYTES[entry.arch] // max(shared_bytes + 1024, 1)
     if entry.arch.startswith("sm_"):
-        # Given out 8 a thread at a time.
+        # Registers are allocated in units of 8 per thread.
         by_registers = tuning.REGISTERS // (
             -(-registers // 8) * 8 * 32 * entry.options["num_warps"]
         )
     else:
-        # 4 SIMD units with 512 registers a lane; the waves of a program are spread over them.
+        # 4 SIMD units with 512 registers for each lane; the waves of a program are distributed over them.
         by_registers = 4 * (512 // registers) // entry.options["num_warps"]
         by_shared = tuning.SHARED_BYTES[entry.arch] // max(shared_bytes, 1)
     return min(by_registers, by_shared)
 
 
 def read_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread."""
+    """Registers and stack bytes of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -162,11 +168,14 @@ def read_cubin(cubin: bytes) -> tuple[int, int]:
             [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert usage is not None, text
     return int(usage[1]), int(usage[2]) + int(usage[3])
 
 
 def _read_amdgcn(assembly: str) -> tuple[int, int]:
     def number(key: str) -> int:
-        return int(re.search(rf"\.{key}:\s+(\d+)", assembly)[1])
+        found = re.search(rf"\.{key}:\s+(\d+)", assembly)
+        assert found is not None, key
+        return int(found[1])
 
     return number("vgpr_count"), number("private_segment_fixed_size")

@@ -1,1 +1,1 @@
-"""All that only a CPU runs: compiled C with its wrappers, and the same in torch."""
+"""Kernels for the CPU: compiled C (`native/`) with its wrappers, and torch versions for machines without a compiler."""

@@ -1,4 +1,4 @@
-"""Which keys the query tokens of a ragged batch see."""
+"""The keys that the query tokens of a ragged batch see, as index arithmetic."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ def query_rows(cu_q: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.nda
     Parameters
     ----------
     cu_q
-        [rows + 1] int, row i owns the query tokens [cu_q[i], cu_q[i + 1]).
+        [rows + 1] int, row i has the query tokens [cu_q[i], cu_q[i + 1]).
     kv_len
-        [rows] int, tokens in the cache, the queries, which are the last ones, included.
+        [rows] int, tokens in the cache, this step's included; the queries are the last ones.
 
     Returns
     -------
-    [tokens] int64 twice.
+    Rows and positions, [tokens] int64 each.
     """
     q_len = np.diff(cu_q)
     row = np.repeat(np.arange(len(q_len)), q_len)
@@ -26,7 +26,7 @@ def query_rows(cu_q: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def first_key(position: np.ndarray, window: int | None, chunk: int | None) -> np.ndarray:
-    """Position of the first key that a query at `position` sees; both of any one shape."""
+    """Position of the first key that a query at `position` sees; the result has the shape of `position`."""
     first = np.zeros_like(position)
     if window is not None:
         first = np.maximum(position - window + 1, 0)

@@ -1,8 +1,8 @@
-"""Paged attention on the CPU: ragged prefill and decode in one call, the same bits in any batch.
+"""Paged attention on the CPU: ragged prefill and decode in one call, with the same bits in any batch.
 
-Two implementations behind one interface: C that reads the pages in place (`cpu_attention_native.py`), where the
-installation had a compiler and the shapes fit it, and torch operations on gathered pages (`cpu_attention_torch.py`)
-everywhere else. `plan_attention` chooses, once a step; `paged_attention` follows the plan.
+There are two implementations behind one interface. C code that reads the blocks in place (`cpu_attention_native.py`)
+is used if the package was installed with a compiler and supports the shapes. Otherwise torch operations work on
+gathered blocks (`cpu_attention_torch.py`). `plan_attention` chooses once per step; `paged_attention` follows the plan.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ def plan_attention(
     backend: Backend | None = None,
     before: AttentionPlan | None = None,
 ) -> AttentionPlan:
-    """Lay out the work of a ragged batch.
+    """Plan the work of a ragged batch.
 
     Parameters
     ----------
     cu_q
-        [rows + 1] int, row i owns the query tokens [cu_q[i], cu_q[i + 1]).
+        [rows + 1] int, row i has the query tokens [cu_q[i], cu_q[i + 1]).
     kv_len
-        [rows] int, tokens in the cache, those of this step included; the queries are the last ones.
+        [rows] int, tokens in the cache, this step's included; the queries are the last ones.
     block_tables
-        [rows, max blocks] int, entries that hold no key of a query's are ignored.
+        [rows, max blocks] int; entries of blocks without a key that the row sees are ignored.
     k_cache
-        [blocks, kv_heads, block_size, head_dim]; only its shape, strides, dtype and device are read.
+        [blocks, kv_heads, block_size, head_dim]; only its shape, strides, dtype and device are used.
     num_heads
         Query heads, a multiple of the KV heads.
     window
-        Keys a query sees, itself included; None for all.
+        Keys that a query sees, its own included; None: all keys.
     chunk
-        A query sees the keys of its own chunk of so many positions only; None for all.
+        Tokens of a chunk of local attention: a query sees only keys of its own chunk. None: all keys.
     query_tokens
-        For the torch path: query tokens of a prefill tile, see `cpu_attention_torch.choose_query_tokens`; None for
-        as many as are fast.
+        For the torch path: query tokens of a prefill tile, see `cpu_attention_torch.choose_query_tokens`. None: the
+        fastest.
     backend
-        "native" or "torch" to force one; None for native where it can.
+        "native" or "torch" forces that implementation; None: native if it supports the shapes.
     before
-        A plan made with the same cache, heads and options, whose memory is used again: calls of both must not run at
-        the same time. Where each of its rows has decoded one token since, going on from it takes a third of the time.
+        The previous plan, made with the same cache, heads and options. The new plan reuses its memory, so calls with
+        both must not run at the same time. If each row has decoded one token since, planning takes a third of the time.
 
     Raises
     ------
     ValueError
-        Native was asked for and cannot, or it would read outside the cache.
+        `backend` is "native" but does not support the shapes, or native code would read outside the cache.
     """
     if backend not in (None, "native", "torch"):
         raise ValueError(f"backend must be 'native', 'torch' or None, got {backend!r}")
@@ -108,39 +108,39 @@ def paged_attention(
     plan: AttentionPlan | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Causal attention of the last tokens of each row over its paged keys and values.
+    """Compute causal attention of the last tokens of each row over its paged keys and values.
 
     Parameters
     ----------
     q
         [tokens, heads, head_dim], float32, bfloat16 or float16.
     k_cache, v_cache
-        [blocks, kv_heads, block_size, head_dim], the dtype of q, pages contiguous; the keys of this step are
-        already written.
+        [blocks, kv_heads, block_size, head_dim] in the dtype of q; the heads of one block are contiguous. The keys of
+        this step are already written.
     block_tables, cu_q, kv_len
-        As in `plan_attention`, as integer tensors or arrays; not read where `plan` is given.
+        As in `plan_attention`, integer tensors or arrays; ignored if `plan` is given.
     scale
         Factor on q . k.
     window, chunk, backend
-        As in `plan_attention`; not read where `plan` is given.
+        As in `plan_attention`; ignored if `plan` is given.
     softcap
-        s becomes softcap * tanh(s / softcap).
+        Replaces each score s by softcap * tanh(s / softcap).
     sinks
-        [heads] logits that join the denominator only (gpt-oss).
+        [heads] logits that are added to the denominator only (gpt-oss).
     out
-        [tokens, heads, head_dim] to write into.
+        [tokens, heads, head_dim] for the result; None allocates it.
     plan
-        `plan_attention` of the same arguments, to share it between layers.
+        `plan_attention` of the same arguments, which several layers can share; None makes it.
 
     Returns
     -------
-    [tokens, heads, head_dim] in the dtype of q. float32, and native of any dtype: a row's bits do not depend on
-    the other rows, nor on which of its tokens are queried together, nor on the number of threads.
+    [tokens, heads, head_dim] in the dtype of q. In float32, and with native code in any dtype, a row's bits do not
+    depend on the other rows, on which of its tokens are queried together or on the number of threads.
 
     Raises
     ------
     ValueError
-        Shapes, strides or dtypes that do not fit.
+        A shape, stride or dtype is not supported.
     """
     check(q, k_cache, v_cache)
     if plan is None:
@@ -156,16 +156,16 @@ def paged_attention(
         )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    operands = q, k_cache, v_cache, scale
     if isinstance(plan, NativePlan):
-        attend = cpu_attention_native.attend
+        cpu_attention_native.attend(*operands, plan, softcap=softcap, sinks=sinks, out=out)
     else:
-        attend = cpu_attention_torch.attend
-    attend(q, k_cache, v_cache, scale, plan, softcap=softcap, sinks=sinks, out=out)
+        cpu_attention_torch.attend(*operands, plan, softcap=softcap, sinks=sinks, out=out)
     return out
 
 
 def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Raise ValueError unless they fit each other, as `paged_attention` takes them."""
+    """Raise ValueError unless `paged_attention` supports these tensors together."""
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(
             "q must be [tokens, heads, head_dim] and k_cache, v_cache [blocks, kv_heads, block_size, head_dim], "
@@ -181,7 +181,7 @@ def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         stride = cache.stride()
         if stride[1:] != (page, head_dim, 1) or stride[0] % page or stride[0] != k_cache.stride(0):
-            raise ValueError(f"{name}: pages of a head must be contiguous, got strides {stride}")
+            raise ValueError(f"{name}: heads of a block must be contiguous, got strides {stride}")
         if cache.dtype != q.dtype or cache.device != q.device:
             raise ValueError(
                 f"{name} is {cache.dtype} on {cache.device}, q is {q.dtype} on {q.device}: must be equal"

@@ -1,10 +1,10 @@
-"""Paged attention on the CPU in C, in place: the plan, the call, and what it can do.
+"""Paged attention on the CPU in C, which reads the blocks in place: its plan and its call.
 
-The mathematics, the layout and why a row's bits do not depend on the batch are in `native/attention_tile.h`; how the
-work is cut, in `cpu_attention_work.py`.
+`native/attention_tile.h` describes the mathematics, the layout and why a row's bits do not depend on the batch;
+`cpu_attention_work.py` describes how a batch is cut into work units.
 
-Bytes: K and V once for each query tile, those of a trunk once for all its branches. Scratch: 200 KiB a thread,
-and 7 KiB for each element of head_dim.
+Flops: 4 heads head_dim for each pair of a query and a key that it sees. Bytes: K and V once for each query tile, those
+of a trunk once for all its branches. Scratch memory: 200 KiB for each thread, and 7 KiB for each element of head_dim.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from quire.kernels.cpu.cpu_attention_work import (
     work_units,
 )
 
-MAX_ROWS = 256  # of native/attention.h, like the next one and `_RUN_TOKENS`
-MAX_HEAD_DIM = 512
-UNIT_ROWS = 128  # of a query tile; see `_most_rows`
-_RUN_TOKENS = 8
-ITEMS_PER_THREAD = 4  # fewer: long rows are split
-MAX_PARTIAL_BYTES = 16 << 20  # of the results of splits, for one layer
+MAX_ROWS = 256  # `MAX_ROWS` of native/attention.h
+MAX_HEAD_DIM = 512  # `MAX_HEAD_DIM` of native/attention.h
+UNIT_ROWS = 128  # rows of a query tile; see `_most_rows`
+_RUN_TOKENS = 8  # `RUN` of native/attention.h
+ITEMS_PER_THREAD = 4  # long rows are split until there are this many items for each thread
+MAX_PARTIAL_BYTES = 16 << 20  # memory of the results of splits, for one layer
 LIMITS = (
     f"a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, a block_size that is a multiple of {_RUN_TOKENS}, at "
     f"most {UNIT_ROWS} query heads a KV head, float32, float16 or bfloat16"
@@ -94,7 +94,10 @@ class AttentionCall(ctypes.Structure):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> AttentionCall:
-        """What all calls of a layer share; caches and sinks, [heads] float32, must outlive it."""
+        """Set the fields that are the same in all calls of a layer.
+
+        `sinks` are [heads] float32. The caller keeps the caches and the sinks alive.
+        """
         _, kv_heads, block_size, head_dim = k_cache.shape
         return cls(
             k=k_cache.data_ptr(),
@@ -117,20 +120,22 @@ class NativePlan:
 
     block_tables: np.ndarray  # [rows, max blocks] int64
     tokens: np.ndarray  # [tokens] int64, flat query tokens in the order of the tiles
-    key_begin: np.ndarray  # [tokens] int64, first key that a token sees, in this order
-    key_end: np.ndarray  # [tokens] int64, one past the last
+    key_begin: np.ndarray  # [tokens] int64, first key that each of `tokens` sees
+    key_end: np.ndarray  # [tokens] int64, one past the last key that each of `tokens` sees
     tiles: np.ndarray  # [query tiles, 7] int64, `struct query_tile`
     units: np.ndarray  # [units, 3] int64, `struct work_unit`
-    partials: np.ndarray  # [partials, floats] float32
-    missing: np.ndarray  # [query tiles * kv_heads] int32
+    partials: np.ndarray  # [partials, floats] float32, results of splits
+    missing: (
+        np.ndarray
+    )  # [query tiles * kv_heads] int32, splits of a tile that are not yet computed
     scratch: np.ndarray  # [threads, bytes] uint8
     cache_shape: torch.Size
     num_heads: int
     num_threads: int
-    cu_q: np.ndarray  # as the plan was asked for, like the next one
-    kv_len: np.ndarray
-    can_follow: bool  # whether `following` may find the next step's plan: rows of one token that see all keys
-    part: _PlanPart = field(init=False, repr=False)  # where all of it lies
+    cu_q: np.ndarray  # argument of `plan`
+    kv_len: np.ndarray  # argument of `plan`
+    can_follow: bool  # whether `following` may derive the next plan: each row has one token and sees all keys
+    part: _PlanPart = field(init=False, repr=False)  # addresses of the arrays above
 
     def __post_init__(self) -> None:
         part = _PlanPart(
@@ -151,7 +156,7 @@ class NativePlan:
         object.__setattr__(self, "part", part)
 
     def check(self, num_tokens: int, num_heads: int, k_cache: torch.Tensor) -> None:
-        """Raise ValueError unless it was made for such queries and such a cache."""
+        """Raise ValueError unless the plan was made for this number of tokens and heads and this cache shape."""
         if (k_cache.shape, num_heads) != (self.cache_shape, self.num_heads) or num_tokens < len(
             self.key_end
         ):
@@ -164,11 +169,11 @@ class NativePlan:
     def following(
         self, cu_q: np.ndarray, kv_len: np.ndarray, block_tables: np.ndarray
     ) -> NativePlan | None:
-        """The plan of a step of the same rows, each with one token more; None where the step is another one.
+        """Derive the plan of the next step, in which each row has one token more; None for any other step.
 
-        So it is for nearly all steps that only decode: tiles, trunks and units stay, and so does the memory that calls
-        work in, so this plan is not to be used any more. Where no table changes this is what `plan` makes; else
-        that might find other trunks, which change no bit.
+        This serves nearly all steps that only decode. Tiles, trunks and units are kept. The new plan shares this plan's
+        memory, so this plan must not be used afterwards. If no block table has changed, `plan` would return the same
+        plan; otherwise it might find other trunks, which change no bit.
 
         Raises
         ------
@@ -180,7 +185,8 @@ class NativePlan:
             or block_tables.shape != self.block_tables.shape
             or not np.array_equal(cu_q, self.cu_q)
             or not np.array_equal(kv_len, self.kv_len + 1)
-            or not (self.kv_len % SPLIT_TOKENS).all()  # a row begins another split
+            # A row begins a new split.
+            or not (self.kv_len % SPLIT_TOKENS).all()
         ):
             return None
         tiles = self.tiles.copy()
@@ -192,7 +198,8 @@ class NativePlan:
             shared = tiles[is_trunk, 4].max() // block_size
             if not np.array_equal(block_tables[:, :shared], self.block_tables[:, :shared]):
                 return None
-        if not is_same or not (self.kv_len % block_size).all():  # a row begins another block
+        # The tables have changed, or a row begins a new block.
+        if not is_same or not (self.kv_len % block_size).all():
             check_blocks(tiles, block_tables, block_size, num_blocks)
         return replace(
             self,
@@ -204,7 +211,7 @@ class NativePlan:
 
 
 def supports(k_cache: torch.Tensor, num_heads: int) -> bool:
-    """Whether the library is there and takes this cache and number of query heads."""
+    """Whether the library is installed and supports this cache and number of query heads."""
     _, kv_heads, block_size, head_dim = k_cache.shape
     return (
         k_cache.device.type == "cpu"
@@ -215,7 +222,7 @@ def supports(k_cache: torch.Tensor, num_heads: int) -> bool:
 
 
 def fits(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
-    """Whether the library's shapes hold these, be it there or not."""
+    """Whether the library, installed or not, supports these shapes."""
     return (
         head_dim % 8 == 0
         and head_dim <= MAX_HEAD_DIM
@@ -225,8 +232,8 @@ def fits(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> b
 
 
 def workspace_bytes(num_threads: int, head_dim: int) -> int:
-    """Most bytes that one layer's attention works in, beyond what it is given. The library must be there."""
-    scratch_bytes = native_library.load().functions.quire_scratch_bytes(head_dim)
+    """Upper bound of the memory that one layer's attention allocates, in bytes. Needs the library."""
+    scratch_bytes = native_library.installed().functions.quire_scratch_bytes(head_dim)
     return num_threads * scratch_bytes + MAX_PARTIAL_BYTES
 
 
@@ -243,20 +250,21 @@ def plan(
 ) -> NativePlan:
     """Cut a ragged batch into work units; arguments as in `cpu_attention.plan_attention`.
 
-    A plan holds the memory its calls work in, that of the plan before it if there is one: one call at a time.
+    The plan has the scratch memory of its calls, taken from `before` if that is given. So only one call may run at a
+    time.
 
     Raises
     ------
     ValueError
-        Lengths that do not fit each other, or a block id outside the cache: C would read anything.
+        A block table is too short for its row, or has a block id outside the cache: C would read foreign memory.
     """
     num_blocks, kv_heads, block_size, head_dim = k_cache.shape
-    # A copy: `following` compares with what was checked, whatever the caller does with his own.
+    # Copy the tables: `following` compares with the tables that were checked, and the caller may change his.
     block_tables = np.array(block_tables, np.int64, order="C")
     _, position = query_rows(cu_q, kv_len)
     key_begin, key_end = first_key(position, window, chunk), position + 1
     group_heads = num_heads // kv_heads
-    library = native_library.load()
+    library = native_library.installed()
     num_threads = torch.get_num_threads() if library.parallel else 1
     wanted_items = ITEMS_PER_THREAD * num_threads if num_threads > 1 else 0
     most_rows = _most_rows(library, k_cache.dtype)
@@ -302,7 +310,11 @@ def plan(
 
 
 def _most_rows(library: native_library.NativeLibrary, dtype: torch.dtype) -> int:
-    """Of a query tile. Packing for more of them takes less for each, where products are so fast that it counts."""
+    """Most rows of a query tile.
+
+    With more rows the cost of packing keys is shared by more of them. This pays with AMX, whose products are so fast
+    that packing counts.
+    """
     has_matrix_registers = library.best_isa == native_library.ISAS.index("amx_bf16")
     return MAX_ROWS if has_matrix_registers and dtype == torch.bfloat16 else UNIT_ROWS
 
@@ -324,18 +336,18 @@ def attend(
     Parameters
     ----------
     isa
-        One of `native_library.ISAS` that this processor has, for tests and measurements; None for the best.
+        One of `native_library.ISAS` that this processor has, for tests and measurements; None: the best.
 
     Raises
     ------
     ValueError
-        The plan is of other shapes, or this processor lacks `isa`.
+        The plan was made for other shapes, or this processor lacks `isa`.
     """
     plan.check(len(q), q.shape[1], k_cache)
-    library = native_library.load()
+    library = native_library.installed()
     if q.stride(-1) != 1:
         q = q.contiguous()
-    # A transposed or padded `out` is filled from a dense one.
+    # C writes contiguous memory; a transposed or padded `out` is filled from it afterwards.
     dense = (
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     )

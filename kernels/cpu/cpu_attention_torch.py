@@ -1,28 +1,28 @@
-"""Paged attention from torch operations: ragged prefill and decode, the same bits in any batch.
+"""Paged attention in torch operations: ragged prefill and decode, with the same bits in any batch.
 
-For a query at position p over keys 0..p (or the last `window` of them, or those of p's own `chunk`)::
+For a query at position p over keys 0..p (or the last `window` of these, or those in p's `chunk`)::
 
     s_j = scale * q . k_j      m = max_j s_j      o = sum_j exp(s_j - m) v_j / sum_j exp(s_j - m)
 
-The sequence is cut into tiles of `tile` tokens at absolute multiples of `tile`. A pair of a query tile and a
-KV tile is a *job*: two matrix products of one fixed shape. Jobs lie tile-major, query tiles by falling number
-of KV tiles, so that KV tile t of every query tile that has one is a contiguous run and the reduction over
-tiles is a short loop of prefix additions::
+The sequence is cut into KV tiles at absolute multiples of `tile` tokens. A pair of a query tile and a KV tile is a
+*job*: two matrix products of one fixed shape. Jobs are ordered by KV tile, and query tiles by falling number of KV
+tiles. So the jobs of KV tile t are a contiguous run, for a prefix of the query tiles, and the reduction over KV tiles
+is a short loop of additions to prefixes::
 
     query tile    A    B    C          jobs   A0 B0 C0 | A1 B1 | A2
     KV tiles      3    2    1          acc   [A  B  C] += jobs 0..2;  [A B] += jobs 3..4;  [A] += job 5
 
-Why one row's result does not depend on the batch: the products have a fixed shape, whose height is a multiple
-of four (with another height MKL takes another kernel, with another order of addition); the maximum is exact;
-the sums over tiles run in absolute order and a tile that a query does not see adds an exact zero; everything
-else is element-wise. What the library alone decides, whether the product of a row is the same in a tile of
-`group` and of 64 rows, `choose_query_tokens` checks on the machine; where it is not, prefill runs through the
-decode tiles, slower.
+A row's result does not depend on the batch, for these reasons. The products have a fixed shape whose height is a
+multiple of four (for another height MKL takes another kernel, with another order of additions). The maximum is exact.
+The sums over tiles run in the order of the positions, and a tile that a query does not see adds an exact zero. All else
+is element-wise. One property depends on the matrix library: whether the product of a row is the same in a tile of
+`group` rows and of 64 rows. `choose_query_tokens` checks it on this machine. If it does not hold, prefill uses the
+decode tiles, which is slower.
 
-Bytes: for decode K and V are read once, written once to the gathered copy, which is sized to stay near
-(`_GATHER_BYTES`), and read from it; for prefill once a query tile. No KV head is repeated, no q x kv mask exists
-beyond one query tile.
-float32 throughout; bfloat16 and float16 pages are widened after the gather.
+Flops: 4 heads head_dim for each query and each key of its tiles, more where rows are padded. Bytes: decode reads K
+and V once, writes them to a gathered copy that fits the L2 cache (`_GATHER_BYTES`) and reads that; prefill does so once
+for each query tile. KV heads are not repeated, and a mask covers one query tile at most. All arithmetic is float32;
+bfloat16 and float16 blocks are widened after the gather.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ import torch
 from quire.kernels.cpu.attention_span import first_key, query_rows
 
 TILE_TOKENS = 128  # least tokens of a KV tile
-PREFILL_ROWS = 64  # height of a prefill query tile: query tokens x heads of a KV group
-_GATHER_BYTES = 2 << 20  # gathered K, and V, of one group of decode rows: near enough to stay in L2
-_HEIGHT_STEP = 4  # heights of products are multiples of this
+PREFILL_ROWS = 64  # rows of a prefill query tile: query tokens x heads of a KV group
+_GATHER_BYTES = (
+    2 << 20
+)  # gathered K, and as much V, of one group of decode rows; it should stay in the L2 cache
+_HEIGHT_STEP = 4  # the heights of all products are multiples of this
 
 
 def tile_tokens(block_size: int) -> int:
-    """Tokens of a KV tile: the least multiple of `block_size` that reaches `TILE_TOKENS`."""
+    """Tokens of a KV tile: the least multiple of `block_size` that is at least `TILE_TOKENS`."""
     return -(-TILE_TOKENS // block_size) * block_size
 
 
@@ -52,19 +54,19 @@ def _round_up(value: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Query tiles that are computed together, and the jobs they need. Q query tiles of q tokens, J jobs."""
+    """Q query tiles of q tokens that are computed together, and their J jobs."""
 
     token_index: torch.Tensor  # [Q * q] int64, flat query tokens; q > 1 only where Q = 1
     num_query_tiles: int
-    num_tile_queries: tuple[int, ...]  # entry t: how many query tiles have a KV tile t
+    num_tile_queries: tuple[int, ...]  # entry t: number of query tiles that have a KV tile t
     job_query: torch.Tensor  # [J] int64, query tile of each job
     kv_rows: torch.Tensor  # [J * kv_heads * blocks of a tile] int64, rows of the flat cache
     num_queries: int  # q
     edge: torch.Tensor  # [E] int64, jobs with a key that some query does not see
-    hidden: torch.Tensor  # [E, 1 or height of the query tile, tile] bool, those keys
-    blank_rows: (
+    hidden: (
         torch.Tensor
-    )  # [B] int64, rows of V [J * kv_heads * tile, head_dim] that hold no key
+    )  # [E, 1 or height of the query tile, tile] bool, the unseen keys of the jobs in `edge`
+    blank_rows: torch.Tensor  # [B] int64, rows of V [J * kv_heads * tile, head_dim] without a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,9 @@ class TorchPlan:
 class _Geometry:
     block_size: int
     num_kv_heads: int
-    group_heads: int  # query heads a KV head
+    group_heads: int  # query heads of a KV head
     head_dim: int
-    heads_stride: int  # rows of [block_size * head_dim] from one block to the next
+    heads_stride: int  # distance between blocks, in rows of [block_size * head_dim]
     window: int | None
     chunk: int | None
     device: torch.device
@@ -103,12 +105,12 @@ def plan(
     chunk: int | None = None,
     query_tokens: int | None = None,
 ) -> TorchPlan:
-    """Lay out the jobs of a ragged batch; arguments as in `cpu_attention.plan_attention`.
+    """Plan the jobs of a ragged batch; arguments as in `cpu_attention.plan_attention`.
 
     Parameters
     ----------
     query_tokens
-        Query tokens of a prefill tile; None for as many as make `PREFILL_ROWS` rows.
+        Query tokens of a prefill tile; None: as many as fill `PREFILL_ROWS` rows.
     """
     _, kv_heads, block_size, head_dim = k_cache.shape
     stride = k_cache.stride(0) // k_cache.stride(1)
@@ -131,7 +133,7 @@ def plan(
 
 
 def default_query_tokens(group: int) -> int:
-    """Query tokens of a full prefill tile for `group` query heads a KV head."""
+    """Query tokens of a full prefill tile, for `group` query heads of each KV head."""
     return max(PREFILL_ROWS // group, 2)
 
 
@@ -142,7 +144,7 @@ def _decode_groups(
     position: np.ndarray,
     block_tables: np.ndarray,
 ) -> list[_Group]:
-    """Single tokens, longest first, cut into groups whose gathered K fits `_GATHER_BYTES`."""
+    """Form groups of single query tokens, longest first, so that a group's gathered K fits `_GATHER_BYTES`."""
     if not len(tokens):
         return []
     first, last = _kv_tiles(geometry, position[tokens], position[tokens])
@@ -160,7 +162,7 @@ def _decode_groups(
 def _kv_tiles(
     geometry: _Geometry, first_position: np.ndarray, last_position: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Half-open range of KV tiles that queries at these positions see."""
+    """Half-open range of the KV tiles that queries at these positions see."""
     first_key = _first_key(geometry, first_position)
     return first_key // geometry.tile, last_position // geometry.tile + 1
 
@@ -173,7 +175,7 @@ def _first_key(geometry: _Geometry, position: np.ndarray) -> np.ndarray:
 def _group(
     geometry: _Geometry, tokens: np.ndarray, position: np.ndarray, block_tables: np.ndarray
 ) -> _Group:
-    """Jobs of query tiles `tokens` [Q, q] at `position` [Q, q]; block_tables [Q, max blocks]."""
+    """Plan the jobs of the query tiles `tokens` [Q, q] at `position` [Q, q]; block_tables [Q, max blocks]."""
     tile, device = geometry.tile, geometry.device
     first, last = _kv_tiles(geometry, position[:, 0], position[:, -1])
     num_tiles = last - first
@@ -181,7 +183,7 @@ def _group(
     job_query = np.concatenate([np.arange(count) for count in counts])
     job_tile = np.repeat(np.arange(len(counts)), counts) + first[job_query]
 
-    # Blocks outside a query tile's range would bring foreign values: its last block stands in for them.
+    # Table entries outside a query tile's range may be invalid: gather its last block instead.
     per_tile = tile // geometry.block_size
     low, high = _first_key(geometry, position[:, 0]), position[:, -1]
     last_block = (high // geometry.block_size)[job_query, None]
@@ -217,9 +219,9 @@ def _group(
 def _hidden(
     geometry: _Geometry, key: np.ndarray, query: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Jobs with an unseen key, and those keys for each row of the query tile.
+    """Return the jobs with an unseen key, and these keys for each row of the query tile.
 
-    key [J, tile] and query [J, q] are positions. Rows that only pad the tile see what its last query sees.
+    `key` [J, tile] and `query` [J, q] are positions. Padding rows of a tile see the same keys as its last query.
     """
     seen_by_all = (key <= query[:, :1]) & (key >= _first_key(geometry, query[:, -1:]))
     edge = np.flatnonzero(~seen_by_all.all(1))
@@ -234,7 +236,7 @@ def _hidden(
 
 
 def tile_height(num_queries: int, group_heads: int) -> int:
-    """Rows of a query tile: the products' height, padding included."""
+    """Rows of a query tile, padding included: the height of its products."""
     return _round_up(num_queries * group_heads, _HEIGHT_STEP if num_queries == 1 else PREFILL_ROWS)
 
 
@@ -254,13 +256,13 @@ def attend(
     q_scaled = q.float() * scale
     if sinks is not None:
         sinks = sinks.float().view(plan.num_kv_heads, group_heads)
-    # One buffer for all groups: fresh memory would cost a page fault every 4 KiB.
+    # All groups share one buffer: new memory would cost a page fault every 4 KiB.
     rows = max((len(group.kv_rows) for group in plan.groups), default=0)
     k_buffer, v_buffer = (q.new_empty(rows, k_cache.shape[2] * k_cache.shape[3]) for _ in range(2))
     for group in plan.groups:
         k = _gather(k_cache, group, plan.tile, k_buffer)
         v = _gather(v_cache, group, plan.tile, v_buffer)
-        # 0 * NaN is NaN: what was never written may hold anything.
+        # Slots without a key may hold NaN, and weights of 0 would not cancel it.
         v.view(-1, v.shape[-1]).index_fill_(0, group.blank_rows, 0.0)
         queries = q_scaled.index_select(0, group.token_index)
         result = _attend(queries, k, v, group, softcap, sinks)
@@ -268,7 +270,7 @@ def attend(
 
 
 def _gather(cache: torch.Tensor, group: _Group, tile: int, buffer: torch.Tensor) -> torch.Tensor:
-    """[J, kv_heads, tile, head_dim] float32: the tiles that the group's jobs read."""
+    """Gather the KV tiles of the group's jobs: [J, kv_heads, tile, head_dim] float32."""
     blocks, kv_heads, block_size, head_dim = cache.shape
     page = block_size * head_dim
     stride = cache.stride(0) // page
@@ -285,7 +287,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Both products and the softmax of one group.
+    """Compute both products and the softmax of one group.
 
     Parameters
     ----------
@@ -352,7 +354,7 @@ def _over_tiles(values: torch.Tensor, num_tile_queries: tuple[int, ...], combine
 
 
 def _sink_rows(sinks: torch.Tensor, num_queries: int, height: int) -> torch.Tensor:
-    """[kv_heads, height]: the sink of each row of a query tile; padding rows take the first."""
+    """The sink of each row of a query tile, [kv_heads, height]; padding rows take the first."""
     rows = sinks.repeat(1, num_queries)
     padding = rows[:, :1].expand(-1, height - rows.shape[1])
     return torch.cat([rows, padding], dim=1)
@@ -360,10 +362,10 @@ def _sink_rows(sinks: torch.Tensor, num_queries: int, height: int) -> torch.Tens
 
 @functools.cache
 def choose_query_tokens(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> int:
-    """Largest prefill tile whose float32 results equal the decode tiles' bit for bit on this machine.
+    """Query tokens of a prefill tile for which float32 results have the bits of decode tiles on this machine.
 
-    A probe of random data: which kernel the matrix library takes depends on shapes, not on values. 1 means
-    that prefill runs as decode does.
+    Tests the default with random data: the matrix library chooses its kernel by shapes, not by values. Returns 1, which
+    means that prefill uses the decode tiles, if the bits differ.
     """
     candidate = default_query_tokens(num_heads // num_kv_heads)
     tile = tile_tokens(block_size)

@@ -1,29 +1,29 @@
-"""How a ragged batch of paged attention is cut into work, once a step for all layers with the same blocks:
+"""Cuts a ragged batch of paged attention into work units, once per step for all layers with the same blocks.
 
-    query tile   some tokens of one row, whose heads of a KV group are at most 128 or 256 rows: shares packed keys
-    trunk        the tokens of several tiles whose rows share their first blocks (a cascade): these keys are read
-                 once for all of them, then each tile goes on alone, as a branch, from where the trunk has come
-    work unit    a query tile, or a trunk with its branches, all their keys; or, where there are fewer units than
-                 would keep all threads busy, one split of 512 keys, whose result goes through memory
-    item         a work unit and a KV head, or several where they read pages as they lie; threads take items, the
+    query tile   tokens of one row that share packed keys; with the heads of a KV group at most 128 or 256 rows
+    trunk        the tokens of several tiles whose rows share their first blocks (a cascade): these keys are read once
+                 for all tiles; then each tile continues alone, as a branch, from the state that the trunk has reached
+    work unit    a query tile, or a trunk with its branches, with all their keys; or, if there are too few units for the
+                 threads, one split of 512 keys, whose result is stored as a partial and merged
+    item         a work unit and one KV head, or several heads where the keys are not packed; threads take items, the
                  most expensive first, until none is left
 
-How the work is cut changes no bit of the result. A tile is a row of seven int64: first token, tokens, row of the batch,
-first key, last key + 1, first partial (-1: not split), branches (0: no trunk).
+How the work is cut changes no bit of the result. A tile is a row of seven int64: first token, number of tokens, row of
+the batch, first key, last key + 1, first partial (-1: not split), number of branches (0: not a trunk).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-TILE_TOKENS = 128  # of native/attention.h, like the next one
-SPLIT_TOKENS = 512
+TILE_TOKENS = 128  # `TILE` of native/attention.h
+SPLIT_TOKENS = 512  # `SPLIT` of native/attention.h
 
 
 def query_tiles(
     cu_q: np.ndarray, key_begin: np.ndarray, key_end: np.ndarray, tile_tokens: int
 ) -> np.ndarray:
-    """[query tiles, 7] int64, neither split nor branched yet."""
+    """Cut the rows into query tiles of at most `tile_tokens` tokens: [query tiles, 7] int64, not split, no trunks."""
     q_len = np.diff(cu_q)
     num_tiles = -(-q_len // tile_tokens)
     row = np.repeat(np.arange(len(q_len)), num_tiles)
@@ -46,15 +46,15 @@ def find_trunks(
     most_tokens: int,
     most_branches: int,
 ) -> list[tuple[int, list[int]]]:
-    """Tiles that read a prefix together: (its keys, the tiles' numbers) of each trunk.
+    """Find tiles that can read a prefix together: (number of keys, indices of the tiles) of each trunk.
 
-    The tiles are brought into an order in which those that share much are neighbours, and a trunk grows along it
-    while that saves reading more keys than a shorter prefix, which all its tiles must have, gives up.
+    The tiles are sorted so that tiles with long shared prefixes are neighbours. A trunk takes the next tile as long as
+    that saves more keys than the shorter common prefix of the larger trunk loses.
     """
     if len(tiles) < 2:
         return []
-    # Tiles that see their row from its begin: a window's keys begin at another position in every row. Every token of a
-    # branch sees all keys of the trunk, and at least one more.
+    # Only tiles that see their row from its first key: with a window the first key differs between rows. Each token of
+    # a branch must see all keys of the trunk and at least one more.
     seen = key_end[tiles[:, 0]] - 1
     from_begin = key_begin[tiles[:, 0] + tiles[:, 1] - 1] == 0
     whole = np.flatnonzero(from_begin & (seen >= TILE_TOKENS))
@@ -90,7 +90,7 @@ def find_trunks(
 def with_trunks(
     tiles: np.ndarray, trunks: list[tuple[int, list[int]]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tiles with each trunk before its branches, and the flat tokens in their order."""
+    """Put a trunk before each group of branches; return the tiles and the flat tokens in the order of the tiles."""
     is_branch = np.zeros(len(tiles), bool)
     parts = []
     for keys, members in trunks:
@@ -114,10 +114,11 @@ def with_trunks(
 def work_units(
     tiles: np.ndarray, num_heads: int, kv_heads: int, wanted_items: int, max_partials: int
 ) -> tuple[np.ndarray, int]:
-    """Split the tiles with most keys until there are `wanted_items`, or `max_partials`.
+    """Split the tiles with the most keys until there are `wanted_items` items or `max_partials` partials.
 
-    A partial is the result of one query token, head and split. Writes the tiles' `first_partial`. Returns [units, 3]
-    int64, the most expensive first, and the number of partials.
+    A partial is the result of one query token, head and split. Writes the first partial of each split tile into
+    `tiles`. Returns the units, [units, 3] int64 (tile, first split, end of splits), the most expensive first, and the
+    number of partials.
     """
     tokens, begin, end, branches = tiles[:, 1], tiles[:, 3], tiles[:, 4], tiles[:, 6]
     cost = (end - begin) * tokens
@@ -130,7 +131,7 @@ def work_units(
     num_splits = np.maximum(split_end - split_begin, 0)
     is_split = np.zeros(len(tiles), bool)
     num_partials, num_items = 0, int(is_unit.sum()) * kv_heads
-    # Never with trunks: they have no more branches than leave enough items.
+    # With trunks nothing is split: `find_trunks` limits branches so that enough items remain.
     for t in np.argsort(begin - end, kind="stable") if num_items < wanted_items else ():
         if num_splits[t] < 2 or num_items >= wanted_items:
             break
@@ -155,7 +156,7 @@ def work_units(
 def check_blocks(
     tiles: np.ndarray, block_tables: np.ndarray, block_size: int, num_blocks: int
 ) -> None:
-    """Every block that a query tile reads must be in its row's table and in the cache."""
+    """Raise ValueError unless every block that a tile reads is in its row's table and in the cache."""
     tiles = tiles[tiles[:, 4] > tiles[:, 3]]
     first, last = tiles[:, 3] // block_size, (tiles[:, 4] - 1) // block_size
     columns = np.arange(block_tables.shape[1])

@@ -1,10 +1,11 @@
-"""Calls into C that one team of threads runs in order, and the memory between them.
+"""Sequences of calls into C that one team of threads runs in order, and the memory between the calls.
 
-`native/sequence.c` has the barriers between the calls. The call structures are prepared once; before a run only what
-changes from step to step is set. This saves each call's way through Python and the start and end of a team.
+`native/sequence.c` implements the barriers between the calls. The call structures are prepared once; before a run only
+the fields that change from step to step are set. This saves each call's way through Python and the start and end of a
+team.
 
-A cache line lies between the rows that products read or write: at multiples of 2 KiB 16 rows fall into two of the
-first-level cache's 64 sets, and push each other out.
+The rows that products read or write are one cache line further apart than their length. At a distance that is a
+multiple of 2 KiB, 16 rows would share two of the 64 sets of the first-level cache and evict each other.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from quire.kernels.cpu.cpu_attention_native import AttentionCall
 from quire.kernels.cpu.cpu_linear import LinearCall, PackedWeight
 from quire.kernels.cpu.cpu_row_ops import GatedCall, NormCall, RotateCall
 
+# In the order of `enum kind` of native/sequence.c.
 _KINDS = (
     NormCall,
     LinearCall,
     RotateCall,
     AttentionCall,
     GatedCall,
-)  # enum kind of native/sequence.c
+)
 ALIGNMENT_BYTES = 64
-ROW_GAP = 32  # elements between rows, a cache line of the narrowest dtype
+ROW_GAP = 32  # elements between rows: a cache line of the narrowest dtype
 
 
 class _Step(ctypes.Structure):
@@ -48,26 +50,27 @@ class _Sequence(ctypes.Structure):
 
 
 class CallSequence:
-    """Calls that one team runs in order.
+    """Calls that one team of threads runs in order.
 
     Parameters
     ----------
     calls
-        By name; they may be changed between runs.
+        The calls by name. Their fields may be changed between runs.
 
     Raises
     ------
     ValueError
-        More of them than C takes, or one twice.
+        There are more calls than C supports, or one call occurs twice.
     """
 
     def __init__(self, calls: Mapping[str, ctypes.Structure]):
-        self._library = native_library.load()
+        self._library = native_library.installed()
         most = self._library.functions.quire_sequence_max_steps()
         if len(calls) > most:
             raise ValueError(f"calls: must be at most {most}, got {len(calls)}")
-        if len({id(call) for call in calls.values()}) < len(calls):  # its counters serve one step
-            raise ValueError("calls: must each be another, got one twice")
+        # Each call has counters of its own, which serve one step of a run.
+        if len({id(call) for call in calls.values()}) < len(calls):
+            raise ValueError("calls: must be distinct, got one twice")
         self._calls = dict(calls)
         steps = [_Step(_KINDS.index(type(call)), ctypes.addressof(call)) for call in calls.values()]
         self._steps = (_Step * len(steps))(*steps)
@@ -75,23 +78,23 @@ class CallSequence:
         self._reference = ctypes.byref(self._sequence)
 
     def __len__(self) -> int:
-        """Calls."""
+        """Number of calls."""
         return len(self._calls)
 
     @property
     def address(self) -> int:
-        """Of `struct sequence`."""
+        """Address of `struct sequence`."""
         return ctypes.addressof(self._sequence)
 
     def run(self, num_threads: int, isa: str | None = None) -> None:
-        """On at most so many threads; `isa` as in `cpu_linear.packed_linear`."""
+        """Run the calls on at most `num_threads` threads; `isa` as in `cpu_linear.packed_linear`."""
         library = self._library
         library.functions.quire_sequence(
             self._reference, library.isa(isa), library.parallel, num_threads
         )
 
     def run_timed(self, num_threads: int, isa: str | None = None) -> dict[str, float]:
-        """As `run`; seconds of each call, from the end of the one before to its own."""
+        """Run the calls and return the seconds of each, from the end of the previous call to its own end."""
         finished_ns = (ctypes.c_int64 * (len(self._calls) + 1))()
         self._sequence.finished_ns = ctypes.addressof(finished_ns)
         try:
@@ -104,19 +107,20 @@ class CallSequence:
 
 
 class Workspace:
-    """Memory of what passes between the parts of a layer. One for the layers of a model, which run one at a time.
+    """Memory for results that pass between the parts of a layer.
 
-    It grows to what the largest step needs.
+    The layers of a model share one workspace, because they run one at a time. It grows to the size that the largest
+    step needs.
     """
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._address = 0
-        # Told the seconds of a layer's parts by name, after each call; for measurements.
+        # For measurements: called after each run with the seconds of its parts by name.
         self.on_times: Callable[[dict[str, float]], None] | None = None
 
     def reserve(self, num_bytes: int) -> int:
-        """Address of so many bytes, aligned; what was in them before may be lost."""
+        """Return the aligned address of at least `num_bytes` bytes. The previous contents may be lost."""
         if num_bytes + ALIGNMENT_BYTES > len(self.memory):
             self.memory = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
             self._address = aligned(self.memory.data_ptr())
@@ -124,23 +128,23 @@ class Workspace:
 
 
 class NormPart(NamedTuple):
-    """An RMS norm."""
+    """An RMS norm of a model."""
 
-    weight: torch.Tensor  # `cpu_row_ops.pad_weight` of it
+    weight: torch.Tensor  # `cpu_row_ops.pad_weight` of the norm's weight
     eps: float
 
 
 class ProductPart(NamedTuple):
-    """A packed product."""
+    """A linear layer of a model, or several with the same input, with a packed weight."""
 
     weight: PackedWeight
-    bias: torch.Tensor | None  # `weight.pad_bias` of it
+    bias: torch.Tensor | None  # `weight.pad_bias` of the layer's bias
 
 
 def run_parts(
     sequence: CallSequence, workspace: Workspace, num_threads: int, isa: str | None
 ) -> dict[str, float]:
-    """Seconds of each call by name; none where nobody wants them."""
+    """Run a sequence; return the seconds of each call by name, or nothing without `workspace.on_times`."""
     if workspace.on_times is not None:
         return sequence.run_timed(num_threads, isa)
     sequence.run(num_threads, isa)

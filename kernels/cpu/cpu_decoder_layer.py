@@ -2,18 +2,18 @@
 
     norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
 
-Each part is the call of `cpu_row_ops.py`, `cpu_linear.py` or `cpu_attention_native.py`, so a row has the bits that the
-calls one by one give it. What passes from part to part lies in a workspace that all layers of a model share::
+Each part is the call of `cpu_row_ops.py`, `cpu_linear.py` or `cpu_attention_native.py`, so the bits are those of the
+separate calls. The results that pass from part to part are in a workspace that all layers of a model share::
 
-    token  | normed | middle | q | qkv, attended |        elements of all tokens side by side
-                                 | gate_up, inner|        of the MLP, in place of the attention's
+    token  | normed | middle | q | qkv, attended |        each area has the rows of all tokens
+                                 | gate_up, inner|        the MLP reuses the memory of attention
 
-Where only some tokens' results are read, as after a model's last layer, that layer may run for these alone once the
-keys and values of all are written:
+If only some tokens' results are needed, as after a model's last layer, the second part of that layer may run for these
+tokens alone, once the keys and values of all tokens are written:
 
     norm │ qkv │ norm, rotate, write ║ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
 
-Bytes: those of the parts.
+Bytes and flops: those of the parts.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ class NativeLayer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What a decoder layer is made of, and where its keys and values lie."""
+    """The weights and options of a decoder layer, and its KV cache."""
 
     attention_norm: NormPart
     qkv: ProductPart
-    head_norms: tuple[NormPart, NormPart] | None  # of each head of q and of k, with the same eps
+    head_norms: (
+        tuple[NormPart, NormPart] | None
+    )  # norms of each head of q and of k, with the same eps
     num_heads: int
     scale: float
     softcap: float | None
@@ -68,38 +70,38 @@ class LayerParts:
     gate_up: ProductPart
     gelu: bool  # the activation, as in `cpu_row_ops.gated`
     down: ProductPart
-    k_cache: torch.Tensor  # [blocks, kv_heads, block_size, head_dim] as `cpu_attention` takes it
+    k_cache: torch.Tensor  # [blocks, kv_heads, block_size, head_dim], as in `cpu_attention`
     v_cache: torch.Tensor
-    k_pages: torch.Tensor  # [page_rows, head_dim] of the same memory, as `cpu_row_ops` writes it
+    k_pages: torch.Tensor  # [page_rows, head_dim], a view of the same memory, as in `cpu_row_ops`
     v_pages: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """What a step tells its layers: those with the same heads, window and rotation. See `of`."""
+    """The arguments of a step for all layers with the same heads, window and rotation. Made by `of`."""
 
     plan: NativePlan
     tables: RotatePart
     dtype: torch.dtype
-    kept: tuple[torch.Tensor, ...]  # which `tables` points to
+    kept: tuple[torch.Tensor, ...]  # keeps the tensors alive to which `tables` points
 
     @classmethod
     def of(
         cls, plan: NativePlan, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> LayerStep:
-        """Check it, once a step.
+        """Check the arguments, once per step.
 
         Parameters
         ----------
         plan
-            Of the step's tokens; those after the last of its own only pad. Its threads run the layers.
+            Plan of the step's tokens. Further tokens of the step are padding. The layers run on its number of threads.
         rows, cos, sin
             As in `cpu_row_ops.rotate_and_write`.
 
         Raises
         ------
         ValueError
-            A shape, dtype or stride that does not fit.
+            A shape, dtype or stride does not match.
         """
         _, kv_heads, _, head_dim = plan.cache_shape
         tables = RotatePart.of(len(cos), kv_heads, head_dim, rows, cos, sin, cos.dtype)
@@ -108,26 +110,26 @@ class LayerStep:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tokens of a step whose results are read, where that is not all of them."""
+    """The tokens of a step whose results are needed, if these are not all tokens."""
 
-    tokens: torch.Tensor  # [selected] int64, each at most once
-    plan: NativePlan  # of these alone, in this order
+    tokens: torch.Tensor  # [selected] int64, each token at most once
+    plan: NativePlan  # plan of these tokens alone, in this order
 
 
 def workspace_columns(
     hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate: int
 ) -> int:
-    """Elements of the workspace for each token of a step."""
+    """Workspace elements for each token of a step."""
     q = num_heads * head_dim
     inside = max(2 * q + 2 * num_kv_heads * head_dim, 3 * intermediate)
     return 2 * hidden + q + inside + 4 * ROW_GAP
 
 
 class _Strides(NamedTuple):
-    """Bytes between the rows of what a layer reads, writes and keeps in the workspace."""
+    """Bytes between the rows of a layer's input, output and areas of the workspace."""
 
-    hidden: int  # what goes in and comes out
-    normed: int  # and what is between attention and MLP
+    hidden: int  # input and output of the layer
+    normed: int  # areas `normed` and `middle`
     q: int
     qkv: int
     attended: int
@@ -136,12 +138,14 @@ class _Strides(NamedTuple):
 
 
 class PreparedLayer:
-    """A layer, prepared, to be run by a `LayerStack`. It keeps its parts alive, and of a step nothing.
+    """A decoder layer with its prepared calls, run by a `LayerStack`.
+
+    It keeps its parts alive, but no tensors of a step.
 
     Raises
     ------
     ValueError
-        Parts that do not fit each other, or that the compiled library does not serve.
+        The parts' shapes or dtypes do not match, or the compiled library does not support them.
     """
 
     def __init__(self, parts: LayerParts):
@@ -152,8 +156,10 @@ class PreparedLayer:
         hidden, inner = parts.qkv.weight.depth, parts.down.weight.depth
         self._hidden, self._dtype, self._q_shape = hidden, dtype, (heads, head_dim)
         q = heads * head_dim
-        columns = hidden, hidden + ROW_GAP, q, parts.qkv.weight.columns + ROW_GAP, q + ROW_GAP
-        columns += 2 * inner + ROW_GAP, inner + ROW_GAP
+        columns = (
+            *(hidden, hidden + ROW_GAP, q, parts.qkv.weight.columns + ROW_GAP, q + ROW_GAP),
+            *(2 * inner + ROW_GAP, inner + ROW_GAP),
+        )
         self._strides = _Strides(*(count * dtype.itemsize for count in columns))
         q_norm, k_norm = (None, None) if parts.head_norms is None else parts.head_norms
         self._sinks = None if parts.sinks is None else parts.sinks.detach().float().contiguous()
@@ -195,7 +201,8 @@ class PreparedLayer:
         }
         self._sequence = CallSequence(writing | reading)
         self._halves = CallSequence(writing), CallSequence(reading)
-        self._num_tokens = 0  # that the calls are set to, like the next two
+        # The number of tokens and the workspace for which the calls are set.
+        self._num_tokens = 0
         self._num_bytes = 0
         self._address = 0
 
@@ -219,7 +226,7 @@ class PreparedLayer:
 
     @property
     def layer(self) -> NativeLayer:
-        """What C is told of it."""
+        """The layer as a C structure."""
         return NativeLayer(
             self._sequence.address,
             *map(
@@ -230,19 +237,20 @@ class PreparedLayer:
 
     @property
     def num_calls(self) -> int:
-        """That it is made of."""
+        """Number of calls in the layer."""
         return len(self._sequence)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What layers of a stack have in common, beside a step's plan and tables.
+        """The properties that must be equal in all layers of a stack.
 
-        Their widths too: they are placed before any runs, so none may make the workspace grow after another's place.
+        Widths are included: all layers are placed in the workspace before any runs, so no layer may need a larger
+        workspace than the others.
         """
         return (*self._strides, self._dtype, self._q_shape, self._parts.k_cache.shape)
 
     def check(self, x: torch.Tensor, step: LayerStep) -> None:
-        """Raise ValueError where x or the step do not fit."""
+        """Raise ValueError unless x and the step match this layer."""
         num_tokens = step.tables.tokens
         if (
             x.shape[-1] != self._hidden
@@ -260,13 +268,13 @@ class PreparedLayer:
         step.plan.check(num_tokens, self._q_shape[0], self._parts.k_cache)
 
     def check_selection(self, selection: Selection) -> None:
-        """Raise ValueError where its plan is not of its tokens."""
+        """Raise ValueError unless the selection's plan matches its tokens and this layer."""
         selection.plan.check(len(selection.tokens), self._q_shape[0], self._parts.k_cache)
 
     def run_timed(
         self, x: int, out: int, step: LayerStep, isa: str | None
     ) -> tuple[dict[str, float], int]:
-        """From the address of what goes in to that of what comes out: seconds by part, and rows outside the pages."""
+        """Run the layer from address `x` to address `out`; return seconds by part and the rows outside the pages."""
         self._attention_norm.x = self._output.residual = x
         self._down.out = out
         self._rotate.step, self._attention.plan = step.tables, step.plan.part
@@ -275,7 +283,7 @@ class PreparedLayer:
 
     @property
     def selectable_work(self) -> int:
-        """Multiplications that the products save for each token that is not selected; attention saves more."""
+        """Multiplications that products save for each token that is not selected; attention saves more."""
         products = (self._parts.output, self._parts.gate_up, self._parts.down)
         return sum(weight.columns * weight.depth for weight, _ in products)
 
@@ -287,7 +295,10 @@ class PreparedLayer:
         workspace: Workspace,
         isa: str | None,
     ) -> tuple[torch.Tensor, int]:
-        """[selected, hidden] from x [tokens, hidden], which `check` has taken; and rows outside the pages."""
+        """Run the layer for x [tokens, hidden], which `check` has accepted, with results for the selection alone.
+
+        Returns [selected, hidden] and the number of rows outside the pages.
+        """
         writing, reading = self._halves
         self.place(len(x), workspace)
         self._attention_norm.x = x.data_ptr()
@@ -299,9 +310,8 @@ class PreparedLayer:
             self.place(len(out), workspace)
             self._attention.q, self._attention.plan = q.data_ptr(), selection.plan.part
             self._output.residual, self._down.out = residual.data_ptr(), out.data_ptr()
-            self._num_tokens = (
-                0  # q is none of the workspace's: the next step places all of it again
-            )
+            # q is not in the workspace now: make the next step set all addresses again.
+            self._num_tokens = 0
             seconds |= run_parts(reading, workspace, selection.plan.num_threads, isa)
         if workspace.on_times is not None:
             workspace.on_times(seconds)
@@ -309,18 +319,18 @@ class PreparedLayer:
 
     @property
     def pages(self) -> torch.Tensor:
-        """[page_rows, head_dim] of the keys."""
+        """The keys of the cache as rows, [page_rows, head_dim]."""
         return self._parts.k_pages
 
     def queries(self, workspace: Workspace) -> torch.Tensor:
-        """q of the last call, normed and rotated: [tokens, heads, head_dim] view of the workspace it was given."""
+        """q of the last call after norm and rotation: [tokens, heads, head_dim], a view of its workspace."""
         begin = self._rotate.q_out - workspace.memory.data_ptr()
         size = self._num_tokens * self._strides.q
         q = workspace.memory[begin : begin + size].view(self._dtype)
         return q.view(self._num_tokens, *self._q_shape)
 
     def place(self, num_tokens: int, workspace: Workspace) -> None:
-        """Point the calls to the workspace; nothing to do while steps have the same number of tokens."""
+        """Set the calls' addresses in the workspace, unless the number of tokens and the workspace are unchanged."""
         if num_tokens == self._num_tokens and workspace.reserve(self._num_bytes) == self._address:
             return
         _, normed_bytes, q, qkv, attended, gate_up_bytes, inner = (

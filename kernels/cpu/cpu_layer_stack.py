@@ -1,4 +1,4 @@
-"""Decoder layers on the CPU as one call into C: their parts run in order on a team of threads, with barriers between.
+"""Runs decoder layers on the CPU as one call into C: a team of threads runs their parts in order, with barriers.
 
 norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual ┐
   ┌───────────────────────────────────── the next layer, in the same team ◀─────────────────────────────────┘
@@ -18,21 +18,21 @@ from quire.kernels.cpu.cpu_decoder_layer import LayerStep, NativeLayer, Prepared
 
 
 class LayerStack:
-    """Layers that run one after the other, each on what the one before it made.
+    """Layers that run one after the other, each on the result of the previous one.
 
     Raises
     ------
     ValueError
-        None, layers of different shapes, or one of them twice: its calls serve one place.
+        There are no layers, layers of different shapes, or one layer occurs twice.
     """
 
     def __init__(self, layers: Collection[PreparedLayer]):
         if len({layer.kind for layer in layers}) != 1:
             raise ValueError("layers: must have one shape, dtype and cache, got several or none")
         if len(set(map(id, layers))) < len(layers):
-            raise ValueError("layers: must each be another, got one twice")
+            raise ValueError("layers: must be distinct, got one twice")
         self._layers = tuple(layers)
-        self._library = native_library.load()
+        self._library = native_library.installed()
         self._array = (NativeLayer * len(layers))(*(layer.layer for layer in layers))
         num_bytes = sum(layer.num_calls for layer in layers)
         num_bytes *= self._library.functions.quire_stage_bytes()
@@ -40,7 +40,7 @@ class LayerStack:
 
     @property
     def layers(self) -> tuple[PreparedLayer, ...]:
-        """In order."""
+        """The layers in order."""
         return self._layers
 
     def __call__(
@@ -52,29 +52,32 @@ class LayerStack:
         selection: Selection | None = None,
         isa: str | None = None,
     ) -> torch.Tensor:
-        """Write the keys and values of a step's tokens, and attend, in every layer.
+        """Run all layers for a step's tokens; their keys and values are written to the cache.
 
         Parameters
         ----------
         x
             [..., hidden] of the step's tokens in the weights' dtype, contiguous.
         step
-            Of the layers' heads, window and rotation.
+            The step's arguments for layers with these heads, window and rotation.
+        workspace
+            Memory for the layers' intermediate results.
         selection
-            Of the last layer: other tokens keep what it was given for them. None: all tokens.
+            Tokens for which the last layer is computed. For other tokens the result is the last layer's input. None:
+            all tokens.
         isa
             As in `cpu_linear.packed_linear`.
 
         Returns
         -------
-        [..., hidden] as x, in memory of its own.
+        [..., hidden] as x, in new memory.
 
         Raises
         ------
         ValueError
-            A shape, dtype or stride that does not fit, or a step of another number of tokens or other heads.
+            A shape, dtype or stride does not match, or the step has another number of tokens or other heads.
         IndexError
-            A row that the pages do not have.
+            A row is outside the pages.
         """
         last = self._layers[-1]
         last.check(x, step)
@@ -82,7 +85,8 @@ class LayerStack:
             last.check_selection(selection)
         if not step.tables.tokens:
             return torch.empty_like(x)
-        whole = len(self._layers) - (selection is not None)  # layers that run for all tokens
+        # Number of layers that run for all tokens.
+        whole = len(self._layers) - (selection is not None)
         out = torch.empty_like(x) if whole else x.clone()
         outside = self._run(whole, x, out, step, workspace, isa)
         if selection is not None:
@@ -103,7 +107,7 @@ class LayerStack:
         workspace: Workspace,
         isa: str | None,
     ) -> int:
-        """The first `count` layers; returns the rows that the pages do not have."""
+        """Run the first `count` layers; return the number of rows outside the pages."""
         for layer in self._layers[:count]:
             layer.place(step.tables.tokens, workspace)
         if workspace.on_times is None:

@@ -1,24 +1,23 @@
-"""Matrix products with packed weights on the CPU, fast for few rows and the same bits for any number of them.
+"""Matrix products with packed weights on the CPU: fast for few rows, with the same bits for any number of rows.
 
     out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n]) (+ residual[m, n])
 
-Needs the compiled library; the layout, the loops and why a row's bits depend on that row alone are in
-`native/linear_tile.h`. Vendor libraries read the weights at half the memory's speed or less for the 1 to 32 rows of a
-decode step, and pick the order of additions by the number of rows. This one serves all rows, so that the weights
-exist once.
+Needs the compiled library. `native/linear_tile.h` describes the layout, the loops and why a row's bits depend on that
+row alone. For the 1 to 32 rows of a decode step vendor libraries read the weights at half the memory's speed or less,
+and they choose the order of additions by the number of rows. This product serves any number of rows, so the weights
+are stored only once.
 
     weight = PackedWeight.pack([w_q, w_k, w_v], 4096)      # once; columns of all parts
     out = packed_linear(x, weight)
 
-Weights in bfloat16 are stored in 12 bits each, without loss, where nearly all can be (`weight_code.py`): three quarters
-of the bytes, and every bit of a result is as without.
+bfloat16 weights are stored in 12 bits each, without loss, if nearly all of them allow it (`weight_code.py`): three
+quarters of the bytes, and the same bits of every result.
 
-With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), one scale for each output feature, the
-largest |w| over 127: half the bytes. Activations and sums are as without.
+With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), with one scale for each output feature:
+the largest |w| divided by 127. This is half the bytes. Activations stay bfloat16 and sums float32.
 
-Bytes: (N K + M K + M N) itemsize up to 128 rows, of coded weights three quarters of theirs, and the weights once more
-from the cache for each further 128.
-Flops: 2 M N K.
+Bytes: (N K + M K + M N) itemsize up to 128 rows, where coded weights count three quarters. The weights are read once
+more, from the cache, for each further 128 rows. Flops: 2 M N K.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ from quire.kernels.cpu.weight_panels import PANEL_COLUMNS, pack_rows
 from quire.kernels.huge_pages import ask_for_huge_pages
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attention.h
-_DECODED_COLUMNS = 1024  # in memory at once, of a weight that is not worth being coded
+# A weight for which coding does not pay is decoded and packed again, this many columns at a time.
+_DECODED_COLUMNS = 1024
 LIMITS = "float32, or bfloat16 with an even number of input features"
 
 
@@ -65,12 +65,12 @@ class LinearCall(ctypes.Structure):
 
     @classmethod
     def of(cls, weight: PackedWeight, bias: torch.Tensor | None) -> LinearCall:
-        """What all calls with a weight and its bias share; both must outlive it.
+        """Set the fields that all calls with a weight and its bias share. The caller keeps both alive.
 
         Raises
         ------
         ValueError
-            A bias that is not `weight.pad_bias` of one.
+            The bias does not come from `weight.pad_bias`.
         """
         size = len(weight.data) * PANEL_COLUMNS
         if bias is not None and (bias.dtype != torch.float32 or bias.shape != (size,)):
@@ -88,7 +88,7 @@ class LinearCall(ctypes.Structure):
 
 
 def supports(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the library is there and takes such weights."""
+    """Whether the library is installed and supports weights with this number of input features, dtype and device."""
     return (
         device.type == "cpu"
         and dtype in _DTYPES
@@ -99,14 +99,14 @@ def supports(in_features: int, dtype: torch.dtype, device: torch.device) -> bool
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """The weight [columns, depth] of a linear layer, or of several with the same input, in panels."""
+    """The weight [columns, depth] of a linear layer, or of several layers with the same input, packed in panels."""
 
-    # [panels, words, 64] int32: a float32, a pair of bfloat16 or four int8; zeros after the last column. In strips a
-    # panel is [4, words, 16], which matrix registers read. Coded: [panels, words, 48].
+    # [panels, words, 64] int32. A word is one float32, two bfloat16 or four int8; zeros after the last column. In
+    # strips a panel is [4, words, 16], the layout for AMX. Coded weights: [panels, words, 48].
     data: torch.Tensor
     columns: int  # output features
     depth: int  # input features
-    dtype: torch.dtype  # of what it is multiplied with, and of the weights unless they are int8
+    dtype: torch.dtype  # dtype of the activations, and of the weights unless they are int8
     in_strips: bool
     scales: torch.Tensor | None = None  # [panels * 64] float32 of int8 weights
     code: WeightCode | None = None
@@ -120,23 +120,23 @@ class PackedWeight:
         int8: bool = False,
         coded: bool = True,
     ) -> PackedWeight:
-        """Pack weights below each other.
+        """Pack the concatenation of weights.
 
         Parameters
         ----------
         parts
-            [columns of the part, depth] each; an iterator may free a part once the next is asked for.
+            [columns of the part, depth] each. An iterator may free a part when the next one is requested.
         columns
-            Of all parts; may be left out where `parts` is one tensor.
+            Columns of all parts together; optional if `parts` is one tensor.
         int8
-            Store bfloat16 weights, of a depth that is a multiple of 4, in 8 bits.
+            Store bfloat16 weights in 8 bits; `depth` must be a multiple of 4.
         coded
-            Store bfloat16 weights in 12 bits where that saves a tenth; what matrix registers read is not coded.
+            Store bfloat16 weights in 12 bits if that saves a tenth of the bytes. Weights for AMX are not coded.
 
         Raises
         ------
         ValueError
-            Parts that do not fit each other or that `supports` refuses.
+            The parts have different depths or dtypes, or `supports` is False for them.
         """
         target, dtype, depth, done = None, None, 0, 0
         for part in parts:
@@ -169,22 +169,22 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory, those after the last column included."""
+        """Bytes in memory, padding of the last panel included."""
         beside = 0 if self.scales is None else self.scales.nbytes
         return self.data.nbytes + beside + (0 if self.code is None else self.code.num_bytes)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """The weight's rows `ids`, as an embedding looks them up: [*ids.shape, depth].
+        """Look up rows of the weight, as an embedding does: [*ids.shape, depth] in `dtype`.
 
         Raises
         ------
         IndexError
-            An id that is not between 0 and columns - 1.
+            An id is not between 0 and columns - 1.
         """
         ids = ids.to(torch.int64).contiguous()
         stored = self.dtype if self.scales is None else torch.int8
         out = torch.empty(*ids.shape, self.depth, dtype=stored)
-        outside = native_library.load().functions.quire_unpack_rows(
+        outside = native_library.installed().functions.quire_unpack_rows(
             self.data.data_ptr(),
             self.code and ctypes.byref(self.code.arrays),
             self.in_strips,
@@ -202,11 +202,11 @@ class PackedWeight:
         return (out.float() * self.scales[ids][..., None]).to(self.dtype)
 
     def unpack(self) -> torch.Tensor:
-        """[columns, depth], as it was packed, of int8 weights what they stand for."""
+        """Return the weight [columns, depth] in `dtype`: as it was packed, or the dequantised int8 weights."""
         return self.rows(torch.arange(self.columns))
 
     def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """A bias [columns] as `packed_linear` wants it: float32, zeros up to the last panel's end."""
+        """Convert a bias [columns] for `packed_linear`: float32, padded with zeros to the end of the last panel."""
         padded = torch.zeros(self.data.shape[0] * PANEL_COLUMNS)
         padded[: self.columns] = bias
         return padded
@@ -226,20 +226,20 @@ def _check_weight(like: torch.Tensor, int8: bool) -> None:
 
 
 def _in_strips(dtype: torch.dtype) -> bool:
-    """Whether the best instructions for it are those of matrix registers."""
-    best = native_library.ISAS[native_library.load().best_isa]
+    """Whether products in `dtype` use AMX on this processor, which reads panels in strips."""
+    best = native_library.ISAS[native_library.installed().best_isa]
     return best == "amx_bf16" and dtype == torch.bfloat16
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """As the library reads them: contiguous, 4-byte aligned."""
+    """Return rows as the library reads them: contiguous and 4-byte aligned."""
     if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % 4:
         return rows.contiguous()
     return rows
 
 
 class _Panels:
-    """A weight that comes in parts and is not coded."""
+    """Packs a weight that arrives in parts and is not coded."""
 
     def __init__(self, columns: int, like: torch.Tensor, int8: bool):
         depth = like.shape[1]
@@ -255,18 +255,19 @@ class _Panels:
         self._done = 0
 
     def add(self, rows: torch.Tensor) -> None:
-        """The next columns."""
-        levels = rows if self.scales is None else self._quantize(rows)
-        pack_rows(self.data, levels, self._done, self.in_strips)
+        """Pack the next columns."""
+        if self.scales is not None:
+            rows, self.scales[self._done : self._done + len(rows)] = _quantized(rows)
+        pack_rows(self.data, rows, self._done, self.in_strips)
         self._done += len(rows)
 
-    def _quantize(self, part: torch.Tensor) -> torch.Tensor:
-        """[columns of the part, depth] int8, and its scales."""
-        part = part.float()
-        scales = part.abs().amax(dim=1) / 127.0
-        self.scales[self._done : self._done + len(part)] = scales
-        # A column of zeros has the scale 0; any divisor will do.
-        return (part / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8)
+
+def _quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, depth] int8 and the scale of each row, [rows] float32."""
+    rows = rows.float()
+    scales = rows.abs().amax(dim=1) / 127.0
+    # A row of zeros has the scale 0; the clamp avoids a division by zero.
+    return (rows / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8), scales
 
 
 def packed_linear(
@@ -278,25 +279,31 @@ def packed_linear(
     out: torch.Tensor | None = None,
     isa: str | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T (+ bias) (+ residual), accumulated in float32 and rounded once.
+    """Compute x @ weight.T (+ bias) (+ residual), accumulated in float32 and rounded once.
 
     Parameters
     ----------
     x
-        [rows, depth] in the weight's dtype.
+        [rows, depth] in the weight's dtype, rows contiguous.
+    weight
+        The packed weight [columns, depth].
     bias
-        `weight.pad_bias` of the layer's.
+        `weight.pad_bias` of the layer's bias.
     residual
-        [rows, columns] in the dtype of x.
+        [rows, columns] in the dtype of x, rows contiguous.
     out
-        [rows, columns] in the dtype of x, allocated where None; may be `residual`, not x.
+        [rows, columns] in the dtype of x, rows contiguous; None allocates it. It may be `residual` but not x.
     isa
-        One of `native_library.ISAS` that this processor has, for tests and measurements; None for the best.
+        One of `native_library.ISAS` that this processor has, for tests and measurements; None: the best.
+
+    Returns
+    -------
+    `out`.
 
     Raises
     ------
     ValueError
-        A shape, dtype or stride that does not fit, or this processor lacks `isa`.
+        A shape, dtype or stride is not supported, or this processor lacks `isa`.
     """
     rows = x.shape[0]
     shape = (rows, weight.columns)
@@ -316,7 +323,7 @@ def packed_linear(
     call = LinearCall.of(weight, bias)
     if not rows:
         return out
-    library = native_library.load()
+    library = native_library.installed()
     size = x.element_size()
     call.x, call.x_stride = x.data_ptr(), x.stride(0) * size
     call.out, call.out_stride = out.data_ptr(), out.stride(0) * size

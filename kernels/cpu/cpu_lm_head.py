@@ -1,4 +1,7 @@
-"""The end of a model on the CPU: its last norm and the product that makes logits, as one call into C."""
+"""The end of a model on the CPU: the last norm and the product that computes logits, as one call into C.
+
+Bytes and flops: those of `cpu_row_ops.rms_norm` and `cpu_linear.packed_linear`.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,19 @@ from quire.kernels.cpu.cpu_row_ops import NormCall
 
 
 class NormedProduct:
-    """An RMS norm and a product of what it made, prepared: the end of a model, from hidden states to logits.
+    """An RMS norm and a product of its result, as prepared calls: from a model's last hidden states to logits.
 
-    It keeps its parts alive, and of a call nothing.
+    It keeps its parts alive, but no tensors of a call.
 
     Raises
     ------
     ValueError
-        Parts that do not fit each other.
+        The parts' shapes or dtypes do not match.
     """
 
     def __init__(self, norm: NormPart, product: ProductPart):
-        self._parts = norm, product  # which the calls point to
+        # Keeps the tensors alive to which the calls point.
+        self._parts = norm, product
         weight = product.weight
         self._depth, self._columns, self._dtype = weight.depth, weight.columns, weight.dtype
         self._norm = NormCall.of(norm.weight, weight.depth, weight.dtype, norm.eps)
@@ -42,14 +46,14 @@ class NormedProduct:
     def __call__(
         self, x: torch.Tensor, workspace: Workspace, *, isa: str | None = None
     ) -> torch.Tensor:
-        """Norm and multiply.
+        """Compute the norm and the product.
 
         Parameters
         ----------
         x
             [rows, depth] in the weights' dtype, rows contiguous.
         workspace
-            May be that of a model's layers: they have run.
+            Memory for the normed rows. It may be the workspace of the model's layers, which have finished.
         isa
             As in `cpu_linear.packed_linear`.
 
@@ -60,7 +64,7 @@ class NormedProduct:
         Raises
         ------
         ValueError
-            A shape, dtype or stride that does not fit.
+            A shape, dtype or stride is not supported.
         """
         if (
             x.dim() != 2

@@ -1,13 +1,14 @@
-"""What a decoder layer does between its matrix products, on the CPU in C: one pass over the rows each.
+"""The operations of a decoder layer between its matrix products, on the CPU in C: one pass over the rows for each.
 
     rms_norm              y = x / sqrt(mean(x^2) + eps) * weight
-    gated                 y = act(gate) * up, of [gate | up]
-    rotate_and_write      q, k normed a head and rotated; k and v into their pages
+    gated                 y = act(gate) * up, from rows [gate | up]
+    rotate_and_write      norms each head of q and k, rotates it, and writes k and v into the cache
 
-Arithmetic is in float32, rounded once (a model's own operations round in between); a row's bits depend on that row
-alone. Needs the compiled library (`native/row_ops_tile.h`).
+Arithmetic is float32, rounded once (a model's own operations round after each). A row's bits depend on that row alone.
+Needs the compiled library (`native/row_ops_tile.h`).
 
-Bytes: each input is read once, from the norm's second pass on out of the cache, each output written once.
+Bytes: each input is read once (the norm's second pass reads from the cache), each output is written once. Flops: 4 for
+each element of a norm, about 10 and an exponential for a gated one, 3 for a rotated one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from quire.kernels.cpu import native_library
 
-MAX_HEAD_DIM = 512  # of native/attention.h
+MAX_HEAD_DIM = 512  # MAX_HEAD_DIM of native/attention.h
 _LANES = 16
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -41,7 +42,7 @@ class NormCall(ctypes.Structure):
 
     @classmethod
     def of(cls, weight: torch.Tensor, columns: int, dtype: torch.dtype, eps: float) -> NormCall:
-        """What all calls with a weight share, which must outlive it; raises as `rms_norm`."""
+        """Set the fields that all calls with a weight share. The caller keeps it alive. Raises as `rms_norm`."""
         _check_norm("weight", weight, columns)
         return cls(weight=weight.data_ptr(), columns=columns, dtype=_DTYPES[dtype], eps=eps)
 
@@ -63,12 +64,12 @@ class GatedCall(ctypes.Structure):
 
     @classmethod
     def of(cls, columns: int, dtype: torch.dtype, gelu: bool) -> GatedCall:
-        """What all calls with so many columns of the result share."""
+        """Set the fields that all calls with `columns` columns of the result share."""
         return cls(columns=columns, dtype=_DTYPES[dtype], gelu=gelu)
 
 
 class RotatePart(ctypes.Structure):
-    """`struct rotate_step` of native/row_ops.h: what a step decides, for all layers with the same heads."""
+    """`struct rotate_step` of native/row_ops.h: the arguments of one step, for all layers with the same heads."""
 
     _fields_ = [
         ("rows", ctypes.c_void_p),
@@ -89,7 +90,7 @@ class RotatePart(ctypes.Structure):
         sin: torch.Tensor,
         dtype: torch.dtype,
     ) -> RotatePart:
-        """Arguments as in `rotate_and_write`, which must outlive it; raises as that does."""
+        """Check and set the fields; arguments and errors as in `rotate_and_write`. The caller keeps them alive."""
         rotary = cos.shape[-1]
         if rotary % 2 or not 0 < rotary <= head_dim:
             raise ValueError(
@@ -134,7 +135,10 @@ class RotateCall(ctypes.Structure):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> RotateCall:
-        """What all calls of a layer share; pages and norms must outlive it. Raises as `rotate_and_write`."""
+        """Set the fields that all calls of a layer share. The caller keeps the tensors alive.
+
+        Arguments and errors as in `rotate_and_write`.
+        """
         head_dim, dtype = k_pages.shape[1], k_pages.dtype
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim: must be at most {MAX_HEAD_DIM}, got {head_dim}")
@@ -159,13 +163,13 @@ class RotateCall(ctypes.Structure):
         )
 
     def check_rows(self) -> None:
-        """After a call: raise IndexError if it had rows that the pages do not have."""
+        """Raise IndexError if the last call had rows outside the pages."""
         if self.outside:
             raise IndexError(f"rows: {self.outside} are not between 0 and {self.page_rows - 1}")
 
 
 def pad_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A norm's weight as the functions here want it: float32, zeros up to a multiple of 16 elements."""
+    """Convert a norm's weight for this module: float32, padded with zeros to a multiple of 16 elements."""
     size = len(weight)
     padded = torch.zeros(-(-size // _LANES) * _LANES)
     padded[:size] = weight
@@ -175,14 +179,16 @@ def pad_weight(weight: torch.Tensor) -> torch.Tensor:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str | None = None
 ) -> torch.Tensor:
-    """RMS norm of each row.
+    """Compute the RMS norm of each row.
 
     Parameters
     ----------
     x
         [rows, columns] float32, float16 or bfloat16, rows contiguous.
     weight
-        `pad_weight` of the norm's [columns].
+        `pad_weight` of the norm's weight [columns].
+    eps
+        Added to the mean square.
     isa
         As in `cpu_linear.packed_linear`.
 
@@ -206,7 +212,7 @@ def rms_norm(
 
 
 def gated(gate_up: torch.Tensor, *, gelu: bool = False, isa: str | None = None) -> torch.Tensor:
-    """silu(gate) * up, or gelu(gate, approximate="tanh") * up.
+    """Compute silu(gate) * up, or gelu(gate, approximate="tanh") * up.
 
     Parameters
     ----------
@@ -251,23 +257,29 @@ def rotate_and_write(
     eps: float = 0.0,
     isa: str | None = None,
 ) -> torch.Tensor:
-    """Norm and rotate the heads of q and k, and write k and v into their pages.
+    """Norm and rotate the heads of q and k, and write k and v into the cache.
 
     Parameters
     ----------
     qkv
-        [tokens, (num_heads + 2 kv_heads) * head_dim] float32, float16 or bfloat16, tokens contiguous: one merged
-        projection.
+        [tokens, (num_heads + 2 kv_heads) * head_dim] float32, float16 or bfloat16, tokens contiguous: the result of one
+        merged projection.
+    num_heads
+        Query heads.
     k_pages, v_pages
-        [page_rows, head_dim] in the dtype of qkv, contiguous; they may be views of one memory, of different lengths.
+        [page_rows, head_dim] in the dtype of qkv, contiguous: the cache as rows. They may overlap in memory and have
+        different lengths.
     rows
-        [tokens * kv_heads] int64, contiguous: row token * kv_heads + head of k and v goes there; each at most once.
+        [tokens * kv_heads] int64, contiguous, without duplicates: entry token * kv_heads + head is the row of the cache
+        for this k and v.
     cos, sin
         [tokens, rotary] in the dtype of qkv, contiguous, rotary even and at most head_dim.
     q_norm, k_norm
-        `pad_weight` of the RMS norm of each head; both or neither.
+        `pad_weight` of the weights of each head's RMS norm; both or neither.
     eps
-        Of the norms.
+        Added to the norms' mean squares.
+    isa
+        As in `cpu_linear.packed_linear`.
 
     Returns
     -------
@@ -276,9 +288,9 @@ def rotate_and_write(
     Raises
     ------
     ValueError
-        A shape, dtype or stride that does not fit.
+        A shape, dtype or stride is not supported.
     IndexError
-        A row that the pages do not have.
+        A row is outside the pages.
     """
     _check_matrix("qkv", qkv)
     head_dim, tokens = k_pages.shape[1], qkv.shape[0]
@@ -325,7 +337,7 @@ def _check_norm(name: str, weight: torch.Tensor, columns: int) -> None:
 
 
 def _run(function: str, call: ctypes.Structure, isa: str | None) -> None:
-    library = native_library.load()
+    library = native_library.installed()
     getattr(library.functions, function)(
         ctypes.byref(call), library.isa(isa), library.parallel, torch.get_num_threads()
     )

@@ -1,7 +1,7 @@
-"""Rows of one tensor to scattered rows of another: a step's keys or values into their pages.
+"""Scatters the rows of one tensor to rows of another: a step's keys or values to their slots in the cache.
 
-Bytes: the rows are read and written once. `index_copy_` of a transposed tensor makes a dense one first; for the
-keys and values of 512 tokens and 8 heads of 128 it takes four times as long.
+Bytes: each row is read and written once; no arithmetic. torch's `index_copy_` first copies a transposed source to
+contiguous memory: for the keys and values of 512 tokens and 8 heads of 128 it takes four times as long.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class _Call(ctypes.Structure):
 
 
 def scatter_rows(target: torch.Tensor, rows: torch.Tensor, source: torch.Tensor) -> None:
-    """target[rows[token * heads + head]] = source[token, head]; with a compiler's help on the CPU.
+    """Set target[rows[token * heads + head]] = source[token, head]; uses the compiled library on the CPU.
 
     Parameters
     ----------
     target
         [num_rows, head_dim], contiguous.
     rows
-        [tokens * heads] int64, contiguous; each at most once.
+        [tokens * heads] int64, contiguous, without duplicates.
     source
         [tokens, heads, head_dim] of the target's dtype, any strides.
 
     Raises
     ------
     ValueError
-        Shapes or dtypes that do not fit.
+        A shape or dtype does not match.
     IndexError
-        A row that the target does not have.
+        A row is outside the target.
     """
     tokens, heads, head_dim = source.shape
     if target.shape[1:] != (head_dim,) or rows.shape != (tokens * heads,):

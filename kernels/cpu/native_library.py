@@ -1,8 +1,8 @@
-"""The compiled library beside this file, if the installation had a C compiler.
+"""Loads the compiled C library of the CPU kernels, which exists if the package was installed with a C compiler.
 
-It is plain C (`native/*.c`), called through ctypes. Its threads are torch's own: work is handed to `GOMP_parallel` of
-the OpenMP runtime that torch is linked to, so that there is no second pool of threads to fight for cores with the
-one that still spins after torch's last operation, and none that spins when idle.
+It is plain C (`native/*.c`), called through ctypes. It runs on torch's threads, by calling `GOMP_parallel` of the
+OpenMP runtime that torch is linked to. A second pool of threads would compete for the cores with torch's threads, which
+spin for a while after each operation.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of n
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded library."""
+    """The loaded library, and the instruction sets that this processor has."""
 
     functions: ctypes.CDLL
-    best_isa: int  # index into `ISAS`: the fastest of this processor
-    last_isa: int  # the last that it has; it has all before it
+    best_isa: int  # index into `ISAS`: the fastest one of this processor
+    last_isa: int  # index into `ISAS`: the processor has this one and all before it
     parallel: int | None  # address of GOMP_parallel; None: one thread
 
     def isa(self, name: str | None) -> int:
-        """Index of one of `ISAS`; of the best where None.
+        """Index of `name` in `ISAS`; None: of the best.
 
         Raises
         ------
         ValueError
-            This processor lacks it.
+            This processor lacks the instruction set.
         """
         number = self.best_isa if name is None else ISAS.index(name)
         if number > self.last_isa:
@@ -45,18 +45,18 @@ class NativeLibrary:
 
     @property
     def isas(self) -> tuple[str, ...]:
-        """All that this processor has."""
+        """Names of the instruction sets that this processor has."""
         return ISAS[: self.last_isa + 1]
 
 
 @functools.cache
 def load() -> NativeLibrary | None:
-    """The library, or None where the installation could not compile it.
+    """Load the library; None if it was not compiled.
 
     Raises
     ------
     NativeLibraryError
-        It was compiled from other sources.
+        The library was compiled from sources of another version.
     """
     functions = open_library(Path(__file__).parent, "quire_abi", ABI)
     if functions is None:
@@ -122,11 +122,18 @@ def load() -> NativeLibrary | None:
     )
 
 
+def installed() -> NativeLibrary:
+    """The library, for callers that have checked that it is there."""
+    library = load()
+    assert library is not None
+    return library
+
+
 def _gomp_parallel() -> int | None:
-    """Address of `GOMP_parallel` in what torch is linked to; LLVM's and Intel's runtimes have it too."""
+    """Address of `GOMP_parallel` in torch's OpenMP runtime (LLVM's and Intel's have it too); None if not found."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
-            # Only what is loaded already: another copy of the runtime would have its own threads.
+            # RTLD_NOLOAD: use only a library that is already loaded. Another copy would have threads of its own.
             torch_cpu = ctypes.CDLL(
                 str(Path(torch.__file__).parent / "lib" / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW
             )

@@ -1,11 +1,12 @@
-"""bfloat16 weights of a packed product in 12 bits each, without loss.
+"""Lossless code for the bfloat16 weights of a packed product: 12 bits for each weight.
 
-A decode step of few rows takes as long as its weights take to be read. Of a trained, or a random, weight's 16 bits the
-upper 8, its sign and most of its exponent, are nearly always one of 16 values: a number of 4 bits stands for each
-(`native/linear_code.h` has the layout). The product decodes them in registers; every bit of its result is as without.
+The time of a decode step with few rows is the time to read the weights. The upper 8 of a weight's 16 bits (sign and
+most of the exponent) nearly always have one of 16 values, in trained and in random weights, so 4 bits can encode them
+(`native/linear_code.h` has the layout). The product decodes weights in registers; every bit of its result is the same
+as without the code.
 
-Bytes: 192 for 128 weights instead of 256, and 128 more where one of them has another value, which is one in a hundred
-of such 128 where weights are normally distributed.
+Bytes: 192 instead of 256 for 128 weights (a step of a panel), and 128 more if one of these has another value. With
+normally distributed weights this is one step in a hundred.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from quire.kernels.cpu import native_library
 from quire.kernels.cpu.weight_panels import PANEL_COLUMNS, pack_rows
 from quire.kernels.huge_pages import ask_for_huge_pages
 
-_STEP_WEIGHTS = 128  # this and the next two of native/linear_code.h
+# As in native/linear_code.h.
+_STEP_WEIGHTS = 128
 _STEP_BYTES = 192
 _TABLE_BYTES = 16
-_MOST = 0.9  # of the bytes that it replaces: with more, decoding is not worth it
+# Coding pays up to this share of the uncoded bytes.
+_MOST = 0.9
 
 
 class CodeArrays(ctypes.Structure):
@@ -59,39 +62,39 @@ class CodeCall(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class WeightCode:
-    """What the numbers of a coded weight stand for, and what has none."""
+    """The tables that decode the upper bytes of a coded weight, and the steps whose upper bytes are stored uncoded."""
 
-    tables: torch.Tensor  # [panels, 16] uint8
-    first: torch.Tensor  # [panels] int64: where a panel's entries of the next two begin
-    apart: torch.Tensor  # [entries] int32: a panel's steps that are written out, in order, then -1
-    high: torch.Tensor  # [entries, 128] uint8: their high bytes; nothing beside a -1
-    arrays: CodeArrays = field(compare=False, repr=False)  # addresses of these
+    tables: torch.Tensor  # [panels, 16] uint8, the upper byte for each 4-bit code
+    first: torch.Tensor  # [panels] int64, index of a panel's first entry in `apart` and `high`
+    apart: torch.Tensor  # [entries] int32, the panel's uncoded steps in order, then -1
+    high: torch.Tensor  # [entries, 128] uint8, upper bytes of these steps; undefined for a -1
+    arrays: CodeArrays = field(compare=False, repr=False)  # addresses of the tensors above
 
     @classmethod
     def of(
         cls, tables: torch.Tensor, first: torch.Tensor, apart: torch.Tensor, high: torch.Tensor
     ) -> WeightCode:
-        """With the addresses."""
+        """Make the code with the addresses of its tensors."""
         tensors = (tables, first, apart, high)
         return cls(*tensors, CodeArrays(*(tensor.data_ptr() for tensor in tensors)))
 
     @property
     def num_bytes(self) -> int:
-        """Beside the coded panels."""
+        """Bytes of these tensors, without the coded panels."""
         return sum(t.nbytes for t in (self.tables, self.first, self.apart, self.high))
 
 
 class Coder:
-    """Codes a weight that comes in parts, panel by panel from the second-level cache.
+    """Codes a weight that arrives in parts, panel by panel, so that a panel stays in the second-level cache.
 
-    `coded` are its panels, [panels, steps, 48] int32, `code` what belongs to them.
+    The result is `coded`, the panels [panels, steps, 48] int32, and `code`, their tables.
 
     Parameters
     ----------
     columns
-        Of all parts.
+        Columns of all parts together.
     depth
-        Elements of bfloat16, an even number.
+        Input features, an even number.
     """
 
     def __init__(self, columns: int, depth: int):
@@ -99,7 +102,7 @@ class Coder:
         panels = -(-columns // PANEL_COLUMNS)
         self.coded = torch.empty(panels, self._steps, _STEP_BYTES // 4, dtype=torch.int32)
         ask_for_huge_pages(self.coded)
-        # Room for all steps; what is not written takes no memory.
+        # Address space for the case that no step can be coded; pages that are not written take no memory.
         entries = panels * (self._steps + 1)
         self.code = WeightCode.of(
             torch.empty(panels, _TABLE_BYTES, dtype=torch.uint8),
@@ -108,13 +111,13 @@ class Coder:
             torch.empty(entries, _STEP_WEIGHTS, dtype=torch.uint8),
         )
         self._used = 0  # entries
-        # A panel of which some columns are there, and beside it what coding it takes.
+        # The last, incomplete panel, with one word for each step as scratch memory of its coding.
         self._edge = torch.zeros(1, self._steps, PANEL_COLUMNS + 1, dtype=torch.int32)
         self._scratch: torch.Tensor | None = None
         self._done = 0  # columns
 
     def add(self, rows: torch.Tensor) -> None:
-        """The next columns: [columns, depth], rows contiguous and 4-byte aligned."""
+        """Code the next columns: `rows` [columns, depth], rows contiguous and 4-byte aligned."""
         at_edge = self._done % PANEL_COLUMNS
         head = min(PANEL_COLUMNS - at_edge, len(rows)) if at_edge else 0
         whole = (len(rows) - head) // PANEL_COLUMNS * PANEL_COLUMNS
@@ -127,7 +130,7 @@ class Coder:
         self._add_to_edge(rows[head + whole :])
 
     def finish(self) -> bool:
-        """After the last columns: `coded` and `code` are complete. Returns whether a tenth of the bytes is saved."""
+        """Complete `coded` and `code` after the last columns. Returns whether coding saves a tenth of the bytes."""
         if self._done % PANEL_COLUMNS:
             self._run(None, self._edge, 1)
         beside = self._used * (_STEP_WEIGHTS + 4) + len(self.coded) * (_TABLE_BYTES + 8)
@@ -154,8 +157,8 @@ class Coder:
             self._run(None, self._edge, 1)
 
     def _run(self, rows: torch.Tensor | None, scratch: torch.Tensor, threads: int) -> None:
-        """Code whole panels, of the edge where rows is None."""
-        library = native_library.load()
+        """Code whole panels of `rows`, or the last, incomplete panel if `rows` is None."""
+        library = native_library.installed()
         panels = 1 if rows is None else len(rows) // PANEL_COLUMNS
         code = self.code.arrays
         call = CodeCall(

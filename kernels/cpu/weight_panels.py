@@ -1,4 +1,4 @@
-"""Rows of a weight into panels of 64, which a packed product reads front to back (`native/linear_unit.h`)."""
+"""Packs rows of a weight into panels of 64 columns, which a product reads front to back (`native/linear_unit.h`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels.cpu import native_library
 
-PANEL_COLUMNS = 64  # of native/linear.h
+PANEL_COLUMNS = 64  # `PANEL_COLUMNS` of native/linear.h
 
 
 class PackCall(ctypes.Structure):
@@ -27,18 +27,20 @@ class PackCall(ctypes.Structure):
 
 
 def pack_rows(packed: torch.Tensor, rows: torch.Tensor, first_column: int, in_strips: bool) -> None:
-    """Write rows where they belong.
+    """Write rows of a weight into its panels.
 
     Parameters
     ----------
     packed
-        [panels, steps, 64] of 32 bits.
+        [panels, steps, 64] int32, all panels of the weight.
     rows
-        [columns, steps times 32 bits], rows contiguous and 4-byte aligned.
+        [columns, depth], rows contiguous and 4-byte aligned, `steps` words of 32 bits each.
     first_column
-        Where the first of them goes.
+        Column of the first row.
+    in_strips
+        Whether a panel is [4, steps, 16] words, the layout for AMX.
     """
-    library = native_library.load()
+    library = native_library.installed()
     call = PackCall(
         packed=packed.data_ptr(),
         in_strips=in_strips,

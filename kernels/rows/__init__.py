@@ -1,1 +1,1 @@
-"""Kernels that work row by row: norms, activations, cache writes, products of fixed order."""
+"""Kernels that compute each row alone: norms, activations, KV writes, FP8, products with a fixed order of additions."""

@@ -8,10 +8,10 @@ For a row [gate | up] of 2 n numbers::
 The second is 0.5 gate (1 + tanh u) without the cancellation in 1 + tanh u. Both activations are computed in float32
 and rounded to the dtype before the product, as the separate operations do: fusing them changes no rounding.
 
-Layout. gate_up [tokens, 2 n], out [tokens, n], rows contiguous at any stride. Element by element: no bit depends
-on the batch.
+Layout. gate_up [tokens, 2 n], out [tokens, n]; rows contiguous, any stride between rows. Elements are independent, so
+no bit depends on the batch.
 
-Bytes a row: 3 n itemsize. Flops: about 10 n, an exponential and a division among them.
+Bytes per row: 3 n itemsize. Flops: about 10 n, with one exponential and one division per element.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 def _gated_kernel(
     out_ptr, x_ptr, stride_out, stride_x, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """BLOCK results of one row."""
+    """Compute BLOCK results of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < SIZE
@@ -55,25 +55,29 @@ def _gated_kernel(
 
 
 def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """silu(gate) * up.
+    """Compute silu(gate) * up.
 
     Parameters
     ----------
     gate_up
         [tokens, 2 n] bfloat16, float16 or float32: gate in the first n columns, up in the others.
     out
-        [tokens, n] in the same dtype; allocated where None. Must not overlap `gate_up`.
+        [tokens, n] in the same dtype, without overlap with `gate_up`; None allocates it.
+
+    Returns
+    -------
+    `out`.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     return _gated(gate_up, out, gelu=False)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """gelu(gate, approximate="tanh") * up; arguments as in `silu_mul`."""
+    """Compute gelu(gate, approximate="tanh") * up; arguments as in `silu_mul`."""
     return _gated(gate_up, out, gelu=True)
 
 
@@ -96,13 +100,14 @@ def _gated(gate_up: torch.Tensor, out: torch.Tensor | None, gelu: bool) -> torch
 
 @functools.lru_cache(CACHED_CHECKS)
 def _checked(gate_up: TensorMeta, out: TensorMeta | None) -> tuple[int, int, tuple[int, int]]:
-    """Check the operands' forms; rows and n, and the strides of out and gate_up."""
+    """Check the operands; return rows, n, and the row strides of out and gate_up."""
     check_matrix("gate_up", gate_up, (None, None), FLOATS, gate_up.device)
     rows, columns = gate_up.shape
     if columns % 2:
         raise ValueError(f"gate_up: must have an even number of columns, got {columns}")
     size = columns // 2
-    check_bounds("n", size, 1, 65535 * BLOCK)  # the grid's second axis
+    # The grid's second dimension is limited to 65535.
+    check_bounds("n", size, 1, 65535 * BLOCK)
     if out is not None:
         check_matrix("out", out, (rows, size), (gate_up.dtype,), gate_up.device)
     return rows, size, (size if out is None else out.stride(0), gate_up.stride(0))

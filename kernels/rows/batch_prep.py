@@ -1,10 +1,11 @@
-"""What a step needs on the device, made there from the request table: no round trip through the host.
+"""Builds a step's input tensors on the device from the request table, without a round trip through the host.
 
-The request table has a row for each running request; a batch names the rows it runs. Batch row i, table row r::
+The request table has one row for each running request; a batch lists the table rows that it runs. For batch row i and
+table row r::
 
     num_computed[r]   tokens already in the cache
     block_tables[r]   block ids
-    last_token[r]     sampled last
+    last_token[r]     token that was sampled last
 
     p = positions[t]   = num_computed[r] + t - cu_q[i]               for cu_q[i] <= t < cu_q[i + 1]
     slots[t]           = block_tables[r, p // block_size] * block_size + p % block_size
@@ -12,13 +13,13 @@ The request table has a row for each running request; a batch names the rows it 
     batch_tables[i]    = block_tables[r]
     input_ids[cu_q[i]] = last_token[r]                               for rows that decode
 
-The arrays of the step may be longer than the batch (captured graphs): the rest becomes rows without tokens and
-tokens without a slot, kv_len 0, position 0, slot -1.
+The arrays of the step may be longer than the batch (captured graphs). The rest is padding: rows with kv_len 0 and
+tokens with position 0 and slot -1.
 
-The host changes the table by differences only: (row, column, value) triples, scattered by `apply_differences`.
+The host changes the table only by differences: (row, column, value) triples that `apply_differences` scatters.
 
-Bytes: 16 a token, 8 a used block-table entry, 20 a difference. No arithmetic to speak of; launch-bound, and made
-for a CUDA graph: every grid follows from the arrays' lengths.
+Bytes: 16 for each token, 8 for each used block-table entry, 20 for each difference. Almost no arithmetic. The time is
+that of the launches, and every grid follows from the arrays' lengths, so CUDA graphs can capture them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _prepare_kernel(
     num_batch_rows, table_rows, table_width, num_tokens, stride_table, stride_batch,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One batch row: its tokens and its block table; the last program: the tokens of no row."""
+    """Write the tokens and the block table of one batch row; the last program writes the padding tokens."""
     i = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     if i == num_batch_rows:
@@ -54,7 +55,7 @@ def _prepare_kernel(
             tl.store(slots_ptr + token, lane.to(tl.int64) * 0 - 1, mask=token < num_tokens)
     else:
         row = tl.load(rows_ptr + i)
-        # Rows come from the device's memory: one outside the table has no tokens.
+        # The host does not check `rows`, which is on the device: a row outside the table gets no tokens.
         known = (row >= 0) & (row < table_rows)
         row = tl.where(known, row, 0).to(tl.int64)
         num_slots = tl.where(known, table_width * BLOCK_SIZE, 0)
@@ -86,7 +87,7 @@ def _gather_last_kernel(
     input_ids_ptr, last_token_ptr, rows_ptr, cu_q_ptr, decodes_ptr,
     num_batch_rows, table_rows, num_tokens, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK batch rows."""
+    """Copy the last tokens of BLOCK batch rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = i < num_batch_rows
     held = held & (tl.load(decodes_ptr + i, mask=held, other=0) != 0)
@@ -102,7 +103,7 @@ def _scatter_kernel(
     table_ptr, rows_ptr, columns_ptr, values_ptr, num_values, table_rows, table_width, stride_table,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK values; columns None: column 0."""
+    """Scatter BLOCK values; without `columns` into column 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = i < num_values
     row = tl.load(rows_ptr + i, mask=held, other=-1)
@@ -127,31 +128,31 @@ def prepare_batch(
     slots: torch.Tensor,
     batch_tables: torch.Tensor,
 ) -> None:
-    """Positions, lengths, slots and block tables of a step, into arrays of the caller.
+    """Write positions, lengths, slots and block tables of a step into the caller's arrays.
 
     Parameters
     ----------
     rows
-        [n] int32, table row of each batch row; -1 (or outside the table): a row without keys.
+        [n] int32, table row of each batch row. -1, or a row outside the table, is a padding row without keys.
     cu_q
         [n + 1] int32, non-decreasing from 0 to at most `tokens`.
     num_computed
-        [R] int32, tokens of each table row that the cache holds.
+        [R] int32, cached tokens of each table row.
     block_tables
-        [R, width] int32, the table's block ids; entries < 0 have no slot. Contiguous rows.
+        [R, width] int32, block ids of each table row, rows contiguous. A token in a block with an id < 0 gets slot -1.
     block_size
         16 to 256 tokens.
     positions, slots
-        [tokens] int32 and int64, written whole: 0 and -1 from cu_q[n] on.
+        [tokens] int32 and int64, output. From cu_q[n] on they are 0 and -1.
     kv_len
-        [n] int32, written: 0 for rows without tokens.
+        [n] int32, output. 0 for rows without tokens.
     batch_tables
-        [n, width] int32, written as far as a row's tokens reach.
+        [n, width] int32, output. Entries beyond a row's tokens are not written.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     device = rows.device
     check_block_size(block_size)
@@ -181,23 +182,23 @@ def gather_last_tokens(
     cu_q: torch.Tensor,
     decodes: torch.Tensor,
 ) -> None:
-    """input_ids[cu_q[i]] = last_token[rows[i]] for the batch rows with decodes[i].
+    """Set input_ids[cu_q[i]] = last_token[rows[i]] for the batch rows with decodes[i].
 
     Parameters
     ----------
     input_ids
-        [tokens] int32 or int64; other tokens are left as they are.
+        [tokens] int32 or int64; other tokens do not change.
     last_token
-        [R] int32 or int64, the table's column.
+        [R] int32 or int64, last sampled token of each table row.
     rows, cu_q
         [n] and [n + 1] int32, as in `prepare_batch`.
     decodes
-        [n] bool, uint8 or int32: rows whose one token was sampled by the step before.
+        [n] bool, uint8 or int32: rows whose only token was sampled by the previous step.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     device = input_ids.device
     check_vector("input_ids", input_ids, None, (torch.int32, torch.int64), device)
@@ -220,21 +221,21 @@ def apply_differences(
     columns: torch.Tensor | None,
     values: torch.Tensor,
 ) -> None:
-    """table[rows[i], columns[i]] = values[i]: the host's changes, and the tokens that a step sampled.
+    """Set table[rows[i], columns[i]] = values[i]: the host's changes, or the tokens that a step sampled.
 
     Parameters
     ----------
     table
-        [R, columns] int32, int64 or float32 with contiguous rows, or [R], one column.
+        [R, columns] int32, int64 or float32 with contiguous rows, or [R] for a single column.
     rows, columns
-        [n] int32; `columns` None for column 0. Pairs outside the table are skipped; a pair occurs at most once.
+        [n] int32; without `columns` column 0. Pairs outside the table are skipped; no pair occurs twice.
     values
-        [n] int32, int64 or float32; integers only into integers.
+        [n] int32, int64 or float32: an integer dtype if the table's is one, else float32.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     table = table[:, None] if table.dim() == 1 else table
     check_matrix("table", table, (None, None), _VALUES, table.device)

@@ -1,14 +1,15 @@
-"""Products of a mixture of experts whose rows have the same bits in every batch, without a look at the host.
+"""Products of a mixture of experts whose rows have the same bits in every batch, without host synchronisation.
 
-A pair is a token and one of its choices: pair p is choice p % k of token p // k. For each pair p with expert e::
+A pair is a token and one of the k experts chosen for it: pair p is choice p % k of token p // k. For pair p with
+expert e::
 
     out[p, n] = sum_k x[row of p, k] w[e, n, k] (+ bias[e, n])                     as `matmul_fixed`, one split
 
-and at last the pairs of a token are added in the order of its choices, in float32 with one rounding. A token's
-experts, their order and its weights follow from the token alone, so its result does too.
+Then the pairs of a token are added in the order of its choices, in float32 with one rounding. A token's experts, their
+order and their weights follow from the token alone, and so does its result.
 
-The plan lists the pairs expert by expert, in tiles of BLOCK_M rows of one expert; programs beyond an expert's pairs
-end at once. Nothing depends on how many pairs an expert has, so the launch fits a CUDA graph::
+The plan lists the pairs expert by expert, in tiles of BLOCK_M rows of one expert; programs of empty tiles return at
+once. The grid does not depend on how many pairs an expert has, so the launch can be captured in a CUDA graph::
 
     experts of the pairs     2 0 2 1 2 0        BLOCK_M 2
     pairs, by expert         1 5 | 3 | 0 2 4
@@ -16,9 +17,9 @@ end at once. Nothing depends on how many pairs an expert has, so the launch fits
                                                                                    s pairs before it
 Layout. w [E, N, K] or [E, K, N], any strides, either n or k contiguous.
 
-Bytes: the weights of the experts that were chosen, once a tile; 4 B a pair and expert for the plan, from L2.
-Flops: 2 N K a pair; an expert with one pair computes a tile of 64 rows, a quarter of the matrix units' rate at the
-memory's speed.
+Bytes: the weights of the chosen experts, once for each tile; 4 B for each pair and expert for the plan, from L2.
+Flops: 2 N K for each pair. An expert with one pair still computes a tile of 64 rows: a quarter of the matrix units'
+peak when the weights are read at full memory speed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ COMBINE_WARPS = 4
 def _plan_experts_kernel(
     pairs_ptr, tiles_ptr, experts_ptr, num_pairs, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program e lists the pairs of expert e, rising, and its tiles: (first of its pairs, how many)."""
+    """List the pairs of expert e = program_id in rising order, and its tiles: (expert, first pair, number of pairs)."""
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     start = 0
@@ -79,7 +80,7 @@ def _experts_kernel(
     PAIRS_A_ROW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the result of one expert's pairs."""
+    """Compute one tile of the results of one expert's pairs."""
     tile_n = tl.program_id(0)
     tile = tl.program_id(1)
     expert = tl.load(tiles_ptr + tile * 3).to(tl.int64)
@@ -91,7 +92,7 @@ def _experts_kernel(
         pair = tl.load(pairs_ptr + first + lane, mask=held, other=0).to(tl.int64)
         column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
-        # Columns beyond the end are masked: repeated, they would not be contiguous where w is by columns.
+        # Columns beyond the end are masked, not clamped: clamped addresses would not be contiguous for [E, K, N].
         w_held = (column < num_columns)[None, :]
         x_tile_ptr = x_ptr + (pair // PAIRS_A_ROW * stride_x)[:, None] + k[None, :]
         w_tile_ptr = (
@@ -119,7 +120,7 @@ def _combine_kernel(
     out_ptr, x_ptr, weights_ptr, num_columns, stride_out, stride_x, stride_weights,
     CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's pairs times their weights, added in their order."""
+    """Add the pairs of one token, times their weights, in the order of the choices."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < num_columns
@@ -133,12 +134,14 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Pairs by expert, of one layer of one step."""
+    """The pairs of one layer and step, ordered by expert."""
 
     num_experts: int
-    num_choices: int
-    pairs: torch.Tensor  # [tokens * choices] int32
-    tiles: torch.Tensor  # [most tiles, 3] int32: expert, first of the pairs, how many
+    num_choices: int  # experts of each token
+    pairs: torch.Tensor  # [tokens * choices] int32, pairs ordered by expert
+    tiles: (
+        torch.Tensor
+    )  # [max tiles, 3] int32: expert, index of the first pair in `pairs`, number of pairs
 
 
 def plan_experts(experts: torch.Tensor, num_experts: int, dtype: torch.dtype) -> ExpertPlan:
@@ -147,14 +150,16 @@ def plan_experts(experts: torch.Tensor, num_experts: int, dtype: torch.dtype) ->
     Parameters
     ----------
     experts
-        [tokens, choices] int64 or int32, contiguous: each in [0, num_experts).
+        [tokens, choices] int64 or int32, contiguous, values in [0, num_experts): the experts of each token.
+    num_experts
+        Experts of the layer.
     dtype
-        Of the operands: it decides how many rows a tile has.
+        Dtype of the products' operands, which determines the rows of a tile.
 
     Raises
     ------
     ValueError
-        A shape, dtype or number that does not fit.
+        A shape, dtype or number is not supported.
     """
     check_dtype("experts", experts, (torch.int64, torch.int32))
     if experts.dim() != 2 or not experts.is_contiguous():
@@ -182,21 +187,27 @@ def experts_product(
     bias: torch.Tensor | None = None,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """Each pair's row times the weight of its expert: [pairs, N] in the dtype of x.
+    """Multiply each pair's row by the weight of its expert.
 
     Parameters
     ----------
     x
-        [tokens, K], or [pairs, K] with the pairs in their own order; rows contiguous.
+        [tokens, K] or [pairs, K], the latter in the order p = token * choices + choice; rows contiguous.
     weight
-        [experts, N, K], or [experts, K, N] where `transposed`, in the dtype of x.
+        [experts, N, K], or [experts, K, N] if `transposed`, in the dtype of x.
+    plan
+        `plan_experts` of these tokens.
     bias
         [experts, N] in the dtype of x or float32, added in float32.
+
+    Returns
+    -------
+    [pairs, N] in the dtype of x.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     check_dtype("weight", weight, FLOATS)
     if weight.dim() != 3 or 1 not in weight.stride()[1:]:
@@ -229,12 +240,12 @@ def experts_product(
 
 
 def combine_experts(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[tokens, N]: x [tokens * choices, N] times weights [tokens, choices], added up for each token.
+    """Add up, for each token, x [tokens * choices, N] times weights [tokens, choices]; returns [tokens, N] as x.
 
     Raises
     ------
     ValueError
-        A shape, dtype or stride that does not fit.
+        A shape, dtype or stride is not supported.
     """
     check_matrix("weights", weights, (None, None), FLOATS, x.device)
     tokens, choices = weights.shape

@@ -1,21 +1,20 @@
-"""Matrix products in FP8 (e4m3): weights with a scale for each output channel, activations for each token.
+"""Matrix products in FP8 (e4m3), with one scale for each output channel of the weights and for each token.
 
 For activations x [rows, k] and weights w [n, k]::
 
-    w ~ W * t      t [n, 1], made once             W, X float8_e4m3fn
-    x ~ X * s      s [rows, 1], anew in each call
-    y = (X W^T) * s t^T + bias                      added up in float32, rounded once to bfloat16
+    w ~ W * t      t [n, 1], computed once            W, X float8_e4m3fn
+    x ~ X * s      s [rows, 1], computed in each call
+    y = (X W^T) * s t^T + bias                        added up in float32, rounded once to bfloat16
 
-by `torch._scaled_mm`: cuBLAS or CUTLASS on a GPU of compute capability 8.9 and later, oneDNN on the CPU. Hopper's fast
-accumulation, which keeps 14 bits of a sum (DeepSeek-V3 technical report, 3.3.2), stays off.
+`torch._scaled_mm` computes the product: cuBLAS or CUTLASS on a GPU of compute capability 8.9 and later, oneDNN on the
+CPU. Hopper's fast accumulation, which keeps 14 bits of a sum (DeepSeek-V3 technical report, 3.3.2), is off.
 
-Error. Rounding to e4m3's 4 significant bits is off by at most 2^-4 of a number that is at least 2^-6 scales, so every
-element of y is within (2^-4 + 2^-4 + 2^-8) sum |x||w| of the exact product, plus what the subnormal numbers of a row
-lose (half of 2^-9 scales each), and bfloat16's rounding. On average it is less: the rounding of a number anywhere in
-its binade is off by 2.6 % (root mean square), and errors that are independent add as squares, whatever k: 3.7 % of the
-root mean square of y.
+Error. e4m3 has 4 significant bits, so rounding changes a number of at least 2^-6 scales by at most 2^-4 of itself.
+Every element of y is within (2^-4 + 2^-4 + 2^-8) sum |x||w| of the exact product, plus half of 2^-9 scales for each
+subnormal number, plus bfloat16's rounding. The average error is smaller: the rounding error of a number is 2.6 % (root
+mean square), and independent errors add as squares. So the error is 3.7 % of the root mean square of y, for any k.
 
-Bytes: n k for the weights, half of bfloat16; rows k more are written and read for X.
+Flops: 2 rows n k. Bytes: n k for the weights, half of bfloat16; rows k more are written and read for X.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import math
 import torch
 
 MAX_E4M3 = 448.0
-MULTIPLE = 16  # of n and of k, for the matrix units' loads
+MULTIPLE = 16  # n and k must be multiples of this, for the loads of the matrix units
 
 
 def supports(in_features: int, out_features: int) -> bool:
@@ -36,7 +35,7 @@ def supports(in_features: int, out_features: int) -> bool:
 
 @functools.cache
 def missing(device: str) -> str | None:
-    """What keeps this machine's `device` ("cpu" or "cuda") from computing in FP8; None if nothing does."""
+    """Reason why this machine's `device` ("cpu" or "cuda") cannot compute in FP8; None if it can."""
     if device == "cuda":
         if torch.version.hip is not None:
             return "an AMD GPU, whose FP8 has another exponent bias"
@@ -57,16 +56,17 @@ def missing(device: str) -> str | None:
 def quantise_rows(
     x: torch.Tensor, bound: float | None = None, *, triton: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of each row: x is about codes * scales.
+    """Quantise each row to float8_e4m3fn codes and one scale: x is about codes * scales.
 
     Parameters
     ----------
     x
         [rows, k] bfloat16, float16 or float32, rows contiguous.
     bound
-        > 0: what is larger is clamped to it. None: nothing is.
+        > 0: numbers of larger magnitude are clamped to it. None: no clamping.
     triton
-        By the kernel (`quire.kernels.rows.fp8_rows`) or by torch operations, the same bits; None: by the device of x.
+        True uses the kernel (`quire.kernels.rows.fp8_rows`), False torch operations, with the same bits. None uses the
+        kernel except on the CPU.
 
     Returns
     -------
@@ -90,14 +90,14 @@ def scaled_product(
     weight_scales: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x times weight transposed.
+    """Multiply x by the transposed weight.
 
     Parameters
     ----------
     x, x_scales
         [rows, k] float8_e4m3fn and [rows, 1] float32, contiguous.
     weight, weight_scales
-        [n, k] and [n, 1] of the same kinds; n and k multiples of `MULTIPLE`.
+        [n, k] float8_e4m3fn and [n, 1] float32; n and k are multiples of `MULTIPLE`.
     bias
         [n] bfloat16.
 

@@ -1,16 +1,17 @@
-"""Rows to float8_e4m3fn, each by a scale of its own: the activations of a product in FP8, and its weights.
+"""Quantisation of rows to float8_e4m3fn with one scale per row: the activations and the weights of FP8 products.
 
 For a row x of n numbers::
 
     a = min(max |x|, bound)          s = a / 448, or 1 for a row of zeros
     code = x / s, clamped to +-448 and rounded to the nearest, ties to even
 
-By IEEE divisions and `quire.kernels.rows.kv_write.e4m3_bits`: the bits of `quire.kernels.reference.quantise_rows`. A
-program has one row, read once where it fits its registers and twice, the second time from the cache, where not.
+The kernel uses IEEE divisions and `quire.kernels.rows.kv_write.e4m3_bits`, so the bits are those of
+`quire.kernels.reference.quantise_rows`. A program has one row. It reads a row of up to `MAX_BLOCK` numbers once and a
+longer row twice, the second time from the cache.
 
-Layout. x [rows, n], rows contiguous at any stride; codes [rows, n] and scales [rows, 1] contiguous.
+Layout. x [rows, n], rows contiguous, any stride between rows; codes [rows, n] and scales [rows, 1] contiguous.
 
-Bytes a row: n (itemsize + 1). Flops: about 20 n, all but a division integer operations of the rounding.
+Bytes per row: n (itemsize + 1). Flops: about 20 n: one division, the others integer operations of the rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import triton.language as tl
 from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix
 from quire.kernels.rows.kv_write import e4m3_bits
 
-MAX_BLOCK = 8192  # numbers at a time: 32 a thread of 8 warps
+MAX_BLOCK = 8192  # numbers that a program holds: 32 for each thread of 8 warps
 MAX_COLUMNS = 1 << 20
 NUM_WARPS = 8
 
@@ -33,7 +34,7 @@ NUM_WARPS = 8
 def _quantise_rows_kernel(
     codes_ptr, scales_ptr, x_ptr, bound, stride_x, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row."""
+    """Quantise one row."""
     row = tl.program_id(0).to(tl.int64)
     x_row_ptr = x_ptr + row * stride_x
     codes_row_ptr = codes_ptr + row * COLUMNS
@@ -57,14 +58,14 @@ def _quantise_rows_kernel(
 
 
 def quantise_rows(x: torch.Tensor, bound: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of each row: x is about codes * scales.
+    """Quantise each row to codes and one scale: x is about codes * scales.
 
     Parameters
     ----------
     x
-        [rows, n] bfloat16, float16 or float32; 1 <= n <= `MAX_COLUMNS`.
+        [rows, n] bfloat16, float16 or float32, rows contiguous; 1 <= n <= `MAX_COLUMNS`.
     bound
-        > 0: what is larger is clamped to it. None: nothing is.
+        > 0: numbers of larger magnitude are clamped to it. None: no clamping.
 
     Returns
     -------
@@ -73,7 +74,7 @@ def quantise_rows(x: torch.Tensor, bound: float | None = None) -> tuple[torch.Te
     Raises
     ------
     ValueError
-        A shape, dtype, stride or bound that does not fit, with its limit.
+        A shape, dtype, stride or bound is not supported; the message has the limit.
     """
     check_matrix("x", x, (None, None), FLOATS, x.device)
     rows, columns = x.shape
@@ -91,5 +92,5 @@ def quantise_rows(x: torch.Tensor, bound: float | None = None) -> tuple[torch.Te
 
 
 def row_block(columns: int) -> int:
-    """Numbers that a program holds at a time."""
+    """Numbers that a program holds at the same time."""
     return min(triton.next_power_of_2(columns), MAX_BLOCK)

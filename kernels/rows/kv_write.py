@@ -1,4 +1,4 @@
-"""Rotary embedding, optional QK-norm and the write of keys and values into the paged cache: one pass.
+"""Rotary embedding, optional QK-norm and the write of keys and values into the paged cache, in one pass.
 
 For each token at position p and each head x of q and k, R rotary dimensions of D, h = R / 2::
 
@@ -7,20 +7,20 @@ For each token at position p and each head x of q and k, R rotary dimensions of 
     y[i + h] = x[i + h] cos[p, i + h] + x[i] sin[p, i + h]
     y[j]     = x[j]                                   R <= j < D: partial rotation
 
-This is transformers' half-split ("neox") layout. Every variant of its frequencies (linear, dynamic, YaRN, Llama 3,
-LongRoPE, multimodal sections) is a table cos, sin [positions, R] in float32, with the attention factor multiplied in.
-The rotation is float32 and rounds once.
+This is transformers' half-split ("neox") layout. Every variant of the frequencies (linear, dynamic, YaRN, Llama 3,
+LongRoPE, multimodal sections) is expressed by the tables cos, sin [positions, R] in float32, which include the
+attention factor. The rotation is computed in float32 and rounded once.
 
-q goes to `q_out`; k and v go to their slots. A float8_e4m3fn cache takes x / scale of the head, clamped to +-448 and
-rounded to the nearest, ties to even, by integer operations: the same bits on every device.
+q is written to `q_out`, k and v to their slots. A float8_e4m3fn cache stores x / scale of the head, clamped to +-448
+and rounded to the nearest, ties to even, by integer operations: the same bits on every device.
 
 Layout::
 
-    slots [tokens] int64, block id * block_size + offset           -1: written nowhere (padding)
-    pages [num_blocks, kv_heads, block_size, head_dim], any block stride
+    slots [tokens] int64, block id * block_size + offset           -1: not written (padding)
+    cache [num_blocks, kv_heads, block_size, head_dim], any block stride
 
-Bytes a token: 2 heads D itemsize for q, kv_heads D (2 itemsize + 2 cache itemsize) for k and v; the tables come
-from the L2 cache. Flops: 3 R (heads + kv_heads), and 4 D more a head with the norm.
+Bytes per token: 2 heads D itemsize for q, kv_heads D (2 itemsize + 2 cache itemsize) for k and v; the tables come
+from the L2 cache. Flops: 3 R (heads + kv_heads), and 4 D more for each head with the norm.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from quire.kernels.argument_checks import (
 from quire.kernels.rows.norm import inverse_rms, scale_normed
 from quire.kernels.tensor_meta import CACHED_CHECKS, TensorMeta, meta_of
 
-HEAD_BLOCK = 8  # heads of a program: 16 bytes a thread and load at head size 128
+HEAD_BLOCK = 8  # heads of a program: loads of 16 bytes for each thread at head size 128
 NUM_WARPS = 4
 
 _E4M3_MAX_BITS = tl.constexpr(0x43E00000)  # 448.0
 _E4M3_LEAST_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2^-6
-# Added to a magnitude below 2^-6, this float's last bit is worth 2^-9, the step of e4m3's subnormal numbers.
+# 2^14: adding it to a magnitude below 2^-6 rounds the sum to multiples of 2^-9, the step of e4m3's subnormal numbers.
 _E4M3_SUBNORMAL_MAGIC_BITS = tl.constexpr(141 << 23)
 
 
 @triton.jit
 def e4m3_bits(x):
-    """float32 to the byte of float8_e4m3fn: clamped to +-448, to nearest even; NaN stays NaN."""
+    """Convert float32 to bytes of float8_e4m3fn: clamped to +-448, rounded to nearest even; NaN stays NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
     clamped = tl.minimum(magnitude, _E4M3_MAX_BITS)
-    # Normal: the exponent's bias goes from 127 to 7; 20 mantissa bits are rounded away.
+    # Normal numbers: the exponent's bias changes from 127 to 7, and 20 mantissa bits are rounded away.
     odd = (clamped >> 20) & 1
     normal = (clamped - (120 << 23) + 0x7FFFF + odd) >> 20
     magic = tl.full(x.shape, _E4M3_SUBNORMAL_MAGIC_BITS, tl.uint32).to(tl.float32, bitcast=True)
@@ -74,13 +74,13 @@ def e4m3_bits(x):
 
 @triton.jit
 def _load_part(ptr, offsets, dim, held, WIDTH: tl.constexpr):
-    """[heads, WIDTH_PAD] float32 of dimensions `dim`, zero where not held or dim >= WIDTH."""
+    """Load [heads, WIDTH_PAD] dimensions `dim` as float32; zero where not held or dim >= WIDTH."""
     return tl.load(ptr + offsets, mask=held & (dim < WIDTH)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store_part(ptr, offsets, x, dim, held, scale, FP8: tl.constexpr, WIDTH: tl.constexpr):
-    """Store dimensions of a page or of q, as codes of x / scale [heads] where FP8."""
+    """Store dimensions `dim` of heads into the cache or q; where FP8, as codes of x / scale [heads]."""
     if FP8:
         value = e4m3_bits(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
     else:
@@ -95,9 +95,9 @@ def _turn_heads(
     HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     GEMMA: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotation of [heads] heads at `x_offset`, stored at `out_offset` (each [heads] int64).
+    """Norm and rotate the heads at `x_offset` and store them at `out_offset` (each [heads] int64).
 
-    `angle` is the token's offset in the tables, `angle_count` R / 2, or 0 for a position outside them.
+    `angle` is the token's offset in the tables. `angle_count` is R / 2, or 0 for a position outside the tables.
     """
     HALF: tl.constexpr = ROTARY // 2
     REST: tl.constexpr = HEAD_DIM - ROTARY
@@ -126,7 +126,7 @@ def _turn_heads(
         if REST > 0:
             weight = tl.load(weight_ptr + ROTARY + rest, mask=rest < REST, other=0.0)[None, :]
             tail = scale_normed(tail * factor, weight, dtype, GEMMA).to(tl.float32)
-    # In place, a number may be stored by one warp while another, that computes a copy of it, has yet to load it.
+    # q may be its own output, and Triton may compute an element in several warps: finish all loads before any store.
     tl.debug_barrier()
     if HALF > 0:
         known = half < angle_count
@@ -147,7 +147,7 @@ def _turn_heads(
         _store_part(out_ptr, out_base + ROTARY + rest[None, :], tail, rest, held, scale, FP8, REST)
 
 
-# A step's slots are one row of those of all layer groups: where it begins depends on the tokens.
+# The slots of a step are one row of an array [layer groups, tokens], so their alignment depends on the tokens.
 @triton.jit(
     do_not_specialize=["num_slots", "num_positions"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
@@ -160,7 +160,7 @@ def _kv_write_kernel(
     ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, FULL_PAD: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, GEMMA: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """A block of heads of one token: of q, or of k and v."""
+    """Compute HEAD_BLOCK heads of one token: of q, or of k and v."""
     Q_BLOCKS: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -183,7 +183,7 @@ def _kv_write_kernel(
     else:
         head = (part - Q_BLOCKS) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         slot = tl.load(slots_ptr + token)
-        # Slots come from the device's memory: one outside the cache is written nowhere.
+        # The host does not check slots, which are on the device: one outside the cache is not written.
         stored = (slot >= 0) & (slot < num_slots)
         held = (head < tl.where(stored, KV_HEADS, 0))[:, None]
         block = slot // BLOCK_SIZE
@@ -228,25 +228,25 @@ def write_kv(
     Parameters
     ----------
     q, k, v
-        [tokens, heads or kv_heads, head_dim] bfloat16, float16 or float32, heads of a token contiguous: slices of
-        one fused projection will do. k is not changed.
+        [tokens, heads or kv_heads, head_dim] bfloat16, float16 or float32. The heads of a token are contiguous, so
+        slices of one fused projection are allowed. k is not changed.
     k_cache, v_cache
-        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn, pages contiguous,
-        equal strides.
+        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn. The tokens of one block and
+        head are contiguous; both have the same strides.
     slots
-        [tokens] int64, each slot at most once. Slots outside the cache, such as -1, are written nowhere.
+        [tokens] int64, each slot at most once. A token with a slot outside the cache, such as -1, is not written.
     positions
-        [tokens] int32 or int64, rows of the tables. A position outside them gives NaN.
+        [tokens] int32 or int64, rows of the tables. A position outside the tables gives NaN.
     cos, sin
-        [positions, rotary_dim] float32, rotary_dim even and <= head_dim; None for no rotation.
+        [positions, rotary_dim] float32, rotary_dim even and <= head_dim; None: no rotation.
     q_norm, k_norm
         [head_dim] weights of the RMS norm of each head, in the dtype of q or float32; both or neither.
     eps, gemma
-        Of the norm, as in `quire.kernels.rows.norm.rms_norm`.
+        Options of the norm, as in `quire.kernels.rows.norm.rms_norm`.
     k_scale, v_scale
-        [kv_heads] float32 > 0, with a float8_e4m3fn cache; it then holds x / scale. 1 where None.
+        [kv_heads] float32 > 0 for a float8_e4m3fn cache, which then holds x / scale. None: 1.
     q_out
-        [tokens, heads, head_dim] in the dtype of q; q itself where None.
+        [tokens, heads, head_dim] in the dtype of q; None: q itself.
 
     Returns
     -------
@@ -255,7 +255,7 @@ def write_kv(
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     q_out = q if q_out is None else q_out
     operands = (
@@ -292,7 +292,7 @@ def _checked(
     v_scale: TensorMeta | None,
     q_out: TensorMeta,
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int | bool]]:
-    """Check the operands' forms; the grid, the numbers after eps, and the compile-time arguments."""
+    """Check the operands; return the grid, the kernel's numbers after eps, and its compile-time arguments."""
     _check_heads_of_tokens(q, k, v, q_out)
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -302,7 +302,7 @@ def _checked(
     rotary = _check_tables(q, positions, cos, sin)
     _check_factors(q, k_cache, (q_norm, k_norm), (k_scale, v_scale), eps)
     num_blocks, _, block_size, _ = k_cache.shape
-    num_positions, stride_angle = (cos.shape[0], cos.stride(0)) if rotary else (0, 0)
+    num_positions, stride_angle = (0, 0) if cos is None else (cos.shape[0], cos.stride(0))
     numbers = (
         *(num_blocks * block_size, num_positions),
         *(x.stride(0) for x in (q_out, q, k, v)),
@@ -322,7 +322,7 @@ def _checked(
 
 
 def head_layout(head_dim: int, rotary: int) -> dict[str, int]:
-    """The kernel's constants for a head of which `rotary` dimensions turn."""
+    """Compile-time arguments for a head whose first `rotary` dimensions are rotated."""
     return dict(
         HEAD_DIM=head_dim,
         ROTARY=rotary,
@@ -372,11 +372,11 @@ def _check_tables(
     cos: TensorMeta | None,
     sin: TensorMeta | None,
 ) -> int:
-    """Check the rotation's arguments; returns its number of dimensions, 0 for none."""
-    given = [x is not None for x in (positions, cos, sin)]
-    if not any(given):
+    """Check the arguments of the rotation; return its number of dimensions, 0 for none."""
+    if positions is None and cos is None and sin is None:
         return 0
-    if not all(given):
+    if positions is None or cos is None or sin is None:
+        given = [x is not None for x in (positions, cos, sin)]
         raise ValueError(f"positions, cos, sin: must be given together, got {given}")
     check_vector("positions", positions, q.shape[0], (torch.int32, torch.int64), q.device)
     check_matrix("cos", cos, (None, None), (torch.float32,), q.device)

@@ -1,41 +1,41 @@
-"""Matrix product whose rows have the same bits in every batch: one order of additions for each weight.
+"""Matrix product whose rows have the same bits in every batch: the order of additions depends on the weight alone.
 
     out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n])          float32 accumulation
 
-Vendor libraries pick the tile, the split of k and the instruction by the number of rows, so that a request's
-logits depend on the other requests of its batch. Here the order of additions follows from the weight's shape, the
-dtype and the architecture alone. k is cut into splits of fixed length; each split is added up by itself, in steps of
-BLOCK_K, and the splits' sums are added in their order::
+Vendor libraries choose the tile, the split of k and the instruction by the number of rows, so a request's logits depend
+on the other requests of its batch. Here the order of additions follows from the weight's shape, the dtype and the
+architecture. k is cut into splits of fixed length. Each split is summed separately, in steps of BLOCK_K, and the sums
+of the splits are added in order::
 
     k         0 ........ | ........ | ........ | ...... K      3 splits
     sums      p0           p1         p2                       out = ((0 + p0) + p1) + p2 + bias
 
-Three forms compute that. They differ in who adds, not in what is added to what:
+Three forms compute this. They distribute the same additions over programs differently:
 
-    apart     few rows    a program a split writes its sum; a second kernel adds the sums     fills the processors
-    in turn   many rows   a program computes all splits of its tile, one after the other      no sums in memory
-    whole     one split   a program a tile                                                    wide weights
+    apart     few rows    one program per split writes its sum; a second kernel adds the sums    uses all processors
+    in turn   many rows   one program computes all splits of its tile, one after the other       no sums in memory
+    whole     one split   one program per tile                                                   wide weights
 
-The height of a tile (64, 128 or 256 rows) follows the number of rows, since it changes no bit: a row's result does
-not depend on where in the tile it stands. That holds for one and the same matrix instruction only. Hopper's wgmma
-takes 64 rows at least; for fewer rows Triton falls back to `mma.sync`, which takes 16, reads 8 or 16 k at a time and
-aligns and cuts the products before it adds them in another way. A row that is computed by one and then by the other
-has two results, so the lowest tile has 64 rows, and all heights multiply by m64n128k16 (a test reads it in the
-compiled code). Blackwell's instruction takes 128 rows or 64; there all tiles have 128.
+The height of a tile (64, 128 or 256 rows) follows the number of rows. It changes no bit, because a row's result does
+not depend on its place in the tile, as long as the matrix instruction is the same. Hopper's wgmma needs at least 64
+rows. For fewer rows Triton uses `mma.sync`, which takes 16 rows, reads 8 or 16 k at a time, and aligns and truncates
+the products differently before it adds them: a row would have two results. So the lowest tile has 64 rows, and all
+heights use m64n128k16 (a test reads it in the compiled code). Blackwell's instruction takes 128 rows or 64; there all
+tiles have 128.
 
-Bytes, few rows: N K itemsize for the weight, and 8 S M N for the sums of S splits, which the L2 cache holds. 3 tiles
-of 16 KiB are in flight in each program, 1 to 2 programs a processor: 48 to 96 KiB, where 24 hide the memory's
-latency, as long as there are programs for all processors. So N / BLOCK_N tiles times S is 128 at least where K
-allows it: 4096 x 4096 has 32 tiles and 4 splits. Flops: 2 M N K. With 64 rows in a tile that is a quarter of the matrix
-units' rate at the memory's speed; the part of the tile without rows costs no bytes.
+Bytes, few rows: N K itemsize for the weight, and 8 S M N for the sums of S splits, which fit the L2 cache. Each program
+has 3 tiles of 16 KiB in flight, and a processor has 1 to 2 programs: 48 to 96 KiB, where 24 KiB hide the memory's
+latency, provided that every processor has a program. So S is chosen such that N / BLOCK_N tiles times S is at least 128
+where K allows it: 4096 x 4096 has 32 tiles and 4 splits. Flops: 2 M N K. A tile of 64 rows needs a quarter of the
+matrix units' peak when the weights are read at full memory speed; rows of the tile without data cost no bytes.
 
-Bytes, many rows: a tile of 256 x 128 reads 1 byte for 85 multiplications from the L2 cache, one of 128 x 128 for 64.
-The second accumulator of the form "in turn" allows 128 rows.
+Bytes, many rows: a tile of 256 x 128 reads 1 byte from the L2 cache for 85 multiplications, one of 128 x 128 for 64.
+The form "in turn" has a second accumulator, which limits its tiles to 128 rows.
 
-Programs walk the tiles column by column in bands of GROUP_M tiles of rows, so that a band's weights are read from
-the L2 cache; the walk changes no bit.
+Programs go through the tiles column by column in bands of GROUP_M tiles of rows, so that a band's weights are read from
+the L2 cache. This order changes no bit.
 
-Layout. x [M, K], w [N, K] (as `torch.nn.Linear`), out [M, N]; rows contiguous at any stride.
+Layout. x [M, K], w [N, K] (as `torch.nn.Linear`), out [M, N]; rows contiguous, any stride between rows.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix, ch
 Form = Literal["whole", "apart", "in turn"]
 
 GROUP_M = 8
-# Programs that keep a GPU's processors busy (an H100 has 132). A constant, since it fixes bits.
+# Programs that use all of a GPU's processors (an H100 has 132). A constant, because the splits' bits depend on it.
 PROGRAMS = 128
 MAX_SPLITS = 8
-MIN_SPLIT_DEPTH = 256  # k of a split: the loads that fill its pipeline are a part of it
+MIN_SPLIT_DEPTH = 256  # least k of a split: shorter ones would mostly fill their pipeline of loads
 SUM_BLOCK = 512
 SUM_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A height, and how it is computed; nothing of it changes bits."""
+    """The height of a tile and its launch options. None of them changes a bit."""
 
     block_m: int
     num_warps: int
@@ -72,14 +72,14 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class MatmulConfig:
-    """Shape of the kernel; `block_n` and `block_k` fix bits.
+    """Shape of the kernel. The bits of a result depend on `block_n` and `block_k`.
 
     Attributes
     ----------
     tiles
-        Heights that one accumulator allows, rising.
+        Tiles of the forms with one accumulator, by rising height.
     in_turn
-        The height for many rows where there are two.
+        Tile of the form "in turn", which has two accumulators.
     """
 
     block_n: int
@@ -88,7 +88,7 @@ class MatmulConfig:
     in_turn: Tile
 
 
-# bfloat16 and float16.
+# For bfloat16 and float16.
 _CONFIG = {
     "sm_80": MatmulConfig(128, 64, (Tile(64, 4, 4), Tile(128, 8, 4)), Tile(128, 8, 4)),
     "sm_90": MatmulConfig(
@@ -97,7 +97,7 @@ _CONFIG = {
     "sm_100": MatmulConfig(128, 64, (Tile(128, 8, 4),), Tile(128, 8, 4)),
     "gfx942": MatmulConfig(128, 32, (Tile(64, 4, 2), Tile(128, 8, 2)), Tile(128, 8, 2)),
 }
-# float32 multiplies outside the matrix units (IEEE products).
+# float32 products run outside the matrix units (IEEE arithmetic).
 _CONFIG_FLOAT32 = MatmulConfig(64, 16, (Tile(32, 4, 3),), Tile(32, 4, 3))
 
 
@@ -107,7 +107,7 @@ def matmul_config(arch: str, dtype: torch.dtype) -> MatmulConfig:
     Raises
     ------
     ValueError
-        An architecture without an entry.
+        The table has no entry for the architecture.
     """
     if dtype == torch.float32:
         return _CONFIG_FLOAT32
@@ -119,14 +119,14 @@ def matmul_config(arch: str, dtype: torch.dtype) -> MatmulConfig:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How k is cut: part of a result's definition, as `block_k` is."""
+    """How k is cut into splits. Like `block_k`, this determines the bits of a result."""
 
     count: int
-    steps: int  # of block_k, of each; the last one may have fewer
+    steps: int  # steps of block_k in each split; the last split may have fewer
 
     @classmethod
     def of(cls, columns: int, depth: int, config: MatmulConfig) -> Splits:
-        """Of a weight [columns, depth]."""
+        """The splits of a weight [columns, depth]."""
         wanted = triton.cdiv(PROGRAMS, triton.cdiv(columns, config.block_n))
         count = max(1, min(wanted, MAX_SPLITS, depth // MIN_SPLIT_DEPTH))
         all_steps = triton.cdiv(depth, config.block_k)
@@ -139,9 +139,9 @@ def add_tiles(
     x_tile_ptr, w_tile_ptr, x_held, w_held, stride_k, depth, first, end,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the steps [first, end) of BLOCK_K: [BLOCK_M, BLOCK_N] float32.
+    """Sum x @ w over the steps [first, end) of BLOCK_K: [BLOCK_M, BLOCK_N] float32.
 
-    Rows of x and of w that are not held are zeros; w_held None: all of w are.
+    Elements outside the masks `x_held` and `w_held` count as zeros; `w_held` None masks nothing.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -168,7 +168,7 @@ def _matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
     FORM: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the result; apart: of the sums of the split that is the second index."""
+    """Compute one tile of the result; in the form "apart" one tile of the sums of split program_id(1)."""
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     in_band = BAND * tl.cdiv(num_columns, BLOCK_N)
     first_m = tl.program_id(0) // in_band * BAND
@@ -213,7 +213,7 @@ def _sum_splits_kernel(
     out_ptr, sums_ptr, bias_ptr, num_rows, num_columns, stride_out,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits' sums [SPLITS, M, N] of one row, as the form "in turn" does."""
+    """Add the splits' sums [SPLITS, M, N] of one row, in the same order as the form "in turn"."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < num_columns
@@ -227,21 +227,21 @@ def _sum_splits_kernel(
 
 
 class FixedProduct:
-    """x @ weight.T (+ bias), each row's bits a function of that row and the weight only.
+    """x @ weight.T (+ bias), where each row's bits depend on that row and the weight only.
 
     Parameters
     ----------
     weight
-        [N, K] bfloat16, float16 or float32, rows contiguous; read where it lies at every call.
+        [N, K] bfloat16, float16 or float32, rows contiguous. It is not copied: every call reads this tensor.
     bias
         [N] in the dtype of the weight or float32, added in float32.
     config
-        `matmul_config` of the device by default.
+        None: `matmul_config` of the device.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class FixedProduct:
         self.splits = Splits.of(self.columns, self.depth, self.config)
 
     def form(self, rows: int) -> tuple[Form, Tile]:
-        """How so many rows are computed."""
+        """Form and tile for a product with `rows` rows."""
         config = self.config
         if self.splits.count > 1:
             tiles_m = triton.cdiv(rows, config.in_turn.block_m)
@@ -273,7 +273,7 @@ class FixedProduct:
         return form, next(fitting, config.tiles[-1])
 
     def distinct_rows(self, max_rows: int) -> list[int]:
-        """Numbers of rows, at most `max_rows`, which between them need every kernel that any such number needs."""
+        """Numbers of rows that together use every kernel variant that products of 1 to `max_rows` rows use."""
         config = self.config
         tiles_n = triton.cdiv(self.columns, config.block_n)
         starts = [1, *(tile.block_m + 1 for tile in config.tiles[:-1])]
@@ -282,7 +282,10 @@ class FixedProduct:
         return sorted(found.values())
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x [M, K] in the weight's dtype; out [M, N] in it or float32, allocated in the weight's where None."""
+        """Multiply x [M, K], in the weight's dtype, by the transposed weight.
+
+        `out` is [M, N] in the weight's dtype or float32; None allocates it in the weight's dtype.
+        """
         dtype, device = self.weight.dtype, self.weight.device
         check_matrix("x", x, (None, self.depth), (dtype,), device)
         rows = len(x)
@@ -314,7 +317,7 @@ class FixedProduct:
         tile: Tile,
         splits: int,
     ) -> None:
-        """`splits` programs a tile."""
+        """Launch `splits` programs for each tile."""
         config, rows = self.config, len(x)
         tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(self.columns, config.block_n)
         check_bounds("tiles", tiles, 0, 2**31 - 1)
@@ -335,5 +338,5 @@ def matmul_fixed(
     out: torch.Tensor | None = None,
     config: MatmulConfig | None = None,
 ) -> torch.Tensor:
-    """x [M, K] @ weight.T (+ bias) by a `FixedProduct` that is used once."""
+    """Compute x [M, K] @ weight.T (+ bias) with a `FixedProduct` that is used once."""
     return FixedProduct(weight, bias, config)(x, out)

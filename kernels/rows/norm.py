@@ -1,4 +1,4 @@
-"""Root-mean-square norm with an optional residual addition before it.
+"""RMS norm, with an optional residual addition before it.
 
 For a row x of n numbers, with the residual stream r and weights w::
 
@@ -7,17 +7,18 @@ For a row x of n numbers, with the residual stream r and weights w::
     out = round(y) * w                 Llama form: y is rounded to the dtype first, as transformers and vLLM do
     out = y * (1 + w)                  Gemma form: rounded once
 
-Arithmetic is float32 with IEEE division and square root. A program has one row whole in registers; the block
-follows from n alone, so that the order of additions, and with it the bits of a row, do not depend on the batch.
+Arithmetic is float32 with IEEE division and square root. A program holds one row in registers. Its block size follows
+from n alone, so the order of additions, and with it the bits of a row, do not depend on the batch.
 
-Layout. x, r, out, s [tokens, n], rows contiguous at any stride; `out` may be x and the new stream may be r.
+Layout. x, r, out, s [tokens, n]; rows contiguous, any stride between rows. `out` may be x and s may be r.
 
-Bytes a row: 2 n itemsize, or 4 n itemsize with the residual; the weights come from the L2 cache. Flops: 4 n.
+Bytes per row: 2 n itemsize, or 4 n itemsize with the residual; the weights come from the L2 cache. Flops: 4 n.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import overload
 
 import torch
 import triton
@@ -27,19 +28,19 @@ from quire.kernels import tuning
 from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix, check_vector
 from quire.kernels.tensor_meta import CACHED_CHECKS, TensorMeta, meta_of
 
-MAX_HIDDEN = 1 << 15  # 32 numbers a thread of the largest program
+MAX_HIDDEN = 1 << 15  # 32 numbers for each thread of the largest program
 
 
 @triton.jit
 def inverse_rms(square_sum, COUNT: tl.constexpr, eps):
-    """1 / sqrt(square_sum / COUNT + eps), each step rounded as IEEE 754 says."""
+    """1 / sqrt(square_sum / COUNT + eps), each operation rounded correctly (IEEE 754)."""
     mean = tl.div_rn(square_sum, tl.zeros_like(square_sum) + COUNT)
     return tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
 def scale_normed(y, weight, dtype: tl.constexpr, GEMMA: tl.constexpr):
-    """y [...] float32 times the weights as `dtype`, with the roundings of the form."""
+    """y [...] float32 times the weights as `dtype`, rounded as in the Llama or the Gemma form."""
     if GEMMA:
         y = y * (1.0 + weight.to(tl.float32))
     else:
@@ -53,7 +54,7 @@ def _rms_norm_kernel(
     eps, stride_out, stride_sum, stride_x, stride_residual,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GEMMA: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
+    """Compute one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     held = column < HIDDEN
@@ -72,6 +73,32 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * stride_out + column, y, mask=held)
 
 
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: None = None,
+    gemma: bool = False,
+    out: torch.Tensor | None = None,
+    residual_out: None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor,
+    gemma: bool = False,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -82,7 +109,7 @@ def rms_norm(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMS norm of each row, of x + residual where a residual is given.
+    """Compute the RMS norm of each row of x, or of x + residual.
 
     Parameters
     ----------
@@ -95,18 +122,18 @@ def rms_norm(
     residual
         [tokens, hidden] in the dtype of x.
     gemma
-        Scale by 1 + weight instead of weight, without the rounding in between.
+        Scale by 1 + weight instead of weight, without the rounding before it.
     out, residual_out
-        [tokens, hidden] in the dtype of x, allocated where None; `out` may be x, `residual_out` may be `residual`.
+        [tokens, hidden] in the dtype of x; None allocates. `out` may be x, `residual_out` may be `residual`.
 
     Returns
     -------
-    `out`, or with a residual (`out`, `residual_out`), the second being x + residual.
+    `out`; with a residual (`out`, `residual_out`), where `residual_out` is x + residual.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     if residual is None and residual_out is not None:
         raise ValueError("residual_out: needs a residual, got none")
@@ -132,8 +159,8 @@ def _checked(
     residual: TensorMeta | None,
     out: TensorMeta,
     residual_out: TensorMeta | None,
-) -> tuple[int, tuple[int, ...], dict[str, int | bool]]:
-    """Check the operands' forms; rows, strides of out, residual_out, x, residual, and the launch's constants."""
+) -> tuple[int, tuple[int, ...], dict[str, int]]:
+    """Check the operands; return rows, strides of out, residual_out, x and residual, and compile-time arguments."""
     check_matrix("x", x, (None, None), FLOATS, x.device)
     shape, kind = tuple(x.shape), (x.dtype,)
     check_bounds("hidden", shape[1], 1, MAX_HIDDEN)
@@ -152,6 +179,6 @@ def _checked(
 
 
 def norm_warps(block: int, arch: str) -> int:
-    """Warps of a program: 16 numbers a thread, 32 at the largest blocks; a function of hidden size and architecture."""
+    """Warps of a program: 16 numbers for each thread, 32 in the largest blocks; the batch has no influence."""
     lanes = tuning.warp_lanes(arch)
     return min(max(block // (16 * lanes), 1), tuning.PROGRAM_THREADS // lanes)

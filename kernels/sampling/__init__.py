@@ -1,1 +1,1 @@
-"""From rows of logits to tokens and log-probabilities."""
+"""Kernels that turn rows of logits into tokens and log-probabilities."""

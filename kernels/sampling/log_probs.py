@@ -1,12 +1,12 @@
-"""Log-probs of the model's own distribution: the largest n of a row, and those of given tokens.
+"""Log-probabilities of the model's own distribution: of one given token per row, and the n largest of the row.
 
     log p(i) = x_i - log sum_j e^x_j        x: the logits before bias, penalties, mask and temperature
 
-The largest n come without a sort: `quire.kernels.sampling.row_survey` lists n ids or some more, from which n rounds
-each take the largest that comes after the last in the order (value, falling; id, rising).
+The n largest are found without a sort. `quire.kernels.sampling.row_survey` lists at least n ids; then each of n rounds
+takes the next one in the order (value falling, id rising).
 
-Bytes a row: at most 2 vocab itemsize, the second time from the L2 cache if it holds the rows that run. Flops: 15 an
-element, and n times the list.
+Bytes per row: at most 2 vocab itemsize, the second time from the L2 cache if it holds the rows that run. Instructions:
+15 for each element, and n passes over the list.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _log_probs_kernel(
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr,
     PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
+    """Compute one row."""
     row = tl.program_id(0).to(tl.int64)
     ids_ptr += row * 2 * PARTS * PART_SLOTS
     values_ptr += row * 2 * PARTS * PART_SLOTS
@@ -71,7 +71,8 @@ def _log_probs_kernel(
     ids_ptr += PARTS * PART_SLOTS
     values_ptr += PARTS * PART_SLOTS
     width = num_columns // 2
-    last_key = tl.full([], 2147483647, tl.int32)  # above that of every finite value
+    # Above the key of every finite value.
+    last_key = tl.full([], 2147483647, tl.int32)
     last_id = tl.full([], -1, tl.int32)
     for rank in range(num_top):
         best_key = tl.full([TILE], -2147483648, tl.int32)
@@ -96,15 +97,15 @@ def _log_probs_kernel(
 
 
 class Scores(NamedTuple):
-    """Log-probs of `rows` rows."""
+    """Log-probabilities of some rows."""
 
-    chosen: torch.Tensor  # [rows] float32
-    top: torch.Tensor  # [rows, width] float32, falling; undefined from the row's own number on
-    top_ids: torch.Tensor  # [rows, width] int32, equal values by rising id
+    chosen: torch.Tensor  # [rows] float32, of the given token
+    top: torch.Tensor  # [rows, width] float32, falling; undefined beyond the row's `num_top`
+    top_ids: torch.Tensor  # [rows, width] int32; for equal values the ids rise
 
     @classmethod
     def of(cls, packed: torch.Tensor) -> Scores:
-        """Views of [rows, 1 + 2 width] float32, the ids as their bits."""
+        """Make views of the packed result [rows, 1 + 2 width] float32, which stores the ids as int32 bits."""
         width = packed.shape[1] // 2
         return cls(packed[:, 0], packed[:, 1 : 1 + width], packed[:, 1 + width :].view(torch.int32))
 
@@ -119,22 +120,22 @@ def log_probs(
     workspace: Workspace | None = None,
     config: SamplingConfig = DEFAULT_CONFIG,
 ) -> Scores:
-    """Log-probs of one token a row, and the largest ones.
+    """Compute the log-probability of one token per row, and the largest ones of the row.
 
     Parameters
     ----------
     logits
         [any, vocab] bfloat16, float16 or float32.
     tokens
-        [any] int64, of each row of the logits; ids outside the vocabulary (no token) give -inf.
+        [any] int64, one token for each row of the logits; an id outside the vocabulary (no token) gives -inf.
     num_top
-        [rows] int32, 0 to the width of `out`; a row with fewer ids above -inf ends in -inf and id -1.
+        [rows] int32, 0 to the width of `out`. If fewer ids are above -inf, the rest has value -inf and id -1.
     source
-        [rows] int32, rows of the logits; None: row i.
+        [rows] int32, rows of the logits and of `tokens`; None: row i.
     out
-        [rows, 1 + 2 width] float32, width at most `MAX_TOP`.
-    workspace
-        As of `quire.kernels.sampling.sampling_kernel.sample_tokens`.
+        [rows, 1 + 2 width] float32, contiguous, width at most `MAX_TOP`.
+    workspace, config
+        As in `quire.kernels.sampling.sampling_kernel.sample_tokens`.
 
     Returns
     -------
@@ -143,7 +144,7 @@ def log_probs(
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     device = logits.device
     check_matrix("logits", logits, (None, None), FLOATS, device)

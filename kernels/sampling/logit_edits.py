@@ -1,22 +1,22 @@
-"""Masks, bias and penalties of the rows that have any, before `quire.kernels.sampling.sampling_kernel`: float32 copies
-of those rows.
+"""Masks, bias and penalties, applied to float32 copies of the rows that have any, before sampling.
 
-For each id with logit x, bias b (-inf suppresses it), and c occurrences in the output::
+For each id with logit x, bias b (-inf suppresses the id) and c occurrences in the output::
 
-    x = -inf                                           if the row's mask excludes it
-    x = x + b                                          if it is listed
-    x = x / r if x > 0 else x * r                      if it occurs in prompt or output: repetition r
-    x = x - f c - p                    if c > 0        frequency f, presence p
+    x = -inf                                           if the row's mask excludes the id
+    x = x + b                                          if the row's list has the id
+    x = x / r if x > 0 else x * r                      if the id occurs in prompt or output: repetition penalty r
+    x = x - f c - p                                    if c > 0: frequency penalty f, presence penalty p
 
-The order is vLLM's. The logits stay as they are: log-probs are of the model's own distribution.
+The order is vLLM's. The logits themselves are not changed, because log-probabilities refer to the model's own
+distribution.
 
 ```
  logits [S, vocab]  ─── row rows[e], mask, counts ───▶  edited [E, vocab]        all ids
-                    └── the same and the bias ───────▶  edited[e, ids[i]]        the listed ids, over it
+                    └── the same and the bias ───────▶  edited[e, ids[i]]        the listed ids, written again
 ```
 
-Bytes a row: vocab (itemsize + 4), with penalties 4 vocab more, with a mask vocab / 8; 16 a listed id. Flops: 8 an
-element.
+Bytes per row: vocab (itemsize + 4), 4 vocab more with penalties, vocab / 8 more with a mask; 16 for each listed id.
+Flops: 8 per element.
 """
 
 from __future__ import annotations
@@ -38,25 +38,28 @@ _COUNT_BITS = tl.constexpr(IN_PROMPT - 1)
 
 
 class Edits(NamedTuple):
-    """What E rows ask for, all on one device. Every part may be empty, and then no row refers to it."""
+    """The edits of E rows, all on one device. `masks`, `ids`, `bias` and `counts` may be empty if no row uses them."""
 
-    rows: torch.Tensor  # [E] int32, of the logits
+    rows: torch.Tensor  # [E] int32, rows of the logits
     masks: (
         torch.Tensor
-    )  # [M, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set: id i is allowed
-    mask_rows: torch.Tensor  # [E] int32, of `masks`; -1: all ids are allowed
-    starts: torch.Tensor  # [E + 1] int32: row e's list is [starts[e], starts[e + 1])
-    ids: torch.Tensor  # [n] int32, each once in its row
+    )  # [M, ceil(vocab / 32)] int32; bit i % 32 of word i // 32 is set if id i is allowed
+    mask_rows: torch.Tensor  # [E] int32, rows of `masks`; -1: all ids are allowed
+    starts: (
+        torch.Tensor
+    )  # [E + 1] int32: row e's list is [starts[e], starts[e + 1]) of `ids` and `bias`
+    ids: torch.Tensor  # [n] int32, each id at most once in a row's list
     bias: torch.Tensor  # [n] float32
-    count_rows: torch.Tensor  # [E] int32, of `counts`; -1: no penalties
-    repetition: torch.Tensor  # [E] float32, above 0; 1 for off
-    presence: torch.Tensor  # [E] float32
-    frequency: torch.Tensor  # [E] float32
-    # [R, vocab] int32, how often the output has each id; bit 30: the prompt has it
-    counts: torch.Tensor
+    count_rows: torch.Tensor  # [E] int32, rows of `counts`; -1: no penalties
+    repetition: torch.Tensor  # [E] float32 > 0; 1 is off
+    presence: torch.Tensor  # [E] float32; 0 is off
+    frequency: torch.Tensor  # [E] float32; 0 is off
+    counts: (
+        torch.Tensor
+    )  # [R, vocab] int32: occurrences of each id in the output; bit 30 if the prompt has the id
 
 
-# Single numbers and short lists are loaded from them: how they are aligned is of no use.
+# The kernels load single numbers and short lists from these pointers: specialising on alignment would not pay.
 _UNALIGNED = (
     "rows_ptr masks_ptr mask_rows_ptr starts_ptr ids_ptr bias_ptr counts_ptr count_rows_ptr "
     "repetition_ptr presence_ptr frequency_ptr"
@@ -68,7 +71,7 @@ def _masked(
     logits_ptr, masks_ptr, mask_rows_ptr, rows_ptr, edit, stride_logits, stride_masks, token, held,
     VOCAB: tl.constexpr,
 ):  # fmt: skip
-    """Logits of ids of a row, -inf where its mask excludes them."""
+    """Load logits of one row; -inf for ids that its mask excludes."""
     row = tl.load(rows_ptr + edit).to(tl.int64)
     x = tl.load(logits_ptr + row * stride_logits + token, mask=held, other=0.0).to(tl.float32)
     mask_row = tl.load(mask_rows_ptr + edit).to(tl.int64)
@@ -82,7 +85,7 @@ def _penalised(
     x, counts_ptr, count_rows_ptr, repetition_ptr, presence_ptr, frequency_ptr, edit, token, held,
     VOCAB: tl.constexpr,
 ):  # fmt: skip
-    """Logits after the penalties of their row."""
+    """Apply the row's penalties to its logits x."""
     count_row = tl.load(count_rows_ptr + edit).to(tl.int64)
     repetition = tl.load(repetition_ptr + edit)
     counted = held & (token < tl.where(count_row >= 0, VOCAB, 0))
@@ -100,7 +103,7 @@ def _edit_kernel(
     counts_ptr, count_rows_ptr, repetition_ptr, presence_ptr, frequency_ptr, stride_logits, stride_masks,
     VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of ids of one row."""
+    """Write BLOCK ids of one row, without bias."""
     edit = (tl.program_id(0) // BLOCKS).to(tl.int64)
     token = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     held = token < VOCAB
@@ -119,7 +122,7 @@ def _edit_listed_kernel(
     counts_ptr, count_rows_ptr, repetition_ptr, presence_ptr, frequency_ptr, stride_logits, stride_masks,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's list."""
+    """Write the ids of one row's list again, with their bias."""
     edit = tl.program_id(0).to(tl.int64)
     end = tl.load(starts_ptr + edit + 1)
     for start in range(tl.load(starts_ptr + edit), end, BLOCK):
@@ -137,14 +140,14 @@ def _edit_listed_kernel(
 
 
 def edit_logits(logits: torch.Tensor, edits: Edits) -> torch.Tensor:
-    """Apply masks, bias and penalties.
+    """Apply masks, bias and penalties to copies of the rows `edits.rows`.
 
     Parameters
     ----------
     logits
         [rows, vocab] bfloat16, float16 or float32; not changed.
     edits
-        Ids outside the vocabulary are skipped.
+        The edits of E rows. Listed ids outside the vocabulary are skipped.
 
     Returns
     -------
@@ -153,7 +156,7 @@ def edit_logits(logits: torch.Tensor, edits: Edits) -> torch.Tensor:
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     device = logits.device
     check_matrix("logits", logits, (None, None), FLOATS, device)

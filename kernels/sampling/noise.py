@@ -1,20 +1,21 @@
 """Counter-based noise for sampling: a pure function of (seed, choice, position, token id).
 
-No state, no batch, no device: whoever computes the next token of a stream draws the same noise (DESIGN §6.2).
+The noise depends neither on state nor on the batch or the device. So every replica draws the same noise for the next
+token of a stream, and a stream can continue on another replica.
 
-On the host, once a row, 64-bit arithmetic::
+On the host, once per row, in 64-bit arithmetic::
 
     key = mix64(mix64(mix64(seed + C) ^ choice) + position)         mix64: the finaliser of SplitMix64
     key_low, key_high = key & 0xFFFFFFFF, key >> 32
 
-On the device, for each token id, 32-bit arithmetic modulo 2^32::
+On the device, for each token id, in 32-bit arithmetic modulo 2^32::
 
     x = fmix32(token_id * 0x9E3779B1 + key_low) ^ key_high          fmix32: the finaliser of MurmurHash3
     u = ((fmix32(x) >> 9) + 0.5) * 2^-23                            24 significant bits: exact in float32
     gumbel = -log(-log(u))                                          u is never 0 or 1: always finite
 
-fmix32 is a bijection, so within a row all token ids have different x. `u` is equal bit for bit wherever 32-bit
-unsigned arithmetic exists (a Triton kernel uses `tl.uint32`); the two logarithms are each library's own.
+fmix32 is a bijection, so all token ids of a row have different x. `u` has the same bits on every device with 32-bit
+unsigned arithmetic (a Triton kernel uses `tl.uint32`); the two logarithms depend on the library.
 argmax(logits + gumbel) is a draw from softmax(logits) (Gumbel 1954; Maddison et al. 2014).
 """
 
@@ -25,8 +26,10 @@ import torch
 
 _U64 = np.uint64
 _MASK = 0xFFFFFFFF
-_TOKEN_FACTOR = 0x9E3779B1  # 2^32 / golden ratio, odd: token ids spread before the first mix
-_CHUNK = 1 << 16  # elements of int64 at a time: the whole chain of operations stays in L2
+_TOKEN_FACTOR = 0x9E3779B1  # 2^32 / golden ratio, odd: spreads token ids before the first mix
+_CHUNK = (
+    1 << 16
+)  # int64 elements of one pass on the CPU: all of its operations stay in the L2 cache
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:
@@ -38,7 +41,7 @@ def _mix64(x: np.ndarray) -> np.ndarray:
 
 
 def noise_keys(seed: np.ndarray, choice: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """64-bit keys of rows.
+    """Compute the 64-bit noise key of each row.
 
     Parameters
     ----------
@@ -55,27 +58,29 @@ def noise_keys(seed: np.ndarray, choice: np.ndarray, position: np.ndarray) -> np
 
 
 def noise_bases(seed: np.ndarray, choice: np.ndarray) -> np.ndarray:
-    """What of a row's keys is the same at every position: [rows] uint64."""
+    """The part of each row's key that does not depend on the position: [rows] uint64; arguments as in `noise_keys`."""
     with np.errstate(over="ignore"):
         key = _mix64(np.asarray(seed, dtype=_U64) + _U64(0x9E3779B97F4A7C15))
         return _mix64(key ^ np.asarray(choice).astype(_U64))
 
 
 def keys_at(bases: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """The keys [rows] uint64 of `noise_bases` at positions [rows] int."""
+    """Keys [rows] uint64 for `bases`, from `noise_bases`, at positions [rows] int."""
     with np.errstate(over="ignore"):
         return _mix64(bases + np.asarray(position).astype(_U64))
 
 
 def uniform(keys: np.ndarray, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Uniform numbers in (0, 1).
+    """Compute uniform numbers in (0, 1).
 
     Parameters
     ----------
     keys
-        [rows] uint64 of `noise_keys`.
+        [rows] uint64 from `noise_keys`.
     vocab_size
-        Token ids 0 .. vocab_size - 1.
+        Number of token ids: 0 .. vocab_size - 1.
+    device
+        Of the result.
 
     Returns
     -------
@@ -95,14 +100,14 @@ def uniform(keys: np.ndarray, vocab_size: int, device: torch.device | str = "cpu
 
 
 def gumbel(keys: np.ndarray, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[rows, vocab_size] float32 standard Gumbel noise; arguments as in `uniform`."""
+    """Compute standard Gumbel noise, [rows, vocab_size] float32; arguments as in `uniform`."""
     return uniform(keys, vocab_size, device).log_().neg_().log_().neg_()
 
 
 def _fmix32_(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's 32-bit finaliser, in place, on int64 that hold unsigned 32 bits.
+    """MurmurHash3's 32-bit finaliser, in place, on unsigned 32-bit values stored as int64.
 
-    The products wrap modulo 2^64, which leaves the low 32 bits right.
+    The products wrap modulo 2^64, so their low 32 bits are correct.
     """
     x.bitwise_xor_(x >> 16)
     x.mul_(0x85EBCA6B).bitwise_and_(_MASK)

@@ -1,24 +1,27 @@
-"""One look at rows of logits by many programs: the largest value, the sum of exponentials, the best score, candidates.
+"""Survey of rows of logits, the first stage of sampling: largest value, sum of exponentials, best id, candidates.
 
-```
- row        [ part 0: chunk chunk chunk chunk ][ part 1: chunk ...  ] ...      read once
- survey     max of each chunk; sum, best score and id of each part             a program a part
- combine    max, sum, best id of the row; a cut                                a program a row
- gather     ids at or above the cut: a list a part          read once more     a program a part
-```
+Several programs share each row::
 
-The cut is a guess that is nearly always right. The chunks' maxima are a sample of the row's largest values. The cut is
-the highest of them at or above which there are k of them (and so k ids), or, for top-p, at or above which their own
-mass reaches p. Where neither happens soon enough, the cut is so low that the lists are a quarter full if the candidates
-are spread evenly. The kernel that reads the lists checks them (`quire.kernels.sampling.sampling_tile.find_candidates`).
+    row        [ part 0: chunk chunk chunk chunk ][ part 1: chunk ...  ] ...      read once
+    survey     max of each chunk; sum, best score and id of each part             one program per part
+    combine    max, sum, best id of the row; a cut                                one program per row
+    gather     ids at or above the cut: one list per part     read again          one program per part
 
-A part that has no value at or above the cut is not read a second time, nor is a row that needs no candidates.
+    sum = sum_j e^((x_j - max) / temperature)      score = x / temperature + noise, or x for greedy rows
 
-Parts depend on the vocabulary alone, and everything is combined in one order: a row's result does not depend on the
-batch.
+The cut is a threshold that is nearly always low enough. The chunks' maxima are a sample of the row's largest values.
+With top-k, the cut is the highest value at or above which k maxima lie (and so at least k ids). With top-p, it is the
+highest value at which the maxima alone have a share p of the sum. If no such value is high enough, the cut is chosen
+so that evenly spread candidates fill a quarter of the lists. The kernel that reads the lists checks that they are
+complete (`quire.kernels.sampling.sampling_tile.find_candidates`).
 
-Bytes a row: vocab itemsize in the survey, at most the same in the gathering (from the L2 cache if it holds the rows
-that run). Instructions an element: 15 in the survey, 75 with noise; 15 in the gathering.
+Parts without a value at or above the cut are not read again, nor are rows that need no candidates.
+
+The parts depend on the vocabulary size alone, and all results are combined in a fixed order: a row's result does not
+depend on the batch.
+
+Bytes per row: vocab itemsize in the survey, at most the same in the gather kernel (from the L2 cache if it holds the
+rows that run). Instructions per element: 15 in the survey, 75 with noise; 15 in the gather kernel.
 """
 
 from __future__ import annotations
@@ -48,9 +51,9 @@ from quire.kernels.sampling.sampling_tile import (
 from quire.kernels.tuning import device_arch, launch_options
 
 MAX_VOCAB = 1 << 20
-_NEVER_KEY = tl.constexpr(2147483647)  # above that of every value
+_NEVER_KEY = tl.constexpr(2147483647)  # above the key of every value
 COMBINE_WARPS = 4
-# Programs that fit a multiprocessor. Asked for 3 of the gathering, some ptxas spill 8 bytes.
+# Programs that fit a multiprocessor. With 3 of the gather kernel some versions of ptxas spill 8 bytes.
 SURVEY_RESIDENT, GATHER_RESIDENT = 4, 2
 
 
@@ -58,21 +61,21 @@ SURVEY_RESIDENT, GATHER_RESIDENT = 4, 2
 class SamplingConfig:
     """Shape of the kernels; sizes are powers of two. `chunk`, `part_chunks` and `tile` fix the order of additions."""
 
-    chunk: int = 256  # ids of which the survey keeps the largest
-    part_chunks: int = 8  # chunks of one program: all of them are in flight at once
-    part_slots: int = 128  # candidates of a part that fit
-    tile: int = 1024  # ids of one step of the kernels that walk a list or a row
-    # thresholds of a search pass; 8 take too many registers for `sampling.RESIDENT`
+    chunk: int = 256  # ids for which the survey stores one maximum
+    part_chunks: int = 8  # chunks of one program, loaded at the same time
+    part_slots: int = 128  # capacity of a part's list of candidates
+    tile: int = 1024  # ids of one iteration of the loops over a list or a row
+    # Thresholds of a search pass. 8 need too many registers for `sampling_kernel.RESIDENT` programs.
     pivots: int = 4
     num_warps: int = 8
 
     @property
     def gather_tile(self) -> int:
-        """Ids of one step of the gathering."""
+        """Ids of one iteration of the gather kernel."""
         return min(self.tile, self.chunk * self.part_chunks)
 
     def num_parts(self, vocab: int) -> int:
-        """Programs of a row."""
+        """Number of parts, and of survey programs, of a row."""
         return triton.cdiv(vocab, self.chunk * self.part_chunks)
 
 
@@ -83,20 +86,22 @@ _DTYPES = (torch.float32, torch.int32, torch.int32, torch.float32)
 
 
 class Workspace(NamedTuple):
-    """What a row's kernels hand on; C chunks, P parts, L slots."""
+    """Memory between the kernels of one call, for rows with C chunks, P parts and L slots."""
 
-    # [rows, C + 2 P + 3] float32: maxima | sums | scores | largest, sum, mass that is enough
+    # [rows, C + 2 P + 3] float32: of each chunk the maximum | of each part the sum | of each part the best score |
+    # of the row the largest value, the sum, the mass that the candidates must reach
     stats: torch.Tensor
-    # [rows, 2 P + 4] int32: best ids | candidates | key of the cut, best id, count that is enough, source
+    # [rows, 2 P + 4] int32: of each part the best id | of each part the number of candidates |
+    # of the row the key of the cut, the best id, the number that the candidates must reach, the source
     marks: torch.Tensor
-    ids: torch.Tensor  # [rows, 2 L] int32: by part | joined
-    values: torch.Tensor  # [rows, 2 L] float32: logits of `ids` | scaled
+    ids: torch.Tensor  # [rows, 2 L] int32: lists of the parts | one joined list
+    values: torch.Tensor  # [rows, 2 L] float32: logits of `ids` | divided by the temperature
 
     @classmethod
     def allocate(
         cls, rows: int, vocab: int, device: torch.device, config: SamplingConfig = DEFAULT_CONFIG
     ) -> Workspace:
-        """Of unknown content."""
+        """Allocate uninitialised memory."""
         shapes = zip(cls._widths(vocab, config), _DTYPES, strict=True)
         return cls(*(torch.empty(rows, n, dtype=dtype, device=device) for n, dtype in shapes))
 
@@ -107,7 +112,7 @@ class Workspace(NamedTuple):
         return parts * (config.part_chunks + 2) + 3, 2 * parts + 4, 2 * slots, 2 * slots
 
     def check(self, rows: int, vocab: int, device: torch.device, config: SamplingConfig) -> None:
-        """Raise unless it holds so many rows of this vocabulary."""
+        """Raise ValueError unless there is room for `rows` rows of this vocabulary."""
         for name, x, width, dtype in zip(
             self._fields, self, self._widths(vocab, config), _DTYPES, strict=True
         ):
@@ -119,13 +124,12 @@ class Workspace(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of logits, and how they are drawn from; only `top_k` for the largest of each row."""
+    """Rows of logits and their sampling parameters. Only `top_k` is given where the largest values are wanted."""
 
     logits: torch.Tensor  # [any, vocab]
     edited: torch.Tensor | None  # [any, vocab] float32
-    source: (
-        torch.Tensor | None
-    )  # [rows] int32: row s of the logits, or row -1 - s of the edited ones; None: row i
+    # [rows] int32: s >= 0 is row s of the logits, s < 0 row -1 - s of the edited ones; None: row i of the logits
+    source: torch.Tensor | None
     temperature: torch.Tensor | None  # [rows] float32
     top_k: torch.Tensor  # [rows] int32
     top_p: torch.Tensor | None  # [rows] float32
@@ -133,7 +137,7 @@ class Rows(NamedTuple):
     noise_keys: torch.Tensor | None  # [rows] int64
 
 
-# Single numbers are loaded from them: how they are aligned is of no use, and would be a variant of each kernel.
+# The kernels load single numbers from these pointers. Specialising on their alignment would only compile more variants.
 UNALIGNED = ("source_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "noise_ptr")
 
 
@@ -143,7 +147,7 @@ def _survey_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, noise_ptr, stride_logits,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row."""
+    """Survey one part of one row."""
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3)
@@ -177,14 +181,14 @@ def _survey_kernel(
 
 @triton.jit
 def quotient(x, temperature):
-    """x / temperature, in its last bit perhaps another than `scaled`: a fifth of its instructions."""
+    """x / temperature with a fifth of the instructions of `scaled`; the last bit may differ from it."""
     y = x * tl.minimum(tl.div_rn(1.0, temperature), FLOAT_MAX)
     return tl.where(x == float("-inf"), x, tl.maximum(y, -FLOAT_MAX))
 
 
 @triton.jit
 def exponent_scale(temperature):
-    """Factor of a difference of logits whose exp2 is the ratio of their likelihoods."""
+    """Factor f for which exp2(f d) is the ratio of the likelihoods of two logits that differ by d."""
     return tl.minimum(tl.div_rn(LOG2E, tl.where(temperature > 0.0, temperature, 1.0)), FLOAT_MAX)
 
 
@@ -193,7 +197,11 @@ def _combine_kernel(
     tokens_ptr, stats_ptr, marks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """One row; FULL maxima at or above the cut fill a quarter of the lists, PADDED is PARTS or a little more."""
+    """Combine the parts of one row and choose the cut.
+
+    With FULL maxima at or above the cut, about a quarter of the lists' slots are used. PADDED is the next power of two
+    of PARTS.
+    """
     row = tl.program_id(0).to(tl.int64)
     stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3)
     marks_ptr += row * (2 * PARTS + 4)
@@ -226,15 +234,16 @@ def _combine_kernel(
             count = tl.minimum(tl.where(limits_k, top_k, FULL), FULL)
             mass = tl.where(by_mass, top_p * total * MASS_MARGIN, float("inf"))
             cut = _cut_key(maxima, highest, scale, count, mass)
-        is_open = cut == MINUS_INF_KEY  # everything is listed
+        is_open = cut == MINUS_INF_KEY  # all ids become candidates
         enough_count = tl.where(limits_k & (is_open == 0), top_k, 0)
         enough_mass = tl.where(by_mass & (is_open == 0), top_p * total, 0.0)
         if min_p > 0.0:
             reach = temperature * tl.log(tl.maximum(min_p, LEAST_SHARE))
-            # Less by more than the rounding of this and of the division by the temperature.
+            # Lower the bound by more than the rounding errors of this line and of the division by the temperature.
             lowest = highest + reach - (tl.abs(highest) + tl.abs(reach)) * 1e-6
             least = order_key(tl.maximum(lowest, -FLOAT_MAX))
-            enough_count = tl.where(least >= cut, 0, enough_count)  # no other id counts
+            # Above this bound min-p removes all other ids, so that fewer candidates than k are enough.
+            enough_count = tl.where(least >= cut, 0, enough_count)
             cut = tl.maximum(cut, least)
     stats_ptr += PARTS * CHUNKS + 2 * PARTS
     tl.store(stats_ptr, highest)
@@ -250,9 +259,9 @@ def _combine_kernel(
 
 @triton.jit
 def _cut_key(maxima, highest, scale, count, mass):
-    """Key a little below the highest value at or above which `count` maxima lie, or `mass` of theirs; of -inf for none.
+    """Key slightly below the highest value at or above which `count` maxima lie, or maxima with a sum of `mass`.
 
-    Keys of 16 bits, as those of bfloat16, are exact enough.
+    The key of -inf if there is no such value. The search uses the upper 16 bits of keys (the precision of bfloat16).
     """
     low = tl.full([], MINUS_INF_KEY, tl.int32) >> 16
     high = (order_key(highest) >> 16) + 1
@@ -267,7 +276,7 @@ def _cut_key(maxima, highest, scale, count, mass):
         reached = (num >= count) | (held >= mass)
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
-    # One step of slack: two logits may be the same number once they are divided by the temperature.
+    # Go one step lower: two different logits may be equal after the division by the temperature.
     return tl.where(low - 1 <= floor, MINUS_INF_KEY, (low - 1) << 16)
 
 
@@ -277,7 +286,7 @@ def _gather_kernel(
     VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row."""
+    """List the candidates of one part of one row."""
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3)
@@ -306,12 +315,13 @@ def _gather_kernel(
 def survey_rows(
     rows: Rows, work: Workspace, config: SamplingConfig, tokens: torch.Tensor | None = None
 ) -> None:
-    """Fill the workspace of `rows`, whose arguments have been checked.
+    """Fill `work` for `rows`. The caller has checked all arguments.
 
     Parameters
     ----------
     tokens
-        [rows] int64, gets the best ids, -1 for none: of rows that leave nothing out, the ones drawn.
+        [rows] int64, output: the id with the best score of each row, -1 if all values are -inf. For greedy rows and for
+        rows without top-k, top-p and min-p this is the sampled token.
     """
     count, vocab = len(rows.top_k), rows.logits.shape[1]
     parts, chunks = config.num_parts(vocab), config.part_chunks
@@ -341,9 +351,9 @@ def survey_rows(
 
 
 def full_chunks(vocab: int, config: SamplingConfig) -> int:
-    """How many chunks' maxima lie at or above a value that fills a quarter of the slots, if values are spread evenly.
+    """Number of chunk maxima at or above a cut that fills a quarter of the slots with evenly spread candidates.
 
-    Of c chunks a share of 1 - e^(-n / c) has one of n such values or more.
+    If n candidates are spread over c chunks, an expected share of 1 - e^(-n / c) of the chunks has at least one.
     """
     chunks = triton.cdiv(vocab, config.chunk)
     wanted = config.num_parts(vocab) * config.part_slots / 4

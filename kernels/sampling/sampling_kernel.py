@@ -1,4 +1,4 @@
-"""Sampling of one token a row without sorting the vocabulary.
+"""Sampling of one token per row, without sorting the vocabulary.
 
 For a row of logits x, in this order (as vLLM documents it)::
 
@@ -6,27 +6,28 @@ For a row of logits x, in this order (as vLLM documents it)::
     min-p    keep y >= max y + log(min_p)
     top-k    keep the k largest
     top-p    keep the smallest set of the largest whose share of sum(exp y) reaches p, at least one
-    token = argmax over the kept of y + Gumbel noise          a draw from their softmax
+    token = argmax over the kept ids of y + Gumbel noise      a draw from their softmax
 
-Equal values are kept and chosen in the order of their ids, exactly. Masks, bias and penalties are applied before, to
-copies of the rows that have any: `quire.kernels.sampling.logit_edits`.
+Equal values are kept and chosen in the order of their ids. `quire.kernels.sampling.logit_edits` applies masks, bias and
+penalties before, to copies of the rows that have any.
 
-Four kernels: the three of `quire.kernels.sampling.row_survey`, which choose the token of greedy rows and of those that
-leave nothing out, and one that draws the others' from their lists of candidates. Which kernels run and on what grid
-follows from shapes alone, so a graph holds them.
+There are four kernels. The three of `quire.kernels.sampling.row_survey` choose the token of greedy rows and of rows
+without top-k, top-p and min-p. The fourth samples the other rows from their lists of candidates. All four always run,
+on grids that follow from shapes alone, so CUDA graphs can capture them.
 
-Search. What is kept is { (y, -id) >= (t, -last tie) }. The threshold t is found among integers of the same order as
-the values: a pass over the list counts, for PIVOTS thresholds between the bounds, the values at or above each (or their
-mass), and the bounds close in on the one where k (or p) is reached, at most 14 passes for all 2^32 values, fewer where
-one value is left between the bounds. Masses are float32 sums in a fixed order: rounding never makes a sum of
-more terms smaller, so the search is well defined and independent of the batch. A share within about 1e-6 of p may
-fall to either side.
+Search. The kept set is { id : (y, -id) >= (t, -last tie) }. The threshold t is found by bisection on integers of the
+same order as the values. Each pass over the list counts, for PIVOTS thresholds between the bounds, the values at or
+above each (or adds up their mass) and narrows the bounds to where k (or p) is reached. This takes at most 14 passes for
+all 2^32 values, fewer if only one value is left between the bounds. Masses are float32 sums in a fixed order: rounding
+never makes a sum of more terms smaller, so the search is well defined and independent of the batch. If a share is
+within about 1e-6 of p, rounding decides.
 
-Layout. logits [rows, vocab], bfloat16, float16 or float32, not changed. A row's token depends on its own logits and
-columns only.
+Layout. logits [rows, vocab], bfloat16, float16 or float32, not changed. A row's token depends on the row's own logits
+and parameters only.
 
-Bytes a row: vocab itemsize once for greedy rows and those that leave nothing out, at most twice for others, four times
-where their lists do not suffice.
+Bytes per row: vocab itemsize once for greedy rows and rows without top-k, top-p and min-p, at most twice for others,
+four times if their lists are incomplete. Instructions: those of the survey; then one pass over the list of candidates
+for each search pass and for the draw.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from quire.kernels.tuning import device_arch, launch_options
 
 NO_TOKEN = -1
 ALL_TIES = tl.constexpr(1 << 30)
-RESIDENT = 2  # programs of the draw that fit a multiprocessor: 256 rows run at the same time on 132 of them
+RESIDENT = 2  # draw programs that fit a multiprocessor: 256 rows run at the same time on 132 multiprocessors
 
 
 @triton.jit
@@ -71,10 +72,10 @@ def _search(
     ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
     VOCAB: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Threshold at which the values above `bottom` (a key, exclusive) reach their target, a number or a mass.
+    """Find the highest threshold at which the values above `bottom` (a key, exclusive) reach a number or a mass.
 
-    Returns (threshold key, how many of the ids that equal it belong to the set). A threshold that is `bottom`: all
-    above it do not reach the target.
+    Returns (threshold key, number of ids with exactly this value that belong to the set). The threshold is `bottom` if
+    all values above it together do not reach the target.
     """
     low = bottom.to(tl.int64)
     high = order_key(highest).to(tl.int64) + 1
@@ -105,12 +106,12 @@ def _search(
         next_low = tl.maximum(low, tl.max(tl.where(met, pivot, low), 0))
         high = tl.minimum(high, tl.min(tl.where(met, high, pivot), 0))
         low = next_low
-        # One value between the bounds, or just as many as asked for: the lower bound separates as well.
+        # Stop early if one value is left between the bounds, or exactly k values are at or above the lower bound.
         exact = (num_low - num_high <= 1).to(tl.int32)
         exact |= tl.where(by_mass, 0, (num_low == target_count).to(tl.int32))
     threshold = low.to(tl.int32)
     missing = tl.ceil((target_mass - mass_high) / likelihood(key_value(threshold), highest))
-    # Rounding may leave nothing missing; the largest value is always kept.
+    # Rounding may make `missing` 0 or less; the largest value is always kept.
     least = tl.where(num_high == 0, 1.0, 0.0)
     missing = tl.maximum(least, tl.minimum(missing, ALL_TIES * 1.0)).to(tl.int32)
     missing = tl.where(by_mass, missing, target_count - num_high)
@@ -145,7 +146,7 @@ def _draw_kept(
     ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Best id of value + noise above the threshold and among the first `ties` equal to it."""
+    """Return the id with the best value + noise, of those above the threshold and the first `ties` equal to it."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_id = tl.zeros([TILE], tl.int32)
     seen = tl.full([], 0, tl.int32)
@@ -173,7 +174,7 @@ def _draw_kernel(
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr,
     PART_SLOTS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """One row, if it leaves ids out."""
+    """Sample one row that has top-k, top-p or min-p; other rows are done."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p, min_p, limits_k, truncates = limits_of(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB
@@ -200,7 +201,8 @@ def _draw_kernel(
         ties = tl.full([], 0, tl.int32)
         if min_p > 0.0:
             threshold = tl.maximum(threshold, order_key(lowest) - 1)
-        for step in range(2):  # top-k, then top-p: one copy of the search in the code
+        # Top-k, then top-p: a loop, so that the compiled code has the search once.
+        for step in range(2):
             by_mass = step == 1
             if tl.where(by_mass, top_p < 1.0, limits_k):
                 bottom = threshold
@@ -240,34 +242,36 @@ def sample_tokens(
     out: torch.Tensor | None = None,
     config: SamplingConfig = DEFAULT_CONFIG,
 ) -> torch.Tensor:
-    """Choose one token a row.
+    """Choose one token for each row.
 
     Parameters
     ----------
     logits
         [rows, vocab] bfloat16, float16 or float32.
     temperature, top_p, min_p
-        [rows] float32: temperature 0 for greedy; top_p in (0, 1], 1 for off; min_p in [0, 1], 0 for off.
+        [rows] float32: temperature 0 is greedy; top_p in (0, 1], 1 is off; min_p in [0, 1], 0 is off.
     top_k
-        [rows] int32, 0 (or the vocabulary or more) for off.
+        [rows] int32; 0, or the vocabulary size and above, is off.
     noise_keys
         [rows] int64, the bits of `quire.kernels.sampling.noise.noise_keys`.
     edited, source
-        [any, vocab] float32, rows that stand in for some of the logits, and [rows] int32: s >= 0 for row s of the
-        logits, -1 - s for row s of the edited ones. Both or none.
+        `edited` [any, vocab] float32 has rows that replace rows of the logits. `source` [rows] int32 selects: s >= 0 is
+        row s of the logits, -1 - s row s of the edited ones. Both or neither.
     workspace
-        Of at least these rows, for this vocabulary and `config`; allocated where None.
+        Memory for at least these rows, this vocabulary and `config`; None allocates it.
     out
-        [rows] int64; allocated where None.
+        [rows] int64; None allocates it.
+    config
+        Shape of the kernels.
 
     Returns
     -------
-    `out`: token ids; `NO_TOKEN` where every logit of a row is -inf or NaN.
+    `out`: token ids; `NO_TOKEN` if every logit of a row is -inf or NaN.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
+        A shape, dtype, stride or device is not supported; the message has the bound.
     """
     device = logits.device
     check_matrix("logits", logits, (None, None), FLOATS, device)
@@ -282,7 +286,7 @@ def sample_tokens(
     ):
         check_vector(name, x, rows, (dtype,), device)
     if (edited is None) != (source is None):
-        raise ValueError("edited, source: give both or none")
+        raise ValueError("edited, source: must be given together, got one")
     if edited is not None:
         check_matrix("edited", edited, (None, vocab), (torch.float32,), device)
         check_vector("source", source, rows, (torch.int32,), device)
@@ -295,7 +299,7 @@ def sample_tokens(
     parts = config.num_parts(vocab)
     given = Rows(logits, edited, source, temperature, top_k, top_p, min_p, noise_keys)
     survey_rows(given, work, config, out)
-    # The sources lie in the workspace: one variant of this kernel serves with edited rows and without.
+    # The survey has copied `source` into the workspace, so one variant of this kernel serves with and without edits.
     # fmt: off
     _draw_kernel[(rows,)](
         out, work.ids, work.values, work.stats, work.marks, logits, work.values if edited is None else edited,

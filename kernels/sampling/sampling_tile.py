@@ -1,14 +1,14 @@
-"""Parts of the kernels that read rows of logits: loads, the order of values, noise, and lists of candidates.
+"""Device functions of the kernels that read rows of logits: loads, the order of values, noise, lists of candidates.
 
-Order. Values are compared as integers of the same order; equal values rank by their ids. -0 is +0. NaN counts
-as -inf and +inf as the largest finite number, so that every difference is a number.
+Order. Values are compared as integers of the same order; equal values are ordered by their ids. -0 equals +0. NaN
+counts as -inf and +inf as the largest finite number, so that every difference is a number.
 
-Candidates. `quire.kernels.sampling.row_survey` lists the ids of a row that matter, a list for each part of the
-vocabulary. `find_candidates` joins them where they are enough. Where they are not (many equal logits, a flat
-distribution with top-p near 1) it takes two more passes over the row: a histogram of the values in bins of 1/8 over
-[-64, 64), open at both ends, tells a bin that certainly lies at or below the threshold; then the ids of that bin and
-above are listed. Where even those are too many, the whole row is the list: right, but each search pass reads the row
-again.
+Candidates. `quire.kernels.sampling.row_survey` writes, for each part of the vocabulary, a list of the ids that the row
+may choose. `find_candidates` joins the lists if they are complete. If not (many equal logits, or a flat distribution
+with top-p near 1), it reads the row twice more. First it counts the values in a histogram with bins of 1/8 over
+[-64, 64), the first and last bin open, which gives a bin at or below the threshold. Then it lists the ids of that bin
+and above. If these do not fit either, the whole row is the list: the result is the same, but each search pass reads the
+row again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 BINS = tl.constexpr(1024)
 BINS_PER_UNIT = tl.constexpr(8.0)
 MINUS_INF_KEY = tl.constexpr(-2139095041)  # `order_key` of -inf
-# The histogram's sums are in another order than the survey's: its estimate of a mass gives this much way.
+# The histogram adds up in another order than the survey. This margin on a mass covers the difference.
 MASS_MARGIN = tl.constexpr(1.0001)
-# Of min-p, so that its logarithm is finite: a normal float32, since Triton 3.6 takes smaller numbers for float64.
+# Least min-p, so that its logarithm is finite. A normal float32: Triton 3.6 makes smaller constants float64.
 LEAST_SHARE = tl.constexpr(1.2e-38)
-STAGES = tl.constexpr(4)  # loads in flight of a loop over the row: they feed no product
+STAGES = tl.constexpr(4)  # pipelined loads in the loops over a row
 
 
 @triton.jit
 def row_source(source_ptr, row):
-    """Where row `row` lies: row s >= 0 of the logits, or row -1 - s of the edited ones."""
+    """Source of row `row`: s >= 0 is row s of the logits, s < 0 row -1 - s of the edited ones."""
     if source_ptr is None:
         source = row
     else:
@@ -40,12 +40,12 @@ def row_source(source_ptr, row):
 
 @triton.jit
 def load_logits(logits_ptr, edited_ptr, source, stride_logits, token, held, VOCAB: tl.constexpr):
-    """Logits of `token` float32; -inf where not held or NaN."""
+    """Load logits of `token` as float32; -inf where not held or NaN."""
     if edited_ptr is None:
         x = tl.load(logits_ptr + source * stride_logits + token, mask=held, other=float("-inf"))
         x = x.to(tl.float32)
     else:
-        # Both loads and no branch: loops over a row keep their loads in flight.
+        # Two masked loads instead of a branch, so that loops over a row are pipelined.
         bound = tl.where(source < 0, VOCAB, 0)
         in_edited, in_logits = held & (token < bound), held & (token >= bound)
         x = tl.load(edited_ptr + (-1 - source) * VOCAB + token, mask=in_edited, other=0.0)
@@ -58,7 +58,7 @@ def load_logits(logits_ptr, edited_ptr, source, stride_logits, token, held, VOCA
 
 @triton.jit
 def scaled(x, temperature):
-    """x / temperature, the divisor 1 for greedy rows; finite unless x is -inf."""
+    """x / temperature, or x for greedy rows; finite unless x is -inf."""
     y = tl.div_rn(x, tl.zeros_like(x) + tl.where(temperature > 0.0, temperature, 1.0))
     y = tl.maximum(tl.minimum(y, FLOAT_MAX), -FLOAT_MAX) + 0.0
     return tl.where(x == float("-inf"), x, y)
@@ -66,7 +66,7 @@ def scaled(x, temperature):
 
 @triton.jit
 def order_key(y):
-    """float32 to int32 of the same order."""
+    """Map float32 to int32 of the same order."""
     bits = (y + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -85,9 +85,9 @@ def likelihood(y, highest):
 
 @triton.jit
 def limits_of(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB: tl.constexpr):
-    """(temperature, top_k, top_p, min_p, whether top-k limits, whether the row is drawn from a part of its ids).
+    """Load (temperature, top_k, top_p, min_p, top-k is in effect, the row is drawn from a subset of its ids).
 
-    Without the other columns the row is not drawn from: its `top_k` largest are asked for.
+    Without `temperature_ptr` the row is not sampled: its `top_k` largest values are wanted.
     """
     top_k = tl.load(top_k_ptr + row)
     limits_k = (top_k > 0) & (top_k < VOCAB)
@@ -106,7 +106,7 @@ def limits_of(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB: tl.c
 
 @triton.jit
 def uniform_noise(token, key_low, key_high):
-    """u of `quire.kernels.sampling.noise`, bit for bit: token int32, keys uint32."""
+    """u of `quire.kernels.sampling.noise`, with the same bits: token int32, keys uint32."""
     x = token.to(tl.uint32) * 0x9E3779B1 + key_low
     x ^= x >> 16
     x *= 0x85EBCA6B
@@ -124,13 +124,13 @@ def uniform_noise(token, key_low, key_high):
 
 @triton.jit
 def gumbel_noise(token, key_low, key_high):
-    """Standard Gumbel noise of each id."""
+    """Standard Gumbel noise for each id."""
     return -tl.log(-tl.log(uniform_noise(token, key_low, key_high)))
 
 
 @triton.jit
 def best_of(best, best_id, VOCAB: tl.constexpr):
-    """Lowest id among the lanes with the largest score; -1 where all are -inf."""
+    """Lowest id among the lanes with the largest score; -1 if all scores are -inf."""
     top = tl.max(best, 0)
     lowest = tl.min(tl.where(best == top, best_id, VOCAB), 0)
     return tl.where(top == float("-inf"), -1, lowest)
@@ -141,7 +141,7 @@ def _join_parts(
     ids_ptr, values_ptr, counts_ptr, temperature,
     PARTS: tl.constexpr, PADDED: tl.constexpr, PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The parts' candidates as one list, their logits scaled: (how many, 1 if none is missing)."""
+    """Join the parts' candidates into one list with scaled logits: (number, 1 if every part's list is complete)."""
     LANES: tl.constexpr = TILE // PADDED if TILE > PADDED else 1
     part = tl.arange(0, PADDED)
     counts = tl.load(counts_ptr + part, mask=part < PARTS, other=0)
@@ -160,7 +160,8 @@ def _join_parts(
             joined = PARTS * PART_SLOTS + begin + place
             tl.store(ids_ptr + joined, token, mask=held)
             tl.store(values_ptr + joined, scaled(x, temperature), mask=held)
-        tl.debug_barrier()  # other threads of the program read the list
+        # Other threads of the program read the list.
+        tl.debug_barrier()
     return count, listed
 
 
@@ -179,7 +180,7 @@ def _list_mass(values_ptr, count, highest, TILE: tl.constexpr):
 def _histogram(
     logits_ptr, edited_ptr, source, stride_logits, VOCAB: tl.constexpr, TILE: tl.constexpr
 ):
-    """[BINS] counts of a row's logits. Ids beyond the vocabulary and values of -inf are counted in bin 0."""
+    """Count a row's logits by bin: [BINS] int32. Ids beyond the vocabulary and -inf are counted in bin 0."""
     counts = tl.zeros([BINS], tl.int32)
     for start in tl.range(0, VOCAB, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
@@ -193,7 +194,7 @@ def _gather_bins(
     ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, counts, cut,
     VOCAB: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Ids in bin `cut` or above into the list: (candidates, 1 if they are in the list)."""
+    """List the ids in bin `cut` and above: (number of candidates, 1 if they fit the list)."""
     expected = tl.sum(tl.where(tl.arange(0, BINS) >= cut, counts, 0), 0)
     count = tl.full([], VOCAB, tl.int32)
     listed = (expected <= SLOTS).to(tl.int32)
@@ -209,20 +210,21 @@ def _gather_bins(
             tl.store(ids_ptr + place, token, mask=chosen != 0)
             tl.store(values_ptr + place, scaled(x, temperature), mask=chosen != 0)
             count += tl.sum(chosen, 0)
-        tl.debug_barrier()  # other threads of the program read the list
+        # Other threads of the program read the list.
+        tl.debug_barrier()
     return count, listed
 
 
 @triton.jit
 def _value_bin(x):
-    """Bin of a logit; the product is exact and so is the floor."""
+    """Bin of a logit. Both the product and the floor are exact."""
     scaled_up = tl.minimum(tl.maximum(x * BINS_PER_UNIT, -(BINS // 2) * 1.0), BINS // 2 - 1.0)
     return tl.floor(scaled_up).to(tl.int32) + BINS // 2
 
 
 @triton.jit
 def _bin_below(x):
-    """The bin before that of a scalar logit, at least 0; -inf gives 0."""
+    """The bin below the bin of a scalar logit, at least 0; 0 for -inf."""
     return tl.maximum(_value_bin(x) - 1, 0)
 
 
@@ -237,7 +239,7 @@ def load_candidates(
     ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, start, count, listed,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Ids and scaled values of candidates [start, start + TILE) of a list, or of the row; -inf beyond the last."""
+    """Load ids and scaled values of candidates [start, start + TILE) from the list or the row; -inf beyond the end."""
     index = start + tl.arange(0, TILE)
     held = index < count
     if listed != 0:
@@ -256,18 +258,19 @@ def find_candidates(
     logits_ptr, edited_ptr, source, stride_logits, temperature, top_k, target, lowest, highest,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Candidates of a row, in the order of their ids: (how many, 1 if they are listed, 0 if they are the whole row).
+    """Candidates of a row, in the order of their ids: (number, 1 if they are listed, 0 if they are the whole row).
 
     Parameters
     ----------
     ids_ptr, values_ptr
-        [2, PARTS * PART_SLOTS]: the lists of the parts, with logits; then room for one list, with scaled values.
+        [2, PARTS * PART_SLOTS]: the lists of the parts with their logits; then room for one list with scaled values.
     counts_ptr
-        [PARTS] candidates of each part, more than PART_SLOTS where they did not fit.
+        [PARTS] candidates of each part. Above PART_SLOTS they did not fit, and the list is incomplete.
     enough_count, enough_mass
-        What the parts' candidates must reach, 0 for nothing.
+        Number and mass that the parts' candidates must reach to be used; 0 for no bound.
     top_k, target, lowest
-        What the histogram looks for: a count (0: none), else a mass, above the value `lowest`.
+        Bounds for the histogram: a number of ids (0: none) and a least value `lowest` (-inf: none); without both, a
+        mass `target`.
     """
     count, listed = _join_parts(
         ids_ptr, values_ptr, counts_ptr, temperature, PARTS, PADDED, PART_SLOTS, TILE
@@ -281,7 +284,7 @@ def find_candidates(
         if (top_k > 0) | (lowest > float("-inf")):
             if top_k > 0:
                 cut = _last_bin(tl.cumsum(counts, 0, reverse=True) >= top_k)
-            # A bin of slack for the rounding of the product.
+            # `_bin_below` goes one bin lower, to cover the rounding of this product.
             cut = tl.maximum(cut, _bin_below(lowest * temperature))
         else:
             edge = (tl.arange(0, BINS) - BINS // 2).to(tl.float32) / BINS_PER_UNIT

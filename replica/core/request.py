@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
@@ -10,19 +11,18 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, QuireError
-from quire.protos.wire import MAX_LOGPROBS, SamplingParams
+from quire.protos.field_checks import Range, invalid
+from quire.protos.sampling_bounds import INT32_MAX, PRIORITY
+from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
-from quire.replica.core.sampling_checks import check_int, is_real, refuse, validate_distribution
+from quire.replica.core.sampling_checks import check_params
 from quire.replica.core.step_plan import RequestDelta
 from quire.replica.kv_cache.prefix_entries import ContentChain, Entry
 
 if TYPE_CHECKING:
     from quire.replica.grammar.state import GrammarState
 
-MAX_STOP_TOKEN_IDS = 1024
-MAX_TEMPERATURE = 1e6  # already uniform for any logits; keeps float32 arithmetic finite
-_MAX_INT32 = 2**31 - 1
-_MAX_UINT64 = 2**64 - 1
+_COUNT = Range(0, INT32_MAX, is_integer=True)
 
 
 class Phase(enum.Enum):
@@ -161,7 +161,7 @@ class Request:
         try:
             self._tokens = np.asarray(prompt_ids)  # checked by `validate`, owned from `accept` on
         except ValueError as error:  # lists of different lengths
-            raise InvalidRequest("prompt: must be a flat list", field="prompt") from error
+            raise InvalidRequest("prompt must be a flat list", field="prompt") from error
         self.num_tokens = self._tokens.size
         self._newest: list[bytes] = []  # int32, not yet in the array
         # What the client sent: without the output of an earlier attempt.
@@ -246,8 +246,9 @@ class Request:
 
     def stuck_error(self, index: int) -> InvalidRequest:
         """Why no token may come at output index `index`."""
-        if self.grammar is not None and self.grammar.error:
-            field = self.params.grammar.field
+        described = self.params.grammar
+        if described is not None and self.grammar is not None and self.grammar.error:
+            field = described.field
             return InvalidRequest(
                 f"{field}: failed at output index {index}: {self.grammar.error}", field=field
             )
@@ -304,13 +305,13 @@ class DeltaBatch(Sequence[RequestDelta]):
         [n] owners' names.
     sources, stream_ids
         [n] int32 and [n] int64, see `Request`.
-    index
+    indices
         [n] int32, absolute output index of the token.
     token_ids
         [n] integers, one new token per row.
     """
 
-    __slots__ = ("index", "keys", "sources", "stream_ids", "token_ids", "whole")
+    __slots__ = ("indices", "keys", "sources", "stream_ids", "token_ids", "whole")
 
     def __init__(
         self,
@@ -318,14 +319,14 @@ class DeltaBatch(Sequence[RequestDelta]):
         keys: np.ndarray = _NO_KEYS,
         sources: np.ndarray = _NO_NUMBERS,
         stream_ids: np.ndarray = _NO_NUMBERS,
-        index: np.ndarray = _NO_NUMBERS,
+        indices: np.ndarray = _NO_NUMBERS,
         token_ids: np.ndarray = _NO_NUMBERS,
     ):
         self.whole = whole
         self.keys = keys
         self.sources = sources
         self.stream_ids = stream_ids
-        self.index = index
+        self.indices = indices
         self.token_ids = token_ids
 
     @property
@@ -342,7 +343,7 @@ class DeltaBatch(Sequence[RequestDelta]):
             self.keys[keep],
             self.sources[keep],
             self.stream_ids[keep],
-            self.index[keep],
+            self.indices[keep],
             self.token_ids[keep],
         )
 
@@ -361,7 +362,7 @@ class DeltaBatch(Sequence[RequestDelta]):
     def __iter__(self) -> Iterator[RequestDelta]:
         yield from self.whole
         tokens = self.token_ids[:, None].tolist()
-        yield from map(RequestDelta, self.keys.tolist(), self.index.tolist(), tokens)
+        yield from map(RequestDelta, self.keys.tolist(), self.indices.tolist(), tokens)
 
 
 def validate(request: Request, config: EngineConfig) -> None:
@@ -376,83 +377,50 @@ def validate(request: Request, config: EngineConfig) -> None:
     """
     _validate_tokens(request, config)
     _validate_labels(request)
-    _validate_sampling(request.params)
-    _validate_stops(request.params, config)
+    check_params(request.params, config.vocab_size, config.eos_token_ids)
     _validate_lengths(request, config)
 
 
 def _validate_tokens(request: Request, config: EngineConfig) -> None:
     ids = request._tokens
     if ids.ndim != 1:
-        refuse("prompt", f"must be a flat list of token ids, got {ids.ndim} dimensions")
+        raise InvalidRequest(
+            f"prompt must be a flat list of token ids, got {ids.ndim} dimensions", field="prompt"
+        )
     if len(ids) == 0:
-        refuse("prompt", "must have at least 1 token, got 0")
+        raise InvalidRequest("prompt must have at least 1 token, got 0", field="prompt")
     if ids.dtype.kind not in "iu":
-        refuse("prompt", f"must be integers, got {ids.dtype}")
+        raise InvalidRequest(f"prompt must be integers, got {ids.dtype}", field="prompt")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
         bad = low if low < 0 else high
-        refuse("prompt", f"token ids must be in [0, {config.vocab_size}), got {bad}")
+        raise invalid("prompt", f"token ids in [0, {config.vocab_size})", bad)
 
 
 def _validate_labels(request: Request) -> None:
     try:
         request.tenant.encode()
     except (AttributeError, UnicodeEncodeError):
-        refuse("cache_salt", f"must be a string of Unicode characters, got {request.tenant!r}")
+        raise invalid("cache_salt", "a string of Unicode characters", request.tenant) from None
     deadline_s = request.deadline_s
-    if deadline_s is not None and (not is_real(deadline_s) or deadline_s != deadline_s):
-        refuse("deadline_s", f"must be a number, got {deadline_s!r}")
-    check_int("priority", request.priority, -_MAX_INT32, _MAX_INT32)
-    check_int("num_expected_cached", request.num_expected_cached, 0, _MAX_INT32)
+    if deadline_s is not None and (type(deadline_s) not in (int, float) or math.isnan(deadline_s)):
+        raise invalid("deadline_s", "a number", deadline_s)
+    PRIORITY.check("priority", request.priority)
+    _COUNT.check("num_expected_cached", request.num_expected_cached)
     if request.credit_end is not None:
-        check_int("credit_tokens", request.credit_end - request.num_emitted, 1, _MAX_INT32)
+        _COUNT._replace(low=1).check("credit_tokens", request.credit_end - request.num_emitted)
     if request.fork_of is not None and request.num_emitted:
-        refuse(
-            "fork_of",
-            f"must be None for the rest of an earlier attempt, got {request.fork_of!r} "
+        raise InvalidRequest(
+            f"fork_of must be None for the rest of an earlier attempt, got {request.fork_of!r} "
             f"(num_emitted: {request.num_emitted})",
+            field="fork_of",
         )
-
-
-def _validate_sampling(params: SamplingParams) -> None:
-    check_int("max_tokens", params.max_tokens, 1, _MAX_INT32)
-    check_int("min_tokens", params.min_tokens, 0, params.max_tokens, "max_tokens")
-    temperature, top_p = params.temperature, params.top_p
-    if not is_real(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:  # NaN fails both
-        refuse("temperature", f"must be a number in [0, {MAX_TEMPERATURE:g}], got {temperature!r}")
-    if not is_real(top_p) or not 0 < top_p <= 1:
-        refuse("top_p", f"must be a number in (0, 1], got {top_p!r}")
-    check_int("top_k", params.top_k, 0, _MAX_INT32)
-    check_int("seed", params.seed, 0, _MAX_UINT64)
-    check_int("choice", params.choice, 0, _MAX_INT32)
-    if params.prompt_logprobs is not None:
-        check_int("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
-
-
-def _validate_stops(params: SamplingParams, config: EngineConfig) -> None:
-    ids = params.stop_token_ids
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        refuse("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
-            refuse("stop_token_ids", f"must be integers, got {token!r}")
-        if not 0 <= token < config.vocab_size:
-            refuse("stop_token_ids", f"ids must be in [0, {config.vocab_size}), got {token}")
-    ending = set(ids) if params.ignore_eos else {*ids, *config.eos_token_ids}
-    if params.min_tokens and len(ending) >= config.vocab_size:
-        refuse(
-            "min_tokens",
-            f"must be 0 when stop_token_ids and EOS cover the vocabulary of {config.vocab_size}, "
-            f"got {params.min_tokens}",
-        )
-    validate_distribution(params, config.vocab_size, ending)
 
 
 def _validate_lengths(request: Request, config: EngineConfig) -> None:
     length, emitted = request.num_tokens, request.num_emitted
     max_tokens = request.params.max_tokens
-    check_int("num_emitted", emitted, 0, min(length, max_tokens) - 1)
+    _COUNT._replace(high=min(length, max_tokens) - 1).check("num_emitted", emitted)
     bound, where = min(
         (config.max_model_len, f"the model's context of {config.max_model_len} (max_model_len)"),
         (

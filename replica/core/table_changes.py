@@ -1,4 +1,4 @@
-"""What a step's plan tells the device of the request table: what has changed since the plan before, and no more.
+"""Changes of the request table since the plan before, which a plan brings to the device's copy of the table.
 
 ```
  host    claim ──┐                                                     device
@@ -6,7 +6,7 @@
          replace ┘
 ```
 
-Entries that a row gives up are not told: nobody reads them before they are written anew.
+Entries that a row gives up are not reported, because they are written again before they are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_BLOCKS = np.empty(0, np.int32)
 
 
 class ClaimedRows(NamedTuple):
-    """Rows with another request, and how its tokens are chosen; c of them."""
+    """c rows that belong to another request now, and their sampling parameters."""
 
     rows: np.ndarray  # [c] int64
     temperature: np.ndarray  # [c] float32
@@ -33,20 +33,20 @@ class ClaimedRows(NamedTuple):
 
 
 class TableChanges(NamedTuple):
-    """Differences of the request table, in the order in which they were made."""
+    """Changes of the request table, in the order in which they were made."""
 
-    # (first group, [k] int64 places in one group's flattened table, [k] or [G - first group, k] int32 blocks: of
-    # that group, or of it and all behind it)
+    # (first group, [k] int64 indices into one group's flattened table, blocks). The blocks are [k] int32 of the first
+    # group, or [G - first group, k] int32 of that group and all later ones.
     blocks: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
     claimed: ClaimedRows | None = None
 
     def flat(self, group_stride: int) -> tuple[np.ndarray, np.ndarray]:
-        """[k] int64 places in the table [G, rows, max blocks], each at most once, and [k] int32 their blocks.
+        """Unique indices into the flattened table [G, rows, max blocks] ([k] int64), and their blocks ([k] int32).
 
         Parameters
         ----------
         group_stride
-            Entries of one group's table.
+            Number of entries in one group's table.
         """
         if not self.blocks:
             return _NO_PLACES, _NO_BLOCKS
@@ -57,7 +57,7 @@ class TableChanges(NamedTuple):
                 values.append(own)
         if len(places) == 1:
             return places[0], values[0]
-        # Of a place that changed twice the last counts: a device writes them in any order.
+        # Keep the last change of each entry, because a device writes them in any order.
         place, value = np.concatenate(places)[::-1], np.concatenate(values)[::-1]
         place, index = np.unique(place, return_index=True)
         return place, value[index]
@@ -67,36 +67,36 @@ NO_CHANGES = TableChanges()
 
 
 class TableJournal:
-    """Collects changes between two plans."""
+    """Collect the changes between two plans."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._claimed: list[int] = []
 
     def write(self, at: np.ndarray, blocks: np.ndarray, group: int = 0) -> None:
-        """Entries have changed.
+        """Record changed entries.
 
         Parameters
         ----------
         at
-            [k] int64, places in one group's flattened table.
+            [k] int64, indices into one group's flattened table.
         blocks
-            [k] int32 of `group`, or [G - group, k] of it and all behind it.
+            [k] int32 of `group`, or [G - group, k] int32 of this group and all later ones.
         """
         if len(at):
             self._blocks.append((group, at, blocks))
 
     def claim(self, row: int) -> None:
-        """The row belongs to another request."""
+        """Record that the row belongs to another request now."""
         self._claimed.append(row)
 
     def take(self, columns_of: Callable[[Sequence[int]], ClaimedRows]) -> TableChanges:
-        """All changes since the last call.
+        """Take all changes since the last call.
 
         Parameters
         ----------
         columns_of
-            The columns of claimed rows as they are now.
+            Returns the current columns of the given rows.
         """
         if not self._blocks and not self._claimed:
             return NO_CHANGES

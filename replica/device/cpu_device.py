@@ -1,4 +1,4 @@
-"""The CPU behind `Device`: work runs when it is queued."""
+"""`Device` for the CPU: work runs when it is queued."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from quire.replica.device.device import NO_MARK, Event, Graph, Stream, Tensors, 
 
 
 class CpuEvent:
-    """An event that is done when it is recorded."""
+    """An event that is done as soon as it is recorded."""
 
     def __init__(self, recorded_s: float = 0.0):
-        self.recorded_s = recorded_s  # 0: it is not timed
+        self.recorded_s = recorded_s  # 0 if not timed
 
     def is_done(self) -> bool:
         return True
@@ -28,11 +28,11 @@ class CpuEvent:
 
 
 class CpuDevice:
-    """The CPU: every event is done when it is recorded."""
+    """The CPU. Streams and waits do nothing, because every event is done when it is recorded."""
 
     torch_device = torch.device("cpu")
     is_immediate = True
-    no_graphs_because = "the CPU has no graphs"
+    no_graphs_because: str | None = "the CPU has no graphs"
 
     def __init__(self) -> None:
         self._done = CpuEvent()
@@ -89,9 +89,9 @@ class CpuDevice:
 
 
 def zero_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no memory before their first write.
+    """Allocate zeros. A page takes no memory until it is written.
 
-    torch.zeros would write every page. The mapping lives as long as the tensor refers to it.
+    `torch.zeros` would write every page. The anonymous mapping lives as long as the tensor.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE)
     data = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))

@@ -35,7 +35,7 @@ _POLL_S = 1.0
 
 
 class PoolPrefault:
-    """Backs a pool in the order in which its blocks are taken, whenever that is allowed.
+    """Backs a pool from its first block on, in the order of allocation, whenever that is allowed.
 
     The thread ends when the whole pool is backed, when less than twice the missing bytes is available on the machine,
     when the pool is freed, or when the engine is closed.

@@ -1,7 +1,7 @@
-"""The CUDA device: torch's streams, events, pinned memory and graphs behind `Device`.
+"""`Device` for CUDA: torch's streams, events, pinned memory and graphs.
 
-Buffers that work reads and writes live as long as the engine (static inputs, staging and result rings, the pools), so
-no stream needs `record_stream`. What work allocates comes from the compute stream's pool and is freed in its order.
+Buffers that work reads and writes (static inputs, staging and result rings, the pools) live as long as the engine, so
+no tensor needs `record_stream`. Tensors allocated by work belong to the compute stream and are freed in its order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from quire.replica.machine import lock_limit_bytes
 logger = logging.getLogger(__name__)
 
 
-# Smaller rings come from torch's own pinned allocator: rounding up to a power of two wastes less than 1 MiB for each,
-# and a mapping for each would take whole pages and a call of the driver.
+# Smaller buffers come from torch's pinned allocator. It rounds up to a power of two, which wastes less than 1 MiB here;
+# a mapping for each would take whole pages and a driver call.
 _LEAST_REGISTERED_BYTES = 1 << 20
 
 
 class CudaEvent:
-    """Waiting sleeps instead of spinning: the router's and the tokenizer's threads need the cores."""
+    """An event. `wait` sleeps instead of spinning, because other threads need the cores."""
 
     def __init__(self, stream: torch.cuda.Stream, *, timed: bool):
         self.event = torch.cuda.Event(blocking=True, enable_timing=timed)
@@ -45,7 +45,7 @@ class CudaEvent:
 
 @dataclass(frozen=True, slots=True)
 class CudaGraph:
-    """One captured graph; all share the device's memory pool for graphs."""
+    """A captured graph. All graphs share the device's memory pool for graphs."""
 
     name: str
     graph: torch.cuda.CUDAGraph
@@ -57,9 +57,9 @@ class CudaDevice:
     Parameters
     ----------
     device
-        Its name and index.
+        Its type and index.
     use_nvtx
-        Mark what is queued as NVTX ranges; costs about a microsecond for each.
+        Mark queued work as NVTX ranges; each costs about 1 us.
     """
 
     is_immediate = False
@@ -87,26 +87,26 @@ class CudaDevice:
                 torch.cuda.cudart(), self.synchronize, self._forget_last_error
             )
         if refusal is not None:
-            self.synchronize()  # raises where the device has failed, rather than refused
+            self.synchronize()  # raises if the device has failed, which is not a refusal
             self._report_unpinned(num_bytes, refusal)
         return mapping.data.view(dtype).view(tuple(shape))
 
     def _report_unpinned(self, num_bytes: int, refusal: str) -> None:
-        """Log once that copies are slow: the driver makes those of unpinned memory in pieces, while the host waits."""
+        """Warn once that copies are slow: the driver copies pageable memory in pieces while the host waits."""
         if self._has_reported_unpinned:
             return
         self._has_reported_unpinned = True
         limit = lock_limit_bytes()
         logger.warning(
-            "%d bytes of the host's memory are used without being pinned, so copies are slower and hold up the engine: "
-            "%s; the process may lock %s (ulimit -l)",
+            "could not pin %d bytes of host memory, so copies are slower and block the engine: %s; the process may "
+            "lock %s (ulimit -l)",
             num_bytes,
             refusal,
             "any number" if limit is None else f"{limit} bytes",
         )
 
     def _forget_last_error(self) -> None:
-        """Reset CUDA's last error: a kernel's launch is checked by asking for it, which resets it."""
+        """Reset CUDA's last error: launching a kernel checks the last error, which clears it."""
         with contextlib.suppress(RuntimeError):
             torch.empty(1, device=self.torch_device).fill_(0.0)
 
@@ -124,7 +124,7 @@ class CudaDevice:
                 torch.accelerator.empty_host_cache()
             torch.cuda.empty_cache()
         except RuntimeError as error:
-            # Of an allocator for which a capture has not ended: another device object of this process left it so.
+            # A capture by another device object of this process has left torch's allocator in capture mode.
             if "INTERNAL ASSERT" not in str(error):
                 raise
             self._give_up_graphs("another capture of this process")
@@ -153,17 +153,17 @@ class CudaDevice:
     def rehearse(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> None:
         """See `Device.rehearse`.
 
-        torch raises where its own operations make the host wait for a stream: `item`, `nonzero`, copies that block. It
-        does not see, in this mode:
+        Uses torch's sync debug mode: torch raises if one of its operations makes the host wait for a stream (`item`,
+        `nonzero`, blocking copies). The mode does not detect:
 
-        - waits that are asked for: `torch.cuda.synchronize`, `Stream.synchronize`, `Event.synchronize`;
-        - copies with `non_blocking=True` of memory that is not pinned (in a capture torch refuses them itself, before
-          CUDA does, which does no harm);
-        - calls that go past torch: Triton's driver, `ctypes`, other libraries; `torch.distributed`, `torch.sparse`;
+        - explicit waits: `torch.cuda.synchronize`, `Stream.synchronize`, `Event.synchronize`;
+        - copies of pageable memory with `non_blocking=True` (in a capture torch refuses them before CUDA does, which is
+          harmless);
+        - calls outside torch: Triton's driver, `ctypes`, other libraries; `torch.distributed`, `torch.sparse`;
         - work on a stream that does not join the captured one.
 
-        The mode is one of the process: an operation of another thread that waits fails during the rehearsal too. No
-        other thread of an engine that serves uses the device.
+        The mode applies to the whole process, so a waiting operation of another thread fails during the rehearsal too.
+        In a serving engine no other thread uses the device.
         """
         previous = torch.cuda.get_sync_debug_mode()
         try:
@@ -171,14 +171,14 @@ class CudaDevice:
             self.run(Stream.COMPUTE, work, name=name, reads=reads, writes=writes)
         finally:
             _set_sync_debug_mode(previous)
-            self.synchronize()  # what was queued before it failed uses the same memory
+            self.synchronize()  # work queued before a failure still uses the same memory
 
     def capture(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> Graph:
         if self.no_graphs_because is not None:
             raise RuntimeError(f"{name} cannot be captured: {self.no_graphs_because}")
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which first gives the allocator's cache back: the next eager step would pay for it.
+        # Not `torch.cuda.graph`, which empties the allocator's cache first: the next eager step would allocate again.
         on_compute = torch.cuda.stream(self._streams[Stream.COMPUTE])
         with torch.inference_mode(), on_compute, _no_garbage_collection():
             self._record(graph, work, name)
@@ -186,14 +186,14 @@ class CudaDevice:
         return CudaGraph(name, graph)
 
     def _record(self, graph: torch.cuda.CUDAGraph, work: Work, name: str) -> None:
-        """Capture; afterwards the graph is whole, or empty, or `_unended`."""
+        """Capture work into `graph`. On failure the graph is reset, or kept as `_unended` if the capture cannot end."""
         has_ended = False
         try:
-            # In this mode other threads may use the device meanwhile.
+            # This mode lets other threads use the device during the capture.
             graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:  # an error of `work` becomes the context of one that is raised here
+            finally:  # an error of `work` becomes the `__context__` of an error raised here
                 graph.capture_end()
                 has_ended = True
         except BaseException:
@@ -201,19 +201,18 @@ class CudaDevice:
                 graph.reset()
                 self._renew_graph_pool()
             else:
-                self._unended = graph  # the allocator keeps a pointer to it
+                self._unended = graph  # torch's allocator keeps a pointer to it
                 self._give_up_graphs(name)
             raise
 
     def _give_up_graphs(self, name: str) -> None:
-        """Begin no other capture, and leave the allocator's cache alone.
+        """Disable further captures and trimming after a capture that could not be ended.
 
-        torch ends a capture that CUDA refuses to end only in part: its allocator takes it for one that is under way.
-        From then on `empty_cache` and every other capture fail an assertion. Eager steps and the graphs that are there
-        work on.
+        If CUDA refuses to end a capture, torch's allocator stays in capture mode. From then on `empty_cache` and every
+        other capture fail an assertion. Eager steps and existing graphs still work.
         """
         self.no_graphs_because = f"{name} failed in a way that torch does not recover from"
-        logger.warning("no graph is captured any more in this process: %s", self.no_graphs_because)
+        logger.warning("this process captures no more graphs: %s", self.no_graphs_because)
 
     def replay(self, graph: Graph) -> None:
         assert isinstance(graph, CudaGraph), f"a graph of another device: {graph!r}"
@@ -227,7 +226,7 @@ class CudaDevice:
         self._renew_graph_pool()
 
     def _renew_graph_pool(self) -> None:
-        """torch refuses to capture into a pool that its last graph has left."""
+        """Take a new memory pool after the last graph is freed: torch refuses to capture into the old one."""
         if not self._num_graphs:
             self._graph_pool = torch.cuda.graph_pool_handle()
 
@@ -240,13 +239,13 @@ class CudaDevice:
 
 def _set_sync_debug_mode(mode: int | str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says at the first call that the mode is a prototype
+        warnings.simplefilter("ignore")  # the first call warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep finalisers of unrelated objects from running: one that waits for the device would break a capture."""
+    """Disable garbage collection: a finaliser that waits for the device would break a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The device as the engine sees it: streams of queued work, events that order them, memory on both sides.
+"""The interface of a device: streams of queued work, events that order the streams, memory on both sides.
 
 ```
  stream    COMPUTE   the model, the sampler, changes of the request table
@@ -6,17 +6,17 @@
            D2H       a step's tokens: device ──▶ pinned result buffer
            OFFLOAD   whole blocks of KV between the device and the pinned host tier
 
- run, copy, replay   queue work on a stream and return; the work of one stream runs in the order it was queued in
- record ──▶ Event    marks a place in a stream: done when everything queued there before it has run
- wait                whatever is queued on a stream from now on runs after the event
+ run, copy, replay   queue work on a stream and return; a stream runs its work in the order of queueing
+ record ──▶ Event    marks a position in a stream; the event is done when all work queued before it has run
+ wait                work queued on a stream from now on runs after the event
  Event.wait          the host sleeps until the event is done
 ```
 
-Between two streams, and between a stream and the host, nothing but an event makes an order. Whoever queues work says
-which memory it reads and writes; that costs nothing here, and lets the tests' device poison and check it.
+Only events order two streams, or a stream and the host. `run` also takes the memory that the work reads and writes.
+`CpuDevice` and `CudaDevice` ignore these lists; the fake device of the tests uses them to find races.
 
-Work that is queued may read the device's memory and what it closed over, not the host's state: that may be another
-by the time it runs. It gives nothing back but what it writes.
+Queued work may read device memory and the values that it closed over. It must not read other state of the host, which
+may have changed before the work runs. It returns nothing; its results are the memory that it writes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Stream(enum.Enum):
-    """Queues of work that run beside each other."""
+    """Queues of work that run concurrently."""
 
     COMPUTE = "compute"
     H2D = "h2d"
@@ -43,41 +43,42 @@ class Stream(enum.Enum):
 
 
 class Event(Protocol):
-    """A place in a stream."""
+    """A position in a stream."""
 
     def is_done(self) -> bool:
-        """Whether everything queued before it has run."""
+        """Return whether all work queued before the event has run."""
         ...
 
     def wait(self) -> None:
-        """Sleep until it is done; an error of the work before it is raised here, or later."""
+        """Sleep until the event is done. Errors of the work before it are raised here, or by a later call."""
         ...
 
 
 class Graph(Protocol):
-    """Captured work, replayed by `Device.replay` at the addresses that it was captured with."""
+    """Captured work. `Device.replay` runs it again with the addresses of the capture."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
 
 class Device(Protocol):
     """The interface of `CpuDevice` and `CudaDevice`."""
 
     torch_device: torch.device
-    # Whether work runs when it is queued: then a step in flight is one that has run.
+    # True if work runs when it is queued, so every launched step has already run.
     is_immediate: bool
-    # Why `capture` cannot be used; None: it can. A capture that fails may set it.
+    # The reason why `capture` is unavailable, or None. A capture that fails may set it.
     no_graphs_because: str | None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Device memory of unknown content."""
+        """Allocate uninitialised device memory."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory of unknown content that copies to and from the device need no stop for.
+        """Allocate uninitialised pinned host memory, which asynchronous copies need.
 
-        Where the system refuses to pin so much the log says so once, and the memory is ordinary: copies then make the
-        host wait, and move the same bytes.
+        If the system refuses to pin it, the device logs one warning and returns pageable memory. Copies then block the
+        host, with the same result.
 
         Raises
         ------
@@ -87,19 +88,19 @@ class Device(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Memory of the device that any process can take. Memory that this process keeps for reuse is not free.
+        """Return the free memory of the device. Memory that this process caches for reuse is not free.
 
-        A difference of two readings counts that memory too, unless `trim` comes before both.
+        To measure an allocation by two readings, call `trim` before both; otherwise the difference includes the cache.
 
         Raises
         ------
         RuntimeError
-            The device runs work when it is queued: it shares the host's memory, see `sizing`.
+            The device shares the host's memory (the CPU).
         """
         ...
 
     def trim(self) -> None:
-        """Give back what is kept for reuse; nothing may be in flight."""
+        """Return cached memory to the device. No work may be in flight."""
         ...
 
     def run(
@@ -110,54 +111,54 @@ class Device(Protocol):
         Parameters
         ----------
         work
-            Called in inference mode, now or later, once.
+            Called once in inference mode, now or later.
         name
-            For profiles and messages.
+            Used in profiles and messages.
         reads, writes
-            Memory, views included, that it needs whole and that it overwrites whole; what it reads and writes
-            beyond that, such as blocks of the KV pool, is left out.
+            Tensors, views included, that the work reads as a whole or overwrites as a whole. Partial accesses, such as
+            to blocks of the KV pool, are not listed.
         """
         ...
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
-        """Queue a copy between tensors of equal shape; a side on the host is pinned."""
+        """Queue a copy between tensors of equal shape. A tensor on the host must be pinned."""
         ...
 
     def record(self, stream: Stream, name: str, *, timed: bool = False) -> Event:
-        """An event behind everything that was queued on the stream so far; `timed` for `seconds_between`."""
+        """Record an event after all work queued on the stream so far; `timed` allows `seconds_between`."""
         ...
 
     def seconds_between(self, first: Event, second: Event) -> float:
-        """What passed on the device between two timed events, both of them done."""
+        """Return the device time between two timed events; both must be done."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued on the stream from now on runs after the event."""
+        """Make work queued on the stream from now on run after the event."""
         ...
 
     def rehearse(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> None:
-        """Run work on the compute stream, to its end, before it is captured; arguments as of `run`.
+        """Run work on the compute stream and wait for it, before `capture`; arguments as for `run`.
 
-        Builds and loads what the work needs, and finds out whether it may be captured.
+        The first run compiles and loads kernels. It also finds work that cannot be captured.
 
         Raises
         ------
         RuntimeError
-            The work makes the host wait for the device: its capture would fail.
+            The work makes the host wait for the device, so its capture would fail.
         """
         ...
 
     def capture(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> Graph:
-        """Record work for the compute stream without running it; it has been rehearsed, and nothing is in flight.
+        """Record work of the compute stream without running it. Call `rehearse` first; no work may be in flight.
 
-        What is kept for reuse stays, and cannot be given back meanwhile.
+        Cached memory stays cached, and cannot be trimmed during the capture.
 
         Raises
         ------
         RuntimeError
-            The device has no graphs (`no_graphs_because`), or the work cannot be captured.
+            The device has no graphs (see `no_graphs_because`), or the work cannot be captured.
         torch.OutOfMemoryError
-            The graph's memory is not free.
+            The device has no memory for the graph.
         """
         ...
 
@@ -166,13 +167,13 @@ class Device(Protocol):
         ...
 
     def release(self, graph: Graph) -> None:
-        """Free captured work; it must not be in flight, and is not replayed any more."""
+        """Free captured work. It must not be in flight, and must not be replayed again."""
         ...
 
     def synchronize(self) -> None:
-        """Sleep until everything queued has run."""
+        """Sleep until all queued work has run."""
         ...
 
     def mark(self, name: str) -> AbstractContextManager[None]:
-        """A range of the host's time for a profiler, if there is one."""
+        """Return a context manager that marks a range of host time for a profiler."""
         ...

@@ -1,14 +1,14 @@
-"""The host tier's memory: blocks copied from the device's KV pool, and back.
+"""Memory of the host tier: blocks offloaded from the device's KV pool and restored to it.
 
 ```
  KVPool.data    [num_blocks + 1, elements of a block]     on the device
       save │ ▲ restore                                    one contiguous copy per block, all layers of its group
            ▼ │
- HostPool.data  [num_host_blocks, elements of a block]    in the host's memory, pinned beside a GPU
+ HostPool.data  [num_host_blocks, elements of a block]    in host memory, pinned if the device is a GPU
 ```
 
-On the CPU "the host" is the same memory a second time: what is there needs no recomputing, but is outside the pool
-that steps read.
+On the CPU the host tier is another part of the same memory. Blocks there need no recomputation, but steps cannot read
+them in place.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from quire.replica.device.kv_pool import KVPool
 
 NONE = np.empty((0, 2), np.int64)
 NONE.setflags(write=False)
-# Saved under one event. A step that needs a block of it waits for at most so much: a millisecond of a PCIe 4 link.
+# Bytes saved under one event. A step that overwrites one of these blocks waits for the event: about 1 ms over PCIe 4.
 _PIECE_BYTES = 32 << 20
 
 
 class _Restore(NamedTuple):
-    """Copies of one step to the device, under way."""
+    """Copies to the device that one step has queued."""
 
     step: int
     num_blocks: int
@@ -40,25 +40,25 @@ class _Restore(NamedTuple):
 
 
 class HostPool:
-    """Owns the host tier's memory; who may use which block is `HostTier`'s affair.
+    """Owns the memory of the host tier. `HostTier` decides which block holds what.
 
-    Allocated once. For a pool on the CPU the memory is an anonymous mapping, whose pages are backed when they are first
-    written; for one on a GPU it is pinned, so that a copy is one DMA. Where the system refuses to pin it, copies are
-    slower and hold up the engine. They are measured, so `copy_speed.py` has blocks computed again where that is faster.
+    The memory is allocated once, by `Device.pinned`: on a GPU it is pinned, so a copy is one DMA transfer. If the
+    system refuses to pin it, copies are slower and block the engine. Restores are timed, and `copy_speed.py` recomputes
+    blocks if that is faster.
 
     Parameters
     ----------
     num_blocks
-        Blocks of the tier; 0 = none.
+        Blocks of the tier; 0 disables it.
     pool
-        The device's pool, with which blocks are exchanged.
+        The device's KV pool.
     device
-        Whose offload stream copies; the CPU by default.
+        Its offload stream runs the copies; the CPU by default.
 
     Raises
     ------
     SizingError
-        The host lacks the memory.
+        The host does not have the memory.
     """
 
     def __init__(self, num_blocks: int, pool: KVPool, device: Device | None = None):
@@ -66,12 +66,14 @@ class HostPool:
         self._pool = pool
         self._device = CpuDevice() if device is None else device
         self._piece_blocks = max(1, _PIECE_BYTES // max(1, pool.data[0].nbytes))
-        self._rest = NONE, NONE  # saves and restores that `move` has left to `move_rest`
-        self._saving: deque[tuple[np.ndarray, Event]] = deque()  # device blocks, behind their save
+        self._rest = NONE, NONE  # saves and restores that `move` left for `move_rest`
+        self._saving: deque[tuple[np.ndarray, Event]] = (
+            deque()
+        )  # device blocks, event after their save
         self._restoring: deque[_Restore] = deque()
         self._newest_step = 0
         self.num_saved = 0  # blocks
-        self.num_restored = 0  # blocks, as far as they were measured
+        self.num_restored = 0  # blocks; only timed restores count
         self.restore_s = 0.0
         shape, dtype = (num_blocks, pool.data.shape[1]), pool.data.dtype
         self.data = self._pinned(shape, dtype)
@@ -94,19 +96,19 @@ class HostPool:
         written: np.ndarray | None = None,
         used_now: bool = True,
     ) -> None:
-        """Copy whole blocks between the tiers, first the saves, before and beside a step.
+        """Queue copies of whole blocks between the tiers for a step: saves, then restores.
 
-        What the step writes over is saved first, and it waits for no more than that; what it does not read is restored
-        beside it, and beside those that follow::
+        The step waits only for the saves of blocks that it overwrites. Other saves, and restores of blocks that it does
+        not read, run concurrently with it and with later steps::
 
             offload            [ a ][ b ............ ][ restores ............... ]     after a it is `move_rest`
             compute   step N ]─────┴▸[ N + 1 writes a ][ N + 2 ][ N + 3 ]────────┴▸[ N + 4 reads what was restored
 
-        A later step that writes a block of b waits for the piece of b that has it.
+        A later step that overwrites a block of b waits for the piece of b that contains it.
 
-        No step in flight writes the blocks that are saved, or uses those that are restored, because blocks that are
-        given back stay in quarantine until such a step is over. Saves and restores run in the order of their stream,
-        so a host block, or a block that is saved and then restored to, needs no event.
+        No step in flight writes a block that is saved, or uses a block that is restored, because freed blocks are
+        reused only after the steps in flight have ended (`deferred_frees.py`). Saves and restores share a stream, so no
+        event orders a save before a restore of the same block.
 
         Parameters
         ----------
@@ -115,20 +117,20 @@ class HostPool:
         restores
             [k, 2] integers, (host block, device block).
         step
-            The number of the step that comes next, for `restored_step`.
+            Number of the step, for `restored_step`.
         written
-            [m] the device blocks that it writes; None: it may write any, and all copies are queued now.
+            [m] device blocks that the step writes. None: it may write any block, so all copies are queued now.
         used_now
-            Whether it uses blocks that this call or an earlier one restores, as far as these may not be there yet.
+            Whether the step reads blocks that this call or an earlier one restores.
         """
-        # Of a step whose launch has failed: nobody trusts what it would have copied.
+        # The rest of a step whose launch failed: the scheduler has discarded those copies.
         self._rest = NONE, NONE
         self._newest_step = max(self._newest_step, step)
         self._wait_for_saves(written)
         if written is None:
             first, rest = saves, NONE
         else:
-            # Leaves are demoted first, so the end of a sequence is what later steps write first.
+            # Leaves are offloaded first, so later steps reuse the blocks at the end of this list first.
             is_first = np.isin(saves[:, 0], written)
             first, rest = saves[is_first], saves[~is_first][::-1]
         if len(first):
@@ -140,7 +142,7 @@ class HostPool:
             self._device.wait(Stream.COMPUTE, self._restoring[-1].ended)
 
     def move_rest(self) -> None:
-        """Queue the copies of `move` that its step need not wait for: by now the device is busy with that."""
+        """Queue the copies of `move` that its step does not wait for. Call it once the step is queued."""
         (saves, restores), self._rest = self._rest, (NONE, NONE)
         for begin in range(0, len(saves), self._piece_blocks):
             piece = saves[begin : begin + self._piece_blocks]
@@ -150,11 +152,11 @@ class HostPool:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a step may write a block that has not been saved yet."""
+        """Whether some queued saves may not have ended."""
         return len(self._saving) > 0
 
     def _wait_for_saves(self, written: np.ndarray | None) -> None:
-        """The compute stream goes on when the blocks written have been saved, and those queued before them."""
+        """Make the compute stream wait for the saves of the blocks that a step writes."""
         while self._saving and self._saving[0][1].is_done():
             self._saving.popleft()
         for blocks, saved in reversed(self._saving):
@@ -178,7 +180,7 @@ class HostPool:
         self._restoring.append(_Restore(self._newest_step, len(pairs), begun, ended))
 
     def take_measured(self) -> tuple[tuple[int, float], ...]:
-        """(blocks, seconds) of the restores that have ended since the last call."""
+        """Return (number of blocks, seconds) of each restore that has ended since the last call."""
         measured: list[tuple[int, float]] = []
         while self._restoring and self._restoring[0].ended.is_done():
             ended = self._restoring.popleft()
@@ -190,11 +192,11 @@ class HostPool:
 
     @property
     def restored_step(self) -> int:
-        """What this step and those before it restore is there, as far as `take_measured` has looked."""
+        """The last step such that all restores up to it have ended, as of the last `take_measured`."""
         return self._restoring[0].step - 1 if self._restoring else self._newest_step
 
     def telemetry(self) -> dict[str, float]:
-        """Blocks copied since the start, and how fast those were that have ended."""
+        """Blocks copied since the start, and the speed of the restores."""
         block_bytes = self._pool.data[0].nbytes
         return {
             "num_saved": self.num_saved,
@@ -205,5 +207,5 @@ class HostPool:
         }
 
     def poison(self) -> None:
-        """Fill everything with NaN: a test's proof that nothing unwritten is ever restored."""
+        """Fill the tier with NaN, so that tests detect restores of unwritten memory."""
         self.data.fill_(float("nan"))

@@ -7,14 +7,14 @@
  block 0   | layer 0: K h0 h1 .. V h0 h1 .. | layer 1: K .. V .. | ...      one contiguous run: a block is one
  block 1   | ...                                                            copy to another tier
  ...
- block N   | trash: warm-up and padding write here, nobody reads it
+ block N   | trash block: warm-up and padding write here; it is never read
 ```
 
-Which layers a block holds depends on the group that owns it; a group with fewer or smaller layers than the largest
-leaves the end of its blocks unused.
+The group that owns a block determines which layers it holds. A group with fewer or smaller layers than the largest
+group leaves the end of its blocks unused.
 
-A pool of float8_e4m3fn holds x / scale, with a scale for the keys and one for the values of each head, fixed when the
-pool is made. Copies to another tier are copies of bytes.
+A pool of float8_e4m3fn stores x / scale. Each head has one scale for keys and one for values, fixed when the pool is
+created. Other tiers store the same bytes.
 """
 
 from __future__ import annotations
@@ -31,31 +31,30 @@ from quire.replica.kv_cache.groups import LayerGroup
 
 
 def block_elements(groups: Sequence[LayerGroup], block_size: int) -> int:
-    """Elements of one block, keys and values: those of the largest group, in whole pages of every group."""
+    """Elements of one block: keys and values of the largest group, rounded up to a multiple of each group's page."""
     largest = max(len(g.layers) * 2 * g.num_kv_heads * block_size * g.head_dim for g in groups)
     page = math.lcm(*(block_size * g.head_dim for g in groups))
     return -(-largest // page) * page
 
 
 class KVPool:
-    """Owns the KV memory; who may use which block is the block manager's affair.
+    """Owns the KV memory. The block manager decides which request uses which block.
 
-    On the CPU the memory is an anonymous mapping: zero pages that the kernel backs when they are first
-    written, so the resident size grows with use and a large pool costs nothing at start. A first write takes
-    longer than all else that is done with a token's keys and values: see `pool_backing.py`.
+    On the CPU the pages take no memory until they are written, so the resident size grows with use and a large pool
+    costs nothing at start (`cpu_prefault.py` writes pages while the engine is idle).
 
     Parameters
     ----------
     num_blocks
-        Usable blocks; one more is allocated, the trash block, with the id `num_blocks`.
+        Usable blocks. One more is allocated: the trash block, with id `num_blocks`.
     groups
-        The model's layer groups; every layer is in one.
+        The model's layer groups; every layer belongs to one group.
     block_size
         Tokens of a block.
     dtype
-        Of keys and values; float8_e4m3fn for such of any dtype, scaled.
+        Of stored keys and values. float8_e4m3fn stores values of any dtype, scaled.
     scales
-        By layer, of keys and of values, [kv_heads] float32 > 0 each; 1 for layers that are not named. Only for
+        Scales of keys and values by layer, [kv_heads] float32 > 0 each; 1 for missing layers. Only used with
         float8_e4m3fn.
     """
 
@@ -116,11 +115,11 @@ class KVPool:
         return self._views[g][:, i, 1]
 
     def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Of the layer's keys and values, [kv_heads] float32; None unless the pool holds float8_e4m3fn."""
+        """Scales of the layer's keys and values, [kv_heads] float32 each; None unless the pool is float8_e4m3fn."""
         return self._scales.get(layer, (None, None))
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """All its memory, by name."""
+        """All memory of the pool, by name."""
         scales = {
             f"{what} of layer {layer}": scale
             for layer, pair in self._scales.items()
@@ -129,7 +128,7 @@ class KVPool:
         return {"the KV pool": self.data, **scales}
 
     def rows_of(self, g: int, slots: torch.Tensor) -> torch.Tensor:
-        """Where the slots' keys of the group's first layer lie, for `write`; computed once a step.
+        """Compute the rows of `pages` that hold the slots' keys in the group's first layer, for `write`.
 
         Parameters
         ----------
@@ -152,20 +151,20 @@ class KVPool:
         Parameters
         ----------
         k, v
-            [tokens, kv_heads, head_dim] in the pool's dtype; of any float dtype if that is float8_e4m3fn.
+            [tokens, kv_heads, head_dim] in the pool's dtype, or in any float dtype if the pool is float8_e4m3fn.
         rows
-            `rows_of` the tokens' slots of the layer's group.
+            Result of `rows_of` for the tokens' slots in the layer's group.
         """
         for pages, x, scale in zip(self.pages(layer), (k, v), self.scales(layer), strict=True):
             if scale is None:
                 scatter_rows(pages, rows, x)
             else:
                 codes = (x.float() / scale[:, None]).clamp_(-MAX_E4M3, MAX_E4M3).to(pages.dtype)
-                # torch scatters no numbers of 8 bits, but bytes.
+                # torch cannot scatter float8, but can scatter bytes.
                 scatter_rows(pages.view(torch.uint8), rows, codes.view(torch.uint8))
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where `rows_of` a layer's keys and values lie: [rows of memory, head_dim] each, contiguous."""
+        """Memory that `rows_of` indexes, from the layer's first key and first value on: [rows, head_dim] each."""
         g, i = self._places[layer]
         group = self.groups[g]
         flat = self.data.view(-1, group.head_dim)
@@ -173,10 +172,10 @@ class KVPool:
         return flat[2 * i * plane :], flat[(2 * i + 1) * plane :]
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy whole blocks over all layers, in order; each pair is (from, to)."""
+        """Copy whole blocks, all layers, in order. Each pair is (source block, target block)."""
         for source, target in pairs:
             self.data[target].copy_(self.data[source])
 
     def poison(self) -> None:
-        """Fill everything with NaN: a test's proof that nothing unwritten is ever read."""
+        """Fill the pool with NaN, so that tests detect reads of unwritten memory."""
         self.data.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""The one place that chooses by the name of a configuration's device."""
+"""Factories that choose an implementation by the device's name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire.replica.device.device import Device
 
 
 def open_device(name: str, *, use_nvtx: bool = False) -> Device:
-    """The device of a configuration.
+    """Open the device of a configuration.
 
     Parameters
     ----------
     name
-        "cpu" or "cuda", the latter with an index if there are several.
+        "cpu", "cuda", or "cuda:" with an index.
     use_nvtx
-        On a GPU, mark what is queued as ranges for a profiler.
+        On a GPU, mark queued work as NVTX ranges.
     """
     device = torch.device(name)
     if device.type == "cpu":
@@ -29,9 +29,9 @@ def open_device(name: str, *, use_nvtx: bool = False) -> Device:
 
 
 def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Zeros on a device of torch; on the CPU they take no memory before their first write."""
+    """Allocate zeros on a torch device. On the CPU, pages take no memory until they are written."""
     if device == "cpu":
         return zero_pages(shape, dtype)
-    # As bytes: not every device fills numbers of 8 bits.
+    # As bytes, because some devices cannot fill float8 tensors.
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(tuple(shape))

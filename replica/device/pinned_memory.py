@@ -1,15 +1,15 @@
-"""Host memory of exact size that a GPU copies to and from: an anonymous mapping, registered with CUDA.
+"""Pinned host memory of exact size: an anonymous mapping, registered with CUDA.
 
 ```
  map ▸ ask for large pages ▸ cudaHostRegister ▸ tensor and its views are used
        the last view is freed ▸ wait for the device ▸ cudaHostUnregister ▸ unmap
 ```
 
-torch's own pinned allocator rounds up to a power of two: a host tier of 5 GiB would pin 8. Its settings for that are
-private, differ between versions of torch, and one combination of them corrupts memory.
+torch's pinned allocator rounds up to a power of two, so a host tier of 5 GiB would pin 8 GiB. Its settings for that are
+private, differ between versions of torch, and one combination corrupts memory.
 
-A copy with `non_blocking=True` does not ask torch whether its memory is pinned: it is `cudaMemcpyAsync`, and the driver
-knows the registered range. `Tensor.is_pinned` asks the driver too.
+A copy with `non_blocking=True` is a `cudaMemcpyAsync`, and the driver knows the registered range, so torch need not
+know that the memory is pinned. `Tensor.is_pinned` asks the driver too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PORTABLE = 1
 
 
 class Cudart(Protocol):
-    """The part of `torch.cuda.cudart()` that is used here; results are CUDA's error codes, 0 is success."""
+    """The functions of `torch.cuda.cudart()` used here. They return CUDA error codes; 0 is success."""
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> Any: ...
 
@@ -43,9 +43,7 @@ class Cudart(Protocol):
 
 
 class HostMapping:
-    """An anonymous mapping of the process, rounded up to whole pages.
-
-    The memory lives as long as `data`, or any view of it.
+    """An anonymous mapping, rounded up to whole pages. It lives as long as `data` or any view of it.
 
     Parameters
     ----------
@@ -55,19 +53,19 @@ class HostMapping:
     Raises
     ------
     OSError
-        The system has no such address range.
+        The system has no address range of this size.
     """
 
     def __init__(self, num_bytes: int):
-        # Private, because Linux gives large pages to shared mappings only where `shmem_enabled` allows it.
+        # Private, because Linux uses huge pages for shared mappings only if `shmem_enabled` allows it.
         self._memory = mmap.mmap(
             -1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.MAP_PRIVATE
         )
         if hasattr(mmap, "MADV_DONTFORK"):
-            # After a fork the parent's next write could move its page, while the device still uses the old one.
+            # After a fork, the parent's next write could move its page while the device still uses the old one.
             self._memory.madvise(mmap.MADV_DONTFORK)
-        # The tensor refers to this object, and so do its views. Unlike a mapping, it runs its finaliser before the
-        # memory is unmapped.
+        # The tensor and its views refer to this object. Unlike the mapping, it runs its finaliser before the memory is
+        # unmapped.
         self._owner = (ctypes.c_char * num_bytes).from_buffer(self._memory)
         self.data = torch.frombuffer(self._owner, dtype=torch.uint8)  # [num_bytes] uint8
         ask_for_huge_pages(self.data)
@@ -75,18 +73,18 @@ class HostMapping:
     def register(
         self, cudart: Cudart, synchronize: Callable[[], None], forget_error: Callable[[], None]
     ) -> str | None:
-        """Pin the memory until it is freed.
+        """Pin the memory for the rest of its life.
 
         Parameters
         ----------
         synchronize
-            Waits for the copies that may still use the memory when it is freed.
+            Waits for copies that may still use the memory when it is freed.
         forget_error
-            Resets CUDA's last error, which torch would raise at its next kernel as if that had failed.
+            Resets CUDA's last error, which torch would otherwise raise at its next kernel launch.
 
         Returns
         -------
-        CUDA's error where it refuses; then the memory can be used, but is not pinned.
+        None on success. Otherwise CUDA's error message; the memory is usable, but not pinned.
         """
         address, size = ctypes.addressof(self._owner), len(self._memory)
         error = cudart.cudaHostRegister(address, size, _PORTABLE)
@@ -96,7 +94,7 @@ class HostMapping:
         unregister = weakref.finalize(
             self._owner, _unregister, cudart, synchronize, forget_error, address, self._memory
         )
-        # At the process' end the driver frees everything itself, and threads may still copy.
+        # At process exit the driver frees the memory itself, and other threads may still copy.
         unregister.atexit = False
         return None
 
@@ -108,14 +106,14 @@ def _unregister(
     address: int,
     memory: mmap.mmap,
 ) -> None:
-    """Unpin a mapping that only this call still refers to."""
-    with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing any more
+    """Unpin a mapping before it is unmapped."""
+    with contextlib.suppress(RuntimeError):  # a failed device copies nothing any more
         synchronize()
     error = cudart.cudaHostUnregister(address)
     if int(error):
         forget_error()
         size, reason = len(memory), _describe(cudart, error)
-        logger.warning("%d bytes of the host's memory cannot be unpinned: %s", size, reason)
+        logger.warning("could not unpin %d bytes of host memory: %s", size, reason)
 
 
 def _describe(cudart: Cudart, error: Any) -> str:

@@ -1,4 +1,4 @@
-"""Arrays of the host on their way to the device: how they lie in one buffer, and the pinned memory in between."""
+"""Uploads of several arrays in one copy: their layout in a buffer, and the pinned staging memory."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ import torch
 
 from quire.replica.device.device import Device, Event, Stream
 
-_ALIGNMENT = 16  # bytes: any type may follow any other
+_ALIGNMENT = 16  # bytes; enough for every dtype
 _TORCH_TYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
 }
-_LEAST_BYTES = 1 << 16  # of a buffer that grows
+_LEAST_BYTES = 1 << 16  # initial size of a staging buffer
 Typed = tuple[np.ndarray, type]
 
 
 class Layout(NamedTuple):
-    """Where the arrays of some lengths lie, in bytes."""
+    """Byte offsets of arrays in one buffer."""
 
     sections: tuple[tuple[int, tuple[int, ...], np.dtype], ...]  # (begin, shape, type)
     num_bytes: int
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[tuple[int, ...], type]]) -> Layout:
-        sections, end = [], 0
-        for shape, dtype in shapes:
-            dtype = np.dtype(dtype)
+        sections: list[tuple[int, tuple[int, ...], np.dtype]] = []
+        end = 0
+        for shape, scalar in shapes:
+            dtype = np.dtype(scalar)
             sections.append((end, shape, dtype))
             num_bytes = math.prod(shape) * dtype.itemsize
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -42,18 +43,18 @@ class Layout(NamedTuple):
     @classmethod
     @lru_cache(maxsize=256)
     def known(cls, shapes: tuple[tuple[tuple[int, ...], type], ...]) -> Layout:
-        """As `of`, of shapes that come again."""
+        """Cached `of`, for shapes that recur."""
         return cls.of(shapes)
 
     def on_host(self, raw: np.ndarray) -> list[np.ndarray]:
-        """Views of staging memory, [any] uint8."""
+        """Views of the arrays in host memory `raw`, [any] uint8."""
         return [
             raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
             for begin, shape, dtype in self.sections
         ]
 
     def on_device(self, raw: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the device's memory, [any] uint8."""
+        """Views of the arrays in device memory `raw`, [any] uint8."""
         return [
             raw[begin : begin + math.prod(shape) * dtype.itemsize]
             .view(_TORCH_TYPES[dtype])
@@ -64,29 +65,28 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Arrays in pinned memory."""
+    """Arrays in pinned memory, ready to be copied to the device."""
 
     layout: Layout
     pinned: torch.Tensor  # [num_bytes] uint8
     torch_device: torch.device
 
     def copy(self) -> list[torch.Tensor]:
-        """Part of a step's work: the arrays on the device. The host waits for nothing."""
+        """Copy the arrays to the device without blocking the host. Part of a step's queued work."""
         raw = torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=self.torch_device)
         raw.copy_(self.pinned, non_blocking=True)
         return self.layout.on_device(raw)
 
 
 class Staging:
-    """Stages arrays of any number and size that one piece of work copies: what it is about is known only
-    when the rest of its step is queued.
+    """Stages arrays for work whose inputs are known only after the rest of its step is queued (the sampler's).
 
     Parameters
     ----------
     device
-        Whose compute stream copies.
+        Its compute stream runs the copy.
     depth
-        Pieces of work that may be in flight before the host waits for one.
+        Uploads in flight before the host waits for the oldest.
     """
 
     def __init__(self, device: Device, depth: int = 2):
@@ -96,7 +96,7 @@ class Staging:
         self._turn = 0
 
     def write(self, arrays: Sequence[Typed]) -> Staged:
-        """Stage arrays; `queued` must follow once the work that copies them is queued."""
+        """Stage arrays. Call `queued` after the work that copies them is queued."""
         layout = Layout.of((array.shape, dtype) for array, dtype in arrays)
         if (copied := self._copied[self._turn]) is not None:
             copied.wait()
@@ -109,6 +109,6 @@ class Staging:
         return Staged(layout, buffer[: layout.num_bytes], self._device.torch_device)
 
     def queued(self) -> None:
-        """The work that copies what was written last is queued on the compute stream."""
+        """Record that the work which copies the last `write` is queued on the compute stream."""
         self._copied[self._turn] = self._device.record(Stream.COMPUTE, "inputs copied")
         self._turn = (self._turn + 1) % len(self._buffers)

@@ -1,1 +1,1 @@
-"""Grammars of structured output: judged in a process of their own, compiled, and followed token by token. No torch."""
+"""Grammars of structured output: checked in a separate process, compiled, and followed token by token. No torch."""

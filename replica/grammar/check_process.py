@@ -1,4 +1,4 @@
-"""The process in which grammars are judged; `grammar_check.py` is the engine's side of it.
+"""The process that checks grammars; `grammar_check.py` is the engine's side of it.
 
 ```
  engine ──socket──▶ this process: llguidance and the tokenizer are loaded once
@@ -7,9 +7,9 @@
                     a child with limits: compile, sampled masks ──pipe──▶ result
 ```
 
-A grammar can only hurt the forked child: it ends by its own limits (processor time, address space, stack, wall clock),
-and when the engine's end of the socket closes. Neither /proc nor memory cgroups are needed. The process imports
-neither torch nor Ray.
+A grammar can only harm the forked child. The child has limits of processor time, address space, stack and wall clock,
+and it is killed when the engine's end of the socket closes. This needs neither /proc nor memory cgroups. The process
+imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.replica.grammar.grammar_source import MAX_MEMORY_MIB, limits, message_of, to_source
 
-# llguidance descends into nested grammars. A thread of the engine has twice as much.
+# llguidance recurses into nested grammars. A thread of the engine has twice this stack.
 _STACK_BYTES = 4 << 20
 _NUM_WALKS = 4
 _WALK_LEN = 16
@@ -39,11 +39,12 @@ _WALKS_CPU_S = 0.05
 
 
 def main() -> None:
-    """Judge what comes over the socket until its other end closes."""
+    """Check the grammars that arrive on the socket until its other end closes."""
     options = json.loads(sys.argv[1])
     for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    with contextlib.suppress(OSError):  # where memory is short, this process goes first
+    # When memory is short, the kernel should kill this process first.
+    with contextlib.suppress(OSError):
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     os.nice(options["nice"])
@@ -54,7 +55,8 @@ def main() -> None:
             n_vocab=options["vocab_size"],
             eos_token=options["eos_token_ids"],
         )
-    except Exception as error:  # of the library: any kind of tokenizer it does not take
+    except Exception as error:
+        # The library raises errors of several types for tokenizers that it does not support.
         _send(connection, {"outcome": "unusable", "message": message_of(str(error))})
         return
     _send(connection, {"outcome": "ready"})
@@ -65,7 +67,10 @@ def main() -> None:
 
 
 def address_space_bytes() -> int:
-    """How much address space this process uses: below that limit no page can be added, which tells it without /proc."""
+    """Measure how much address space this process uses, without /proc.
+
+    Search the smallest limit under which the process can still map a page.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     low, high = 0, 1 << 47
     if hard != resource.RLIM_INFINITY:
@@ -89,7 +94,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 def _check_in_child(
     connection: socket.socket, tokenizer: LLTokenizer, job: dict[str, Any], used_bytes: int
 ) -> dict[str, Any]:
-    """Fork, and wait for the result, the child's end, its wall clock or the engine's end."""
+    """Check a grammar in a forked child, and wait for its result, its end, its time limit or the engine's end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -104,7 +109,8 @@ def _check_in_child(
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         if connection in ready and reader not in ready:
-            sys.exit(0)  # the engine has gone
+            # The engine has ended.
+            sys.exit(0)
         if not ready:
             return {"outcome": "late"}
         result = b""
@@ -116,35 +122,38 @@ def _check_in_child(
 
 
 def _outcome_of(status: int) -> dict[str, Any]:
-    """Why a child ended without a result."""
+    """The reason why a child ended without a result."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if number in (signal.SIGPROF, signal.SIGXCPU):
         return {"outcome": "slow"}
     if number == signal.SIGALRM:
         return {"outcome": "late"}
-    if number == signal.SIGABRT:  # Rust's answer to an allocation that fails
+    if number == signal.SIGABRT:
+        # Rust aborts when an allocation fails.
         return {"outcome": "large"}
     return {"outcome": "crash", "message": f"signal {number}" if number else f"status {status}"}
 
 
 def _run_child(tokenizer: LLTokenizer, job: dict[str, Any], used_bytes: int, writer: int) -> None:
-    """Judge one grammar, within limits, and end."""
+    """Check one grammar within limits, write the result, and exit."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
-        os.dup2(null, 2)  # a failed allocation prints a message
+        # A failed allocation prints a message.
+        os.dup2(null, 2)
         _limit(job["cpu_s"], job["wall_s"], used_bytes + (MAX_MEMORY_MIB << 20))
         result = _check(tokenizer, job)
     except MemoryError:
         result = {"outcome": "large"}
-    except BaseException as error:  # what a forked copy of the loop must not catch itself
+    except BaseException as error:
+        # Nothing may reach the forked copy of `main`.
         result = {"outcome": "crash", "message": message_of(f"{type(error).__name__}: {error}")}
     os.write(writer, json.dumps(result).encode())
     os._exit(0)
 
 
 def _limit(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
-    """Bound this process; each signal's default action ends it, also while Rust code runs."""
+    """Limit this process. The default action of each signal kills it, also while Rust code runs."""
     for name, value in (
         ("RLIMIT_CORE", 0),
         ("RLIMIT_CPU", int(cpu_s) + 2),
@@ -156,7 +165,7 @@ def _limit(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
         if hard == resource.RLIM_INFINITY or value <= hard:
             resource.setrlimit(which, (value, hard))
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    # The process that forked this one watches the same clock; it may be gone.
+    # The parent process enforces the wall clock; this timer is for the case that the parent has ended.
     signal.setitimer(signal.ITIMER_REAL, wall_s + 1)
 
 
@@ -178,7 +187,7 @@ def _check(tokenizer: LLTokenizer, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _walk(matcher: LLMatcher, rng: random.Random, until_s: float) -> None:
-    """Compute masks along random tokens."""
+    """Compute masks along a random sequence of allowed tokens."""
     for _ in range(_WALK_LEN):
         mask = matcher.compute_bitmask()
         if matcher.is_error() or not any(mask):
@@ -189,7 +198,7 @@ def _walk(matcher: LLMatcher, rng: random.Random, until_s: float) -> None:
 
 
 def _random_id(mask: bytes, rng: random.Random) -> int:
-    """An id that the mask allows: of the first byte with any, from a random one on."""
+    """A random id that the mask allows, from the first non-zero byte after a random position."""
     start = rng.randrange(len(mask))
     turned = mask[start:] + mask[:start]
     skipped = len(turned) - len(turned.lstrip(b"\0"))

@@ -1,6 +1,6 @@
-"""Which grammar is judged next: tenants take turns, queues are bounded, and those that wait have deadlines.
+"""The order in which grammars are checked: tenants take turns, queues are bounded, waiting requests have deadlines.
 
-Pure: no clock but the one passed in, no threads.
+Pure: the caller passes the time, and there are no threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 
 from quire.protos.errors import Overloaded
 
-MAX_WAITING = 64  # grammars
+# Grammars that may wait.
+MAX_WAITING = 64
 MAX_WAITING_PER_TENANT = 16
 _RETRY_AFTER_S = 1.0
 W = TypeVar("W")
@@ -19,12 +20,12 @@ W = TypeVar("W")
 
 @dataclass(slots=True)
 class WaitingGrammar(Generic[W]):
-    """A grammar that waits, and the requests of one tenant that wait for it.
+    """A grammar that waits, and the requests of one tenant that need it.
 
     Parameters
     ----------
     waiters
-        (when it gives up, the request) each.
+        (deadline, request) of each.
     """
 
     key: bytes
@@ -32,13 +33,13 @@ class WaitingGrammar(Generic[W]):
 
 
 class GrammarQueue(Generic[W]):
-    """The grammars that wait for one judge.
+    """The grammars that wait for one checker, in the order in which they are checked.
 
-    Owns the order; what a waiter is only its caller knows.
+    Requests are opaque objects.
     """
 
     def __init__(self) -> None:
-        # Tenants in the order of their turns, each with its grammars in the order of arrival.
+        # Tenants in the order of their turns; the grammars of each in the order of arrival.
         self._tenants: OrderedDict[str, OrderedDict[bytes, WaitingGrammar[W]]] = OrderedDict()
         self._num_waiting = 0
 
@@ -53,12 +54,12 @@ class GrammarQueue(Generic[W]):
         *,
         is_bounded: bool = True,
     ) -> None:
-        """Add requests that wait for one grammar; a grammar that this tenant already waits for is judged once.
+        """Add requests that wait for a grammar. Requests of one tenant for the same grammar share its check.
 
         Raises
         ------
         Overloaded
-            Too many grammars wait, of all tenants or of this one, unless `is_bounded` is false.
+            Too many grammars of all tenants, or of this one, wait. Not raised if `is_bounded` is false.
         """
         own = self._tenants.get(tenant, OrderedDict())
         if key not in own:
@@ -70,7 +71,7 @@ class GrammarQueue(Generic[W]):
         own[key].waiters.extend(waiters)
 
     def pop(self) -> tuple[str, WaitingGrammar[W]] | None:
-        """The oldest grammar of the tenant whose turn it is; the tenant then goes last."""
+        """Take the oldest grammar of the next tenant, and move the tenant to the end of the turns."""
         if not self._tenants:
             return None
         tenant, own = self._tenants.popitem(last=False)
@@ -81,7 +82,7 @@ class GrammarQueue(Generic[W]):
         return tenant, waiting
 
     def expire(self, now_s: float) -> list[W]:
-        """Remove and return the waiters whose time is up."""
+        """Remove and return the requests that have reached their deadline."""
         expired: list[W] = []
         for tenant, own in list(self._tenants.items()):
             for key, waiting in list(own.items()):
@@ -95,7 +96,7 @@ class GrammarQueue(Generic[W]):
         return expired
 
     def clear(self) -> None:
-        """Forget all waiters."""
+        """Remove all requests."""
         self._tenants.clear()
         self._num_waiting = 0
 

@@ -1,4 +1,4 @@
-"""A thread with a queue and a judge: grammars go through it one at a time."""
+"""A thread that handles waiting grammars one at a time, with a checker of its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ W = TypeVar("W")
 
 
 class GrammarCheckThread(Generic[W]):
-    """Runs `handle` for each grammar that waits.
+    """Call `handle` for each waiting grammar.
 
     Parameters
     ----------
     checker
-        For `handle`, which alone uses it. Owned: closed with the lane.
+        Used by `handle` only. This object owns it and closes it.
     handle
-        Called in the lane's thread with a tenant and its grammar; must not raise.
+        Called in the thread with a tenant and its grammar; must not raise.
     on_expired
-        Called in the lane's thread with a waiter whose deadline has passed. While `handle` runs, deadlines wait for it.
+        Called in the thread with each request that has reached its deadline, but not before a running `handle` returns.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GrammarCheckThread(Generic[W]):
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread and the judge's process; waiters hear nothing."""
+        """End the thread and the checker's process. Waiting requests get no answer."""
         with self._changed:
             self._is_closed = True
             self._queue.clear()

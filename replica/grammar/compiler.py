@@ -1,20 +1,20 @@
-"""Grammars: which tokens may come next so that the output stays in a language.
+"""Compilation of grammars, which restrict an output to a language.
 
 ```
  submit ──▶ known text? ──yes────────────────────────────────────┐
                │ no                                              ▼
-               └──▶ quick lane: judge within 0.2 s ──good──▶ compile here ──▶ copy, replay ──▶ scheduler
+               └──▶ quick thread: check in 0.2 s ───good───▶ compile here ──▶ copy, replay ──▶ scheduler
                          │ not done                              ▲
                          ▼                                       │
-                    slow lane: judge within 2 s ─────good────────┘      otherwise: refused by name, remembered
+                    slow thread: check in 2 s ───────good────────┘      otherwise: refused with the reason, remembered
 
  each step: mask (before sampling, the forward may still run) ──▶ sample ──▶ advance with the token
 ```
 
-A request that comes from another replica replays what was emitted there. llguidance does the parsing.
+A request that migrates from another replica replays the tokens that were emitted there. llguidance parses grammars.
 
-Two lanes, because a compiler cannot be interrupted and shared: a grammar that takes seconds waits for others of its
-kind, not in front of those that take milliseconds.
+There are two threads because a check cannot be interrupted: a grammar that takes seconds must not delay grammars that
+take milliseconds.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.protos.errors import (
     InvalidRequest,
@@ -49,16 +50,18 @@ except ModuleNotFoundError:
     # A machine that only runs GPU measurements; grammars are refused there.
     pass
 
-# Of a judgement. Grammars in use need 0.02 to 0.15 s, most of it for masks of a large vocabulary.
+# Budgets of one check. Grammars in use need 0.02 to 0.15 s, most of it for masks of a large vocabulary.
 QUICK = Budget(cpu_s=0.2, wall_s=0.8, nice=0)
 SLOW = Budget(cpu_s=2.0, wall_s=8.0, nice=5)
 MAX_WAIT_S = 10.0
-# A request that comes from another replica has begun its answer, and many may come at once.
-MAX_MOVED_WAIT_S = 60.0
-MAX_REFUSALS = 4096  # texts whose result is remembered
+# Migrated requests have begun their answers, and many may arrive at once.
+MAX_MIGRATED_WAIT_S = 60.0
+# Texts with a remembered result.
+MAX_REFUSALS = 4096
 # Compiled grammars that are kept without a request: at most 20 MB each, see `grammar_source.MAX_LEXER_STATES`.
 MAX_RECENT = 4
-_MAX_INLINE_REPLAY = 256  # tokens; takes less than a millisecond
+# Tokens that are replayed in the caller's thread; this takes less than a millisecond.
+_MAX_INLINE_REPLAY = 256
 
 OnDone = Callable[[GrammarState | QuireError], None]
 
@@ -70,37 +73,37 @@ class _Waiter:
     on_done: OnDone
 
     @property
-    def is_moved(self) -> bool:
-        """Whether the request comes from another replica."""
+    def is_migrated(self) -> bool:
+        """Whether the request has begun on another replica."""
         return len(self.emitted_ids) > 0
 
     @property
     def max_wait_s(self) -> float:
-        """How long it may wait."""
-        return MAX_MOVED_WAIT_S if self.is_moved else MAX_WAIT_S
+        """How long the request may wait for its grammar."""
+        return MAX_MIGRATED_WAIT_S if self.is_migrated else MAX_WAIT_S
 
     def answer(self, outcome: GrammarState | QuireError) -> None:
-        """Call `on_done`, which must not end a lane's thread."""
-        with contextlib.suppress(Unavailable):  # the engine is closed
+        """Call `on_done`. A closed engine must not end the checking thread."""
+        with contextlib.suppress(Unavailable):
             self.on_done(outcome)
 
 
 class GrammarCompiler:
-    """Makes the matchers of one checkpoint.
+    """Compile grammars for one checkpoint.
 
-    Owns two lanes, each with a thread and a judging process of its own, and what is known of texts. Threads and
+    Owns two threads, each with a checking process, the reasons of refusals, and the compiled grammars. Threads and
     processes start with the first grammar that needs them.
 
     Parameters
     ----------
     tokenizer_path
-        The checkpoint's tokenizer.json; read when the first grammar comes.
+        The checkpoint's tokenizer.json; read for the first grammar.
     vocab_size
         Columns of the logits.
     eos_token_ids
-        May come where the output is complete.
+        Allowed where the output is complete.
     json_white_space
-        One of `config.JSON_WHITE_SPACE`.
+        One of `config.JsonWhiteSpace`.
     """
 
     def __init__(
@@ -117,16 +120,16 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
-        # By text: why it was refused; empty when it passed. The newest is the last.
+        # By key of the text: why it was refused; empty if it passed. The newest is the last.
         self._refusals: OrderedDict[bytes, str] = OrderedDict()
-        # By tenant and text: those that requests use, and those used last, for the next ones.
+        # By tenant and key of the text: grammars that requests use, and the most recent ones, for later requests.
         self._compiled: weakref.WeakValueDictionary[tuple[str, bytes], CompiledGrammar] = (
             weakref.WeakValueDictionary()
         )
         self._recent: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
         self._quick = self._check_thread("quire-grammar-quick", QUICK)
         self._slow = self._check_thread("quire-grammar-slow", SLOW)
-        # A thread that the interpreter's end stops inside the library would end the process with SIGABRT.
+        # If the interpreter exits while a thread is inside the library, the process ends with SIGABRT.
         self._at_exit = weakref.finalize(self, _close_all, (self._quick, self._slow))
 
     def submit(
@@ -136,9 +139,10 @@ class GrammarCompiler:
         on_done: OnDone,
         tenant: str = "",
     ) -> None:
-        """Judge, compile, and replay `emitted_ids`; `on_done` is called once, in this thread or another.
+        """Check and compile a grammar, and replay `emitted_ids`.
 
-        It gets an error when the grammar is refused, or waits longer than `MAX_WAIT_S`.
+        `on_done` is called once, in this thread or in another one, with the state or with an error: the grammar is
+        refused, or it has waited too long.
 
         Raises
         ------
@@ -158,10 +162,10 @@ class GrammarCompiler:
             on_done(self._outcome(compiled, refusal, waiter))
             return
         until_s = time.monotonic() + waiter.max_wait_s
-        self._quick.push(tenant, key, [(until_s, waiter)], is_bounded=not waiter.is_moved)
+        self._quick.push(tenant, key, [(until_s, waiter)], is_bounded=not waiter.is_migrated)
 
     def close(self) -> None:
-        """End threads and processes; requests that wait hear nothing."""
+        """End the threads and processes. Waiting requests get no answer."""
         self._at_exit()
 
     def _check_thread(self, name: str, budget: Budget) -> GrammarCheckThread[_Waiter]:
@@ -173,17 +177,18 @@ class GrammarCompiler:
     def _on_turn(
         self, thread: GrammarCheckThread[_Waiter], tenant: str, waiting: WaitingGrammar[_Waiter]
     ) -> None:
-        """Answer all who wait for a grammar, or pass them on to the slow lane."""
+        """Answer all requests that wait for a grammar, or hand them to the slow thread."""
         waiters = [waiter for _, waiter in waiting.waiters]
         try:
             refusal = self._refusal(thread, waiting.key, waiters[0].grammar)
             if refusal is None:
-                is_bounded = not any(waiter.is_moved for waiter in waiters)
+                is_bounded = not any(waiter.is_migrated for waiter in waiters)
                 self._slow.push(tenant, waiting.key, waiting.waiters, is_bounded=is_bounded)
                 return
             compiled = None if refusal else self._compile(tenant, waiting.key, waiters[0].grammar)
             outcomes = [self._outcome(compiled, refusal, waiter) for waiter in waiters]
-        except Exception as error:  # a lost answer would be a request that hangs
+        except Exception as error:
+            # Without an answer the requests would hang.
             if not isinstance(error, QuireError):
                 error = QuireError(f"the grammar could not be checked: {error}")
             outcomes = [error] * len(waiters)
@@ -193,12 +198,12 @@ class GrammarCompiler:
     def _refusal(
         self, thread: GrammarCheckThread[_Waiter], key: bytes, grammar: Grammar
     ) -> str | None:
-        """Why a grammar is refused, empty when it is not; None: to say it takes more than the quick lane gives.
+        """Why a grammar is refused; empty if it is not. None if the check exceeds the budget of the quick thread.
 
         Raises
         ------
         QuireError
-            It cannot be said now: nothing to remember.
+            The grammar cannot be checked now. The error is not remembered.
         """
         self._load(grammar)
         with self._lock:
@@ -221,7 +226,7 @@ class GrammarCompiler:
         return _refusal_of(result)
 
     def _compile(self, tenant: str, key: bytes, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar that has passed; once for all of a tenant's requests that overlap."""
+        """Compile a grammar that has passed; overlapping requests of one tenant share the result."""
         compiled = self._look_up(tenant, key)
         if compiled is None:
             tokenizer = self._load(grammar)
@@ -277,7 +282,8 @@ class GrammarCompiler:
                 self._tokenizer = LLTokenizer(
                     str(self._path), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
                 )
-            except Exception as error:  # of the library: any kind of tokenizer it does not take
+            except Exception as error:
+                # The library raises errors of several types for tokenizers that it does not support.
                 message = f"this checkpoint's tokenizer cannot be used: {error}"
                 raise _unsupported(grammar, grammar_source.message_of(message)) from error
             return self._tokenizer
@@ -319,6 +325,6 @@ def _expire(waiter: _Waiter) -> None:
     )
 
 
-def _close_all(threads: Sequence[GrammarCheckThread]) -> None:
+def _close_all(threads: Sequence[GrammarCheckThread[Any]]) -> None:
     for thread in threads:
         thread.close()

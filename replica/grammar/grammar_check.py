@@ -1,7 +1,7 @@
-"""Asks a process of its own whether a grammar can be compiled and served: the engine's side of `check_process.py`.
+"""Checks in a separate process whether a grammar can be compiled and served: the engine's side of `check_process.py`.
 
-Compilers of grammars have inputs of a kilobyte that take gigabytes and minutes, inside calls that nothing can
-interrupt. So each grammar is first compiled in a child that can be killed.
+For some inputs of a kilobyte, compilers of grammars need gigabytes and minutes, in calls that cannot be interrupted. So
+each grammar is first compiled in a child process that can be killed.
 """
 
 from __future__ import annotations
@@ -22,33 +22,41 @@ from typing import Any
 
 from quire.protos.errors import EngineError
 
-_START_S = 60.0  # for Python, llguidance and a tokenizer of 200,000 tokens on a busy machine
+# Time to start Python and load llguidance and a tokenizer of 200,000 tokens on a busy machine.
+_START_S = 60.0
 _END_S = 1.0
-# Ray changes sys.path of its workers, which a new interpreter would not have.
+# Ray changes `sys.path` of its workers; the new interpreter needs the same.
 _MAIN = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])["path"]
 from quire.replica.grammar.check_process import main
 main()
 """
-_ANSWER_MARGIN_S = 5.0  # beyond the child's wall clock
+# How much longer than the child's wall clock to wait for an answer.
+_ANSWER_MARGIN_S = 5.0
 
 
 class Outcome(StrEnum):
-    """What a judge says of a grammar."""
+    """The result of a check."""
 
     GOOD = "good"
-    INVALID = "invalid"  # the compiler refuses it; it says why
-    SLOW = "slow"  # its processor time is used up
-    LARGE = "large"  # its memory is used up
-    CRASH = "crash"  # it ended the child
-    LATE = "late"  # its wall clock is used up: the machine's fault as well
-    UNUSABLE = "unusable"  # the tokenizer, not the grammar
+    # The compiler refuses the grammar.
+    INVALID = "invalid"
+    # The check exceeded its processor time.
+    SLOW = "slow"
+    # The check exceeded its memory.
+    LARGE = "large"
+    # The grammar crashed the child.
+    CRASH = "crash"
+    # The check exceeded its wall clock, perhaps because the machine is busy.
+    LATE = "late"
+    # The tokenizer cannot be used, with any grammar.
+    UNUSABLE = "unusable"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The answer of a judge, and why."""
+    """The result of a check, and the reason."""
 
     outcome: Outcome
     message: str = ""
@@ -56,7 +64,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one judgement may take."""
+    """The limits of one check."""
 
     cpu_s: float
     wall_s: float
@@ -65,15 +73,15 @@ class Budget:
 
 @dataclass(slots=True)
 class _Process:
-    popen: subprocess.Popen
+    popen: subprocess.Popen[bytes]
     connection: socket.socket
     lines: Any = field(repr=False)
 
 
 class GrammarChecker:
-    """One judging process, started when the first grammar comes and again when it has died.
+    """One checking process, started for the first grammar and again after it has died.
 
-    `judge` is for one thread; `close` for any.
+    Call `check` from one thread only; `close` from any.
     """
 
     def __init__(
@@ -98,7 +106,7 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, None when there is none."""
+        """The process id; None if no process runs."""
         process = self._process
         return None if process is None else process.popen.pid
 
@@ -108,7 +116,7 @@ class GrammarChecker:
         Raises
         ------
         EngineError
-            The judging process cannot run.
+            The checking process cannot run.
         """
         job = {
             "kind": kind,
@@ -117,7 +125,8 @@ class GrammarChecker:
             "cpu_s": self._budget.cpu_s,
             "wall_s": self._budget.wall_s,
         }
-        for _ in range(2):  # the process may have been killed since the last grammar, or for memory
+        # The process may have been killed since the last grammar, or because memory is short.
+        for _ in range(2):
             try:
                 return self._ask(job)
             except (OSError, ValueError) as error:
@@ -126,7 +135,7 @@ class GrammarChecker:
         raise EngineError(f"the process that checks grammars has died twice: {reason}")
 
     def close(self) -> None:
-        """End the process; a judgement that runs raises."""
+        """End the process; a running `check` raises."""
         with self._lock:
             self._is_closed = True
         self._stop()
@@ -156,7 +165,8 @@ class GrammarChecker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # a terminal's Ctrl-C is not for it
+                # A terminal's Ctrl-C must not reach it.
+                start_new_session=True,
             )
             self._process = _Process(popen, ours, ours.makefile("rb"))
             return self._process
@@ -166,17 +176,16 @@ class GrammarChecker:
             process, self._process = self._process, None
         if process is None:
             return
+        # The process ends, and kills its child.
         with contextlib.suppress(OSError):
-            process.connection.shutdown(
-                socket.SHUT_RDWR
-            )  # it ends, and the child that it has forked
+            process.connection.shutdown(socket.SHUT_RDWR)
         try:
             process.popen.wait(_END_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):
                 os.killpg(process.popen.pid, signal.SIGKILL)
             process.popen.wait()
-        # A thread that reads now finds the end, and lets go of `lines`.
+        # A thread that is reading from `lines` gets the end of the stream, and `close` can take its lock.
         process.lines.close()
         process.connection.close()
 

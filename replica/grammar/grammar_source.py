@@ -1,6 +1,6 @@
-"""A client's grammar as llguidance reads it, and the limits that llguidance works under.
+"""Conversion of a client's grammar to llguidance's form, and the limits for llguidance.
 
-Imported by the engine and by the process that judges grammars, so both compile exactly the same.
+The engine and the process that checks grammars both use it, so they compile exactly the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ except ModuleNotFoundError:
 else:
     _IS_INSTALLED = True
 
-# By `EngineArgs.json_white_space`. A regular expression for each separator.
+# By `EngineArgs.json_white_space`; separators are regular expressions.
 _JSON_OPTIONS: dict[str, Any] = {
     "one_space": {
         "whitespace_flexible": False,
@@ -27,26 +27,27 @@ _JSON_OPTIONS: dict[str, Any] = {
     "any": {"whitespace_flexible": True},
 }
 
-# Lexer states take about 0.5 kB each: at most 20 MB a text. A string of 1,000 characters needs about 10,000 with a
-# vocabulary of 128,000 tokens; `state.py` begins with an empty lexer when this one is full.
+# A lexer state takes about 0.5 kB, so a text takes at most 20 MB. A string of 1,000 characters needs about 10,000
+# states with a vocabulary of 128,000 tokens. `state.py` begins an empty lexer when this many states are used.
 MAX_LEXER_STATES = 30_000
-# Of one mask; 7 a microsecond. Grammars in use need less than 50,000.
+# Fuel of one mask; a microsecond uses 7. Grammars in use need less than 50,000.
 STEP_LEXER_FUEL = 100_000
-# That compiling a grammar and its first masks may take; grammars in use need less than 15.
+# Memory for compiling a grammar and its first masks; grammars in use need less than 15.
 MAX_MEMORY_MIB = 64
-# The judge allows half of it: a grammar that passes has room for states that the judge did not see.
+# Share of the limits that a check may use: a grammar that passes then has room for states that the check did not reach.
 _CHECK_SHARE = 0.5
 _MAX_MESSAGE = 300
-_MARK = "<non-verbose/>"  # the library ends short messages with it
+# The library ends short messages with this mark.
+_MARK = "<non-verbose/>"
 
 
 def is_installed() -> bool:
-    """Whether grammars can be compiled at all."""
+    """Whether llguidance is installed."""
     return _IS_INSTALLED
 
 
 def limits(*, for_check: bool = False) -> LLParserLimits:
-    """Bounds of one matcher. Its messages quote neither the parser's state nor the whole grammar."""
+    """The limits of one matcher; its error messages quote neither the parser's state nor the whole grammar."""
     share = _CHECK_SHARE if for_check else 1.0
     return LLParserLimits(
         max_lexer_states=int(MAX_LEXER_STATES * share),
@@ -56,12 +57,12 @@ def limits(*, for_check: bool = False) -> LLParserLimits:
 
 
 def to_source(kind: str, text: str, json_white_space: str) -> str:
-    """llguidance's own form of a grammar of `protos.wire`.
+    """Convert a grammar of `protos.wire` to llguidance's form.
 
     Raises
     ------
     ValueError
-        A JSON schema that is not an object.
+        A JSON schema is not an object.
     """
     if kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS[json_white_space])
@@ -74,5 +75,5 @@ def to_source(kind: str, text: str, json_white_space: str) -> str:
 
 
 def message_of(error: str) -> str:
-    """The library's error text, as a client gets it."""
+    """Shorten the library's error text for a client."""
     return error.replace(_MARK, "").strip()[:_MAX_MESSAGE]

@@ -1,7 +1,7 @@
-"""A compiled grammar, and where one request's output is in it.
+"""A compiled grammar, and the position of one request's output in it.
 
-Requests of one tenant with the same text share a compiled grammar. Its matchers share a lexer, whose states are built
-while masks are computed and are never given back:
+Requests of one tenant with the same text share a compiled grammar. Its matchers share a lexer. The lexer adds states
+while masks are computed, and never frees them:
 
 ```
  CompiledGrammar ── lexer 1: states ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒ full ──▶ lexer 2: states ▒▒▒
@@ -10,7 +10,7 @@ while masks are computed and are never given back:
      └─────── request a
 ```
 
-So memory is bounded by the lexer's limit for each text, however long outputs are and however many requests there are.
+So the lexer's limit bounds the memory of each text, for any length of outputs and any number of requests.
 """
 
 from __future__ import annotations
@@ -30,46 +30,48 @@ except ModuleNotFoundError:
     # A machine that only runs GPU measurements; grammars are refused there.
     pass
 
-# A lexer that is full after fewer masks would be full again at once: its grammar exceeds the limits.
+# If a lexer is full after fewer masks, a new one would be full again soon: the grammar exceeds the limits.
 MIN_MASKS_OF_A_LEXER = 16
-# The step waits while a grammar is compiled again.
+# The step waits while a grammar is compiled again, so grammars that take longer are not.
 MAX_RENEWAL_S = 0.1
 
 
 class CompiledGrammar:
-    """Matchers before any token, and the lexer that they share.
+    """A matcher before any token, which requests copy, and the lexer that the copies share.
 
     Parameters
     ----------
     build
-        Compiles the grammar; the matcher's `is_error` says whether that failed.
+        Compiles the grammar; `is_error` of the result is true if that failed.
     """
 
     def __init__(self, build: Callable[[], LLMatcher]):
         self._build = build
         self._lock = threading.Lock()
         began = time.thread_time()
-        self._start = build()  # no token ever goes into it
+        # It never consumes a token.
+        self._start = build()
         self._build_s = time.thread_time() - began
         self._lexer_number = 0
-        self._num_masks = 0  # of this lexer
+        # Masks that the current lexer has computed.
+        self._num_masks = 0
 
     @property
     def error(self) -> str:
-        """Why it could not be compiled; empty when it could."""
+        """Why the grammar could not be compiled; empty if it was."""
         return message_of(self._start.get_error())
 
     def matcher(self) -> tuple[LLMatcher, int]:
-        """A new matcher before any token, and its lexer's number."""
+        """A new matcher before any token, and the number of its lexer."""
         with self._lock:
             return self._start.deep_copy(), self._lexer_number
 
     def count_mask(self) -> None:
-        """A mask is computed with the lexer in use."""
+        """Count a mask of the current lexer."""
         self._num_masks += 1
 
     def renew(self, lexer_number: int) -> bool:
-        """Replace the lexer with this number unless that is done already; returns whether there is another one."""
+        """Replace the lexer with this number, unless that is done already; returns whether there is a newer one."""
         with self._lock:
             if lexer_number != self._lexer_number:
                 return True
@@ -82,7 +84,7 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """Where one request's output is in its grammar.
+    """The position of one request's output in its grammar.
 
     Parameters
     ----------
@@ -108,10 +110,10 @@ class GrammarState:
             raise ValueError(f"the {len(emitted_ids)} tokens already generated do not match it")
 
     def mask(self) -> np.ndarray:
-        """[ceil(vocab / 32)] int32, bit i of word w set: id 32 * w + i may come next.
+        """[ceil(vocab / 32)] int32; if bit i of word w is set, id 32 * w + i may come next.
 
-        All zero when the matcher has failed, which it does when a step exceeds its limits: better no token
-        than a wrong one.
+        All zero if the matcher has failed because a step exceeded its limits. Then the request gets an error instead
+        of a wrong token.
         """
         self._grammar.count_mask()
         packed = self._fill()
@@ -123,7 +125,7 @@ class GrammarState:
         return row
 
     def advance(self, token_id: int) -> bool:
-        """Take in a sampled token; returns whether the output is complete: nothing can follow it."""
+        """Consume a sampled token; returns whether the output is complete, so that no token can follow."""
         self._taken_ids.append(token_id)
         self._matcher.consume_token(token_id)
         if self._matcher.is_error():
@@ -132,11 +134,11 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why the matcher has failed; empty when it has not."""
+        """Why the matcher has failed; empty if it has not."""
         return message_of(self._matcher.get_error())
 
     def _recover(self) -> bool:
-        """Try again with another lexer, in case this one is full; returns whether there is one."""
+        """Continue with a new lexer, in case this one is full; returns whether there is one."""
         if not self._grammar.renew(self._lexer_number):
             return False
         self._replay()

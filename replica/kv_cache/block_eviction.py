@@ -1,14 +1,16 @@
-"""Which cached block is given up first, when the free ones have run out.
+"""Orders in which cached blocks are evicted when no free block is left.
 
-Both orders are leaf-first: a block goes before those that it continues, without which it could not be found. Both rest
-on the same facts: `BlockManager.release` is given a chain leaf first, and whoever owns a block owns those of full
-attention before it in its chain. The blocks of a sliding group that fell out of its window are released alone, before
-the rest of their chain; so they are the older ones for `lru`, and `most_recent` gives them up before all others.
-
-| order | the first to go | for |
+| order | evicts first | suits |
 |---|---|---|
-| `lru` | the leaf of the chain released longest ago | prompts that come back |
-| `most_recent` | the leaf of the chain released last | prompts of long ago that come back, output that does not |
+| `lru` | the leaf of the chain released longest ago | prompts that are sent again soon |
+| `most_recent` | the leaf of the chain released last | prompts that are sent again much later, output that is not |
+
+Both orders evict leaf first: a block leaves before the blocks that it continues, because it cannot be found without
+them. They rely on two facts. `BlockManager.release` receives the blocks of a chain leaf first. The owner of a block
+also owns the full-attention blocks before it in its chain.
+
+A sliding group's blocks that fall out of the window are released alone, before the rest of their chain. For `lru` they
+are therefore older than the rest, and `most_recent` evicts them before all other blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from types import MappingProxyType
 
 
 class LeastRecentlyUsed:
-    """Cached blocks, the one released longest ago first. Every operation is O(1).
+    """Evict the block that was released longest ago. Every operation is O(1).
 
-    A block is released after those that continue it, so it is the younger one and goes later.
+    A block is released after the blocks that continue it, so it is evicted after them.
 
     Parameters
     ----------
@@ -49,24 +51,24 @@ class LeastRecentlyUsed:
         del self._blocks[block]
 
     def pop(self) -> int:
-        """Take out the block that goes first."""
+        """Remove and return the block to evict."""
         return self._blocks.popitem(last=False)[0]
 
     def releasing(self, blocks: Iterable[int], passed: bool) -> Iterable[int]:
-        """See the blocks that a release is about to give back; see `BlockManager.release`."""
+        """Observe the blocks of one `BlockManager.release`, and yield them."""
         return blocks
 
     def renew(self, blocks: Iterable[int]) -> None:
-        """These blocks get new content: what was known of them is void."""
+        """Forget the history of these blocks: they get new content."""
 
 
 class MostRecentlyReleased:
-    """Cached blocks, the one of the chain released last first; of a chain the leaf. O(log n) amortised.
+    """Evict the leaf of the chain that was released last. Operations are O(log n) amortised.
 
-    Each release has a number, and every block of its chain, also one that others still own, is marked with the least
-    number that it or a block behind it was released with. So a prefix that is shared never has a higher number than
-    what continues it, and among equal ones it comes later: whichever of its users ends last, it goes after all of
-    them.
+    Releases are numbered. A release marks every block of its chain, including blocks that other requests still own,
+    with the smallest number among the releases of that block and of the blocks behind it. A shared prefix therefore
+    never has a higher number than its continuations, and it comes later among equal numbers. So it is evicted after
+    all its continuations, regardless of the order in which its users end.
 
     Parameters
     ----------
@@ -77,10 +79,12 @@ class MostRecentlyReleased:
     _NEVER = 1 << 62
 
     def __init__(self, num_blocks: int):
-        # [num_blocks] of each block the least number of it and of what continues it
+        # [num_blocks] smallest release number of the block and of the blocks that continue it
         self._release = [self._NEVER] * num_blocks
-        self._ticket: dict[int, int] = {}  # of each cached block
-        self._heap: list[tuple[int, int, int]] = []  # (-release, ticket, block)
+        # Cached block to its ticket, which is unique and identifies its entry in the heap.
+        self._ticket: dict[int, int] = {}
+        # (-release, ticket, block)
+        self._heap: list[tuple[int, int, int]] = []
         self._num_releases = 0
         self._num_tickets = 0
 
@@ -105,7 +109,7 @@ class MostRecentlyReleased:
             heapq.heapify(self._heap)
 
     def pop(self) -> int:
-        """Take out the block that goes first."""
+        """Remove and return the block to evict."""
         while True:
             _, ticket, block = heapq.heappop(self._heap)
             if self._ticket.get(block) == ticket:
@@ -113,9 +117,10 @@ class MostRecentlyReleased:
                 return block
 
     def releasing(self, blocks: Iterable[int], passed: bool) -> Iterable[int]:
-        """See the blocks that a release is about to give back; see `BlockManager.release`."""
+        """Observe the blocks of one `BlockManager.release`, and yield them."""
         if passed:
-            yield from blocks  # with the number that is higher than all
+            # Unmarked blocks keep `_NEVER`, the highest number.
+            yield from blocks
             return
         self._num_releases += 1
         least = self._num_releases
@@ -124,14 +129,14 @@ class MostRecentlyReleased:
             yield block
 
     def renew(self, blocks: Iterable[int]) -> None:
-        """These blocks get new content: what was known of them is void."""
+        """Forget the history of these blocks: they get new content."""
         for block in blocks:
             self._release[block] = self._NEVER
 
 
 EvictionOrder = LeastRecentlyUsed | MostRecentlyReleased
 
-# By `EngineConfig.demotion_order`; made from the number of blocks.
+# Value of `EngineConfig.demotion_order` to the order, which is created with the number of blocks.
 EVICTION_ORDERS: Mapping[str, Callable[[int], EvictionOrder]] = MappingProxyType(
     {"lru": LeastRecentlyUsed, "most_recent": MostRecentlyReleased}
 )

@@ -1,4 +1,4 @@
-"""Who owns each block of one tier of the KV cache.
+"""Ownership of the blocks of one tier of the KV cache.
 
 ```
             allocate                     release (last owner)
@@ -10,8 +10,8 @@
                      retain
 ```
 
-free + cached + in use = total, always. A cached block has no owner but its content is in the prefix index, so
-a later request may take it; it is evicted only when the free blocks have run out.
+Always free + cached + in use = total. A cached block has no owner, but the prefix index knows its content, so a later
+request may take it. A cached block is evicted only when no free block is left.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from quire.replica.kv_cache.block_eviction import EVICTION_ORDERS
 
 
 class IntegrityError(AssertionError):
-    """Bookkeeping that contradicts itself: a defect of the engine, never of a request."""
+    """Records of the engine contradict each other: a defect of the engine, never of a request."""
 
 
 class BlockManager:
-    """Reference counts and the two pools of blocks without an owner. Every operation is O(1) per block.
+    """Reference counts, and the free and cached blocks. Operations are O(1) per block, unless the order costs more.
 
-    `release` takes a request's blocks leaf first, and a block never has more owners than the block before it in
-    its chain; so in either order of `block_eviction.py` a cached block is evicted before the blocks that it continues.
+    `release` receives a request's blocks leaf first, and a block never has more owners than the block before it in its
+    chain. So every order of `block_eviction.py` evicts a cached block before the blocks that it continues.
 
     Parameters
     ----------
     num_blocks
-        Blocks are numbered 0 to num_blocks - 1; a tier that is off has none.
+        Blocks are numbered 0 to num_blocks - 1; 0 blocks turn a tier off.
     on_evict
-        Called with each block whose content is about to be evicted.
+        Called with each block before it is evicted.
     order
         One of `block_eviction.EVICTION_ORDERS`.
     """
@@ -46,10 +46,12 @@ class BlockManager:
             raise ValueError(f"num_blocks must be >= 0, got {num_blocks}")
         self.num_blocks = num_blocks
         self._on_evict = on_evict
-        self.num_evictions = 0  # blocks that `allocate` has evicted
+        self.num_evictions = 0
         self._ref_count = [0] * num_blocks
-        self._has_content = bytearray(num_blocks)  # 1: registered in the prefix index
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: warm memory first
+        # 1: the prefix index knows the block's content.
+        self._has_content = bytearray(num_blocks)
+        # A stack, so that memory that was used last is used again first.
+        self._free = list(range(num_blocks - 1, -1, -1))
         self._cached = EVICTION_ORDERS[order](num_blocks)
 
     @property
@@ -62,7 +64,7 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out."""
+        """Blocks that `allocate` could return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -73,7 +75,7 @@ class BlockManager:
         return self._ref_count[block]
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks of unknown content with one owner each, or None and nothing changed."""
+        """Take `count` blocks, each with one owner and unknown content; None, without effect, if there are too few."""
         if count > self.num_available:
             return None
         while len(self._free) < count:
@@ -90,25 +92,25 @@ class BlockManager:
         return blocks
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
-        """How many of these are cached: `retain` takes them out of what is available."""
+        """How many of these blocks are cached, and would no longer be available after `retain`."""
         return sum(self._ref_count[block] == 0 for block in blocks)
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """One more owner for each of these blocks, whose content is known."""
+        """Add an owner to each of these blocks, which must be in use or cached."""
         for block in blocks:
             if self._ref_count[block] == 0:
                 self._cached.remove(block)
             self._ref_count[block] += 1
 
     def release(self, blocks: Iterable[int], *, passed: bool = False) -> None:
-        """One owner fewer for each of these blocks.
+        """Remove an owner from each of these blocks.
 
         Parameters
         ----------
         blocks
-            Of one chain, leaf first.
+            Blocks of one chain, leaf first.
         passed
-            They are blocks of sliding groups instead that fell out of their windows, in any order.
+            The blocks are of sliding groups and fell out of their windows; they may have any order.
         """
         for block in self._cached.releasing(blocks, passed):
             owners = self._ref_count[block] - 1
@@ -122,18 +124,18 @@ class BlockManager:
                     self._free.append(block)
 
     def touch(self, block: int) -> None:
-        """This block, whose content is known, counts as used now."""
+        """Count a cached block as used now."""
         if block in self._cached:
             self._cached.remove(block)
             self._cached.add(block)
 
     def mark_contents(self, blocks: Iterable[int]) -> None:
-        """The prefix index knows the content of these blocks from now on."""
+        """Record that the prefix index knows the content of these blocks."""
         for block in blocks:
             self._has_content[block] = 1
 
     def forget_content(self, block: int) -> None:
-        """The prefix index has dropped this block: without an owner it becomes free."""
+        """Record that the prefix index has dropped this block; a cached block becomes free."""
         self._has_content[block] = 0
         if block in self._cached:
             self._cached.remove(block)
@@ -147,7 +149,7 @@ class BlockManager:
         return bool(self._has_content[block])
 
     def snapshot(self) -> dict[str, int]:
-        """The pools' sizes as plain data."""
+        """The number of blocks in each state."""
         return {
             "free": self.num_free,
             "cached": self.num_cached,
@@ -156,14 +158,14 @@ class BlockManager:
         }
 
     def check(self, owners: Iterable[int], is_indexed: Callable[[int], bool] | None = None) -> None:
-        """Raise `IntegrityError` unless the pools partition the blocks and the counts are right.
+        """Raise `IntegrityError` unless each block is in exactly one state and its owners are counted right.
 
         Parameters
         ----------
         owners
-            [num_blocks] owners of each block, found by walking the tables of the live requests.
+            [num_blocks] owners of each block, counted in the tables of the live requests.
         is_indexed
-            Whether the prefix index has a block: must agree with what the manager was told.
+            Whether the prefix index knows a block; must agree with `has_content`.
         """
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free) or free & cached:

@@ -1,4 +1,4 @@
-"""What happened in the prefix cache, told to the routers as routing hashes.
+"""Changes of the prefix cache, reported to the routers as routing hashes.
 
 ```
  hold / move / drop / clear ──▶ changed (net effect) ──flush()──▶ CacheEvents{seq} ──▶ ring of the last batches
@@ -6,9 +6,9 @@
                                    └▶ holders of each tier: hash → number
 ```
 
-A hash is in one tier at a time: in `gpu` while anything holds it there, else in `host`. A router that replays the
-batches in order has exactly the hashes that this replica had in each tier at the last flush; `digest`
-(`wire.tier_digest`) lets it check that without sending them.
+A hash is in one tier at a time: in `gpu` while any entry holds it there, else in `host`. A router that replays the
+batches in order knows exactly which hashes this replica had in each tier at the last flush. It can check this with
+`digest` (`routing_hash.tier_digest`), without receiving the hashes again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents, tier_digest, xor_hashes
+from quire.protos.routing_hash import tier_digest, xor_hashes
+from quire.protos.wire import CacheEvents
 
 _NO_HASHES = np.empty(0, np.uint64)
 
@@ -28,12 +29,13 @@ _NO_HASHES = np.empty(0, np.uint64)
 class Tier(enum.IntEnum):
     """Where blocks of KV are."""
 
-    GPU = 0  # on the device that computes, be it a CPU
+    # On the device that computes, which may be a CPU.
+    GPU = 0
     HOST = 1
 
 
 class EventLog:
-    """Numbered batches of cache events, the hashes of each tier, and a ring of batches for replay.
+    """Numbered batches of cache events, the hashes held in each tier, and a ring of batches for replay.
 
     Parameters
     ----------
@@ -51,24 +53,26 @@ class EventLog:
 
     def _start(self, epoch: str | None) -> None:
         self.epoch = epoch if epoch is not None else uuid.uuid4().hex
-        self.seq = 0  # of the last flushed batch
-        self._xors = [0, 0]  # of the hashes of each tier at that batch
+        # Number of the last flushed batch.
+        self.seq = 0
+        # XOR of the hashes that each tier held at that batch.
+        self._xors = [0, 0]
         self._ring.clear()
-        self._holders: tuple[dict[int, int], dict[int, int]] = ({}, {})  # by tier
-        # The tier at the last flush of each hash that is in another one now. In the order of change: parents
-        # are stored before their children and must be told in that order.
+        # For each tier: hash to the number of entries that hold it there.
+        self._holders: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        # Each hash that has moved since the last flush, and its tier at that flush. In the order of change, because
+        # parents must be reported before their children.
         self._changed: dict[int, Tier | None] = {}
-        self._before_clear: tuple[set[int], set[int]] | None = (
-            None  # as `_changed`, when cleared since
-        )
+        # The hashes of each tier at the last flush, if the cache was cleared since; None: it was not.
+        self._before_clear: tuple[set[int], set[int]] | None = None
 
     def reset(self, epoch: str | None = None) -> None:
-        """Forget everything and begin a new epoch: the cache behind this log is a new one."""
+        """Forget everything and begin a new epoch, for a new cache."""
         self._start(epoch)
 
     @property
     def digest(self) -> int:
-        """Of what was held at the last flushed batch."""
+        """Digest of the hashes that were held at the last flushed batch."""
         return tier_digest(*self._xors)
 
     @property
@@ -77,14 +81,14 @@ class EventLog:
         return len(gpu.keys() | host.keys()) if host else len(gpu)
 
     def held(self, tier: Tier | None = None) -> set[int]:
-        """The hashes in a tier now, or in any, pending events included."""
+        """The hashes that a tier holds now, or any tier if None; events that are not flushed count."""
         gpu, host = self._holders
         if tier is None:
             return set(gpu.keys() | host.keys())
         return set(gpu) if tier is Tier.GPU else set(host.keys() - gpu.keys())
 
     def hold(self, hashes: Iterable[int], tier: Tier = Tier.GPU) -> None:
-        """One more holder in this tier for each hash."""
+        """Add a holder in this tier to each hash."""
         holders, changed = self._holders[tier], self._changed
         others = self._holders[1 - tier]
         for routing_hash in hashes:
@@ -94,18 +98,19 @@ class EventLog:
                 continue
             if routing_hash in others or routing_hash in changed:
                 self._note(routing_hash, Tier.HOST if routing_hash in others else None)
-            else:  # the rule: new, and told for the first time in this batch
+            else:
+                # The usual case, without a call: the hash is new, and changes for the first time in this batch.
                 changed[routing_hash] = None
 
     def drop(self, hashes: Iterable[int], tier: Tier = Tier.GPU) -> None:
-        """One holder fewer in this tier for each hash."""
+        """Remove a holder in this tier from each hash."""
         for routing_hash in hashes:
             before = self._tier(routing_hash)
             self._subtract(routing_hash, tier)
             self._note(routing_hash, before)
 
     def move(self, hashes: Iterable[int], source: Tier, target: Tier) -> None:
-        """A holder of each hash has gone from one tier to the other."""
+        """Move a holder of each hash from one tier to the other."""
         for routing_hash in hashes:
             before = self._tier(routing_hash)
             self._subtract(routing_hash, source)
@@ -114,7 +119,7 @@ class EventLog:
             self._note(routing_hash, before)
 
     def clear(self) -> None:
-        """Nothing is held any more, in no tier."""
+        """Remove every hash from both tiers."""
         self._before_clear = self._held_at_flush()
         for holders in self._holders:
             holders.clear()
@@ -138,11 +143,12 @@ class EventLog:
         now = self._tier(routing_hash)
         if now is not before:
             at_flush = self._changed.pop(routing_hash, before)
-            if now is not at_flush:  # else there and back within a batch: nothing to tell
+            # A hash that is back in its tier at the last flush has not changed.
+            if now is not at_flush:
                 self._changed[routing_hash] = at_flush
 
     def flush(self) -> CacheEvents | None:
-        """Close the batch: what changed since the last one, or None when nothing did."""
+        """Close the batch: the changes since the last one, or None when there are none."""
         cleared = self._before_clear is not None
         if not (cleared or self._changed):
             return None
@@ -176,15 +182,17 @@ class EventLog:
         return batch
 
     def since(self, seq: int) -> list[CacheEvents] | None:
-        """The batches after `seq`, oldest first; None when they are no longer kept or never were."""
+        """The batches after `seq`, oldest first; None if not all of these are kept."""
         missing = self.seq - seq
         if not 0 <= missing <= len(self._ring):
             return None
         return [self._ring[i] for i in range(len(self._ring) - missing, len(self._ring))]
 
     def snapshot(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """`seq`, and [n] and [m] uint64, the hashes in `gpu` and in `host` at that batch: pending events follow
-        in the next one."""
+        """`seq`, and the hashes in `gpu` ([n] uint64) and in `host` ([m] uint64) at that batch.
+
+        Events that are not flushed follow in the next batch.
+        """
         gpu, host = self._held_at_flush()
         return (
             self.seq,

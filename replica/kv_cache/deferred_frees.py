@@ -1,4 +1,4 @@
-"""Blocks that were given back while a step was in flight: nobody gets them before that step has run.
+"""Blocks that are given back while a step is in flight: they are not reused before that step has run.
 
 ```
  plan N+1 ── launch ─────────────────────┐
@@ -7,8 +7,8 @@
  commit N+1 ◀────────────────────────────┘ they are cached or free
 ```
 
-The step in flight is their owner until then: to the block manager they are in use, and whoever finds their content in
-the prefix index may share them.
+Until then the step in flight owns them. For the block manager they are in use, and a request that finds their content
+in the prefix index may share them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Held:
 
 
 class DeferredFrees:
-    """Keeps blocks that are given back until the steps in flight have run.
+    """Keep blocks that are given back until the steps in flight have run.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Layer groups: layers that share block ids because their queries see the same keys.
 
-All groups draw from one pool of blocks of equal bytes: a block is `block_size` tokens of one group's layers. So
-free blocks serve whichever group needs them, admission compares one number, and a model with one group is as it
-would be without groups. Kinds of layers differ in number (Gemma 3: one full for five sliding), hence a kind is cut
-into groups of at most `width` layers; a smaller group leaves the rest of its blocks unused.
+All groups share one pool of blocks of equal size: a block holds `block_size` tokens of one group's layers. So every
+group can use any free block, and admission compares one number. A model with one kind of layers has one group. The
+kinds of layers differ in number (Gemma 3 has one full layer for five sliding ones), so each kind is cut into groups of
+at most `width` layers. A group with fewer layers leaves a part of its blocks unused.
 
 ```
  kinds    full: 5 layers                 sliding 1024: 29 layers                                     (34 layers)
@@ -21,20 +21,21 @@ import numpy as np
 
 Positions = TypeVar("Positions", int, np.ndarray)
 
-_MAX_PADDING = (
-    1 / 8
-)  # of the layers; more groups would cost more tables, fewer would waste more memory
+# Largest unused share of the layers: a smaller share needs more groups, each with a block table of its own.
+_MAX_PADDING = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind: what their queries see, and the shape of their keys and values."""
+    """Layers of one kind: the keys that their queries see, and the shape of their keys and values."""
 
     layers: tuple[int, ...] = ()
     num_kv_heads: int = 1
     head_dim: int = 1
-    window: int | None = None  # keys a query sees, itself included
-    chunk: int | None = None  # a query sees the keys of its own chunk of so many positions only
+    # A query sees this many keys, its own included; None: no window.
+    window: int | None = None
+    # Positions are cut into chunks of this length, and a query sees keys of its own chunk only; None: no chunks.
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk"):
@@ -47,7 +48,7 @@ class LayerGroup:
         return self.window is None and self.chunk is None
 
     def first_key(self, position: Positions) -> Positions:
-        """Position of the first key that a query at `position`, and so any later one, sees."""
+        """Position of the first key that a query at `position` sees; later queries see no earlier key."""
         first = position * 0
         if self.window is not None:
             first = np.maximum(first, position - self.window + 1)
@@ -56,12 +57,12 @@ class LayerGroup:
         return first
 
     def max_blocks(self, num_tokens: int, step_tokens: int, block_size: int) -> int:
-        """Blocks that a sequence growing to `num_tokens`, `step_tokens` at a time, has at once at most."""
+        """Most blocks that a sequence owns at once while it grows to `num_tokens`, `step_tokens` at a time."""
         whole = -(-num_tokens // block_size)
         if self.is_full:
             return whole
         reach = min(width for width in (self.window, self.chunk) if width is not None)
-        # The keys before the step's first query, and the step's own, may begin at the end of a block.
+        # The first key that the step needs may be the last one of its block.
         return min(whole, -(-(reach - 1 + step_tokens + block_size - 1) // block_size))
 
 
@@ -76,7 +77,7 @@ def group_layers(
     Parameters
     ----------
     kinds
-        Window, chunk, KV heads and head size of each layer.
+        (window, chunk, KV heads, head size) of each layer.
     """
     layers: dict[tuple[int | None, int | None, int, int], list[int]] = {}
     for layer, kind in enumerate(kinds):
@@ -102,14 +103,15 @@ def group_layers(
 def max_sequence_tokens(
     groups: Sequence[LayerGroup], num_blocks: int, block_size: int, bound: int
 ) -> int:
-    """Tokens of the longest sequence that `num_blocks` can hold, in whole blocks; `bound` where it is less.
+    """Tokens of the longest sequence that `num_blocks` can hold, in whole blocks and at most `bound`.
 
-    Without a bound for one group of full attention: there the pool itself is the answer.
+    For a single group of full attention this is the size of the pool, and `bound` is ignored.
     """
     if len(groups) == 1 and groups[0].is_full:
         return num_blocks * block_size
     low, high = 0, -(-bound // block_size)
-    while low < high:  # the largest number of whole blocks of tokens that fits
+    # Find the largest number of whole blocks that fits.
+    while low < high:
         middle = (low + high + 1) // 2
         fits = sequence_blocks(groups, middle * block_size, 1, block_size) <= num_blocks
         low, high = (middle, high) if fits else (low, middle - 1)
@@ -119,5 +121,5 @@ def max_sequence_tokens(
 def sequence_blocks(
     groups: Sequence[LayerGroup], num_tokens: int, step_tokens: int, block_size: int
 ) -> int:
-    """`LayerGroup.max_blocks` over all groups."""
+    """Sum of `LayerGroup.max_blocks` over all groups."""
     return sum(group.max_blocks(num_tokens, step_tokens, block_size) for group in groups)

@@ -1,4 +1,4 @@
-"""The host tier: blocks of KV in the host's memory, and the copies between it and the device that wait for a step.
+"""The host tier: blocks of KV in host memory, and the copies between host and device that the next step makes.
 
 ```
  device    in use ──release──▶ cached ──evict───▶ free            in use ◀── allocate
@@ -10,9 +10,9 @@
                                 free ──▶ in use by an offloaded request
 ```
 
-A second `BlockManager` owns the blocks. Copies are only planned here: the next step makes them before it writes
-anything, saves first, then restores. So a block may be given away as soon as its save is planned. A block that is
-restored stays retained until its step has run: nothing else may be saved there.
+A second `BlockManager` owns the blocks. This module only plans copies. The next step makes them before it writes
+anything: first the saves, then the restores. So a device block may be reused as soon as its save is planned. A host
+block that is restored stays retained until that step has run, so that nothing is saved over it.
 """
 
 from __future__ import annotations
@@ -46,29 +46,31 @@ class Transfers:
 
 
 class HostTier:
-    """What is in the host tier, and what is about to be copied.
+    """The host tier's blocks, and the planned copies.
 
     Parameters
     ----------
     num_blocks
-        Blocks of the tier; 0 = there is none.
+        Blocks of the tier; 0: the tier is off.
     prefix
-        The index of both tiers.
+        The prefix index of both tiers.
     """
 
     def __init__(self, num_blocks: int, prefix: PrefixCache):
         self.blocks = BlockManager(num_blocks, on_evict=prefix.forget_host)
         self._prefix = prefix
         self._planned = Transfers()
-        self._in_flight: list[Transfers] = []  # by step
+        # The copies of the steps in flight, oldest first.
+        self._in_flight: list[Transfers] = []
 
     def take_evicted(self, block: int) -> None:
-        """A cached block leaves the device: its content stays here if there is room."""
+        """Save a cached block that is evicted from the device, if there is room for it."""
         entry, g = self._prefix.place_of(block)
         copy = entry.host_blocks[g]
         if copy is not None:
             self.blocks.touch(copy)
-        elif block not in self._planned.restores:  # else its content is not there yet
+        elif block not in self._planned.restores:
+            # A planned restore has not filled the block yet: then there is nothing to save.
             allocated = self.blocks.allocate(1)
             if allocated is not None:
                 self.save(block, allocated[0])
@@ -78,24 +80,27 @@ class HostTier:
         self._prefix.forget(block)
 
     def save(self, block: int, host_block: int) -> None:
-        """Copy a block of the device to one of the tier before the next step."""
+        """Plan to copy a device block to a host block."""
         self._planned.saves[host_block] = block
 
     def restore(self, host_block: int, block: int) -> None:
-        """Copy a block of the tier to one of the device before the next step. An owner of the host block, who
-        has counted already, hands it over until then."""
-        unneeded = self._planned.restores.pop(block, None)  # of a row that has gone again since
+        """Plan to copy a host block to a device block.
+
+        The caller hands over one reference to the host block, which `land` releases.
+        """
+        # Another row may have planned a restore into this block, and given the block back.
+        unneeded = self._planned.restores.pop(block, None)
         if unneeded is not None:
             self.blocks.release([unneeded])
         self._planned.restores[block] = host_block
 
     @property
     def planned_restores(self) -> Collection[int]:
-        """Blocks of the device that the next step restores."""
+        """Device blocks that the next step restores."""
         return self._planned.restores.keys()
 
     def launch(self) -> Transfers:
-        """The copies of the step being planned; they are in flight until `land`."""
+        """Take the planned copies for the step being planned; they are in flight until `land`."""
         if not self._planned:
             return Transfers()
         launched, self._planned = self._planned, Transfers()
@@ -103,26 +108,26 @@ class HostTier:
         return launched
 
     def land(self, landed: Transfers) -> None:
-        """The step with these copies has run, or failed: its restored blocks are given back."""
+        """Release the host blocks of a step that has run or failed."""
         if landed:
             self._in_flight = [t for t in self._in_flight if t is not landed]
-            # Restored in the order of the sequence, so released leaf first.
+            # Restores are in the order of the sequence, and `release` wants the leaf first.
             self.blocks.release(reversed(landed.restores.values()))
 
     def forget_saves(self, landed: Transfers) -> None:
-        """The step failed: what it would have saved is unknown."""
+        """Drop the blocks that a failed step should have saved: their content is unknown."""
         for host_block in landed.saves:
             if self._prefix.has_host_block(host_block):
                 self._prefix.forget_host(host_block)
                 self.blocks.forget_content(host_block)
 
     def check(self, parked: Iterable[int]) -> None:
-        """Raise `IntegrityError` unless pools, counts and index agree.
+        """Raise `IntegrityError` unless block states, owners and the prefix index agree.
 
         Parameters
         ----------
         parked
-            Host blocks of the offloaded requests, each as often as it has owners.
+            Host blocks of the offloaded requests, one entry per owner.
         """
         owners = [0] * self.blocks.num_blocks
         for transfers in (self._planned, *self._in_flight):

@@ -1,7 +1,7 @@
-"""Which full blocks of KV the cache knows, found by their content.
+"""The prefix index: full blocks of KV, found by their content.
 
-An entry has up to one block in each layer group. A hit of n entries needs all n blocks of a group of full
-attention, and of a sliding group only those that the token after the hit sees:
+An entry has at most one block in each layer group. A hit of n entries needs all n blocks of a group of full
+attention. Of a sliding group it needs only the blocks that the token after the hit sees:
 
 ```
  entries        e0  e1  e2  e3  e4  e5       a hit of 5: full b0..b4, window of 2 blocks b3 b4
@@ -9,12 +9,12 @@ attention, and of a sliding group only those that the token after the hit sees:
  window         -   b1  -   b3  b4  -
 ```
 
-Each of them may be on the device, or in the host tier, or in both: what is only in the host tier is copied back
-when a request takes it. Blocks leave the device leaf first, so of a chain the beginning is on the device and the
-end in the host tier.
+Each block is on the device, in the host tier, or in both. A block that is only in the host tier is copied back when a
+request takes it. Blocks leave the device leaf first, so the beginning of a chain is on the device and its end in the
+host tier.
 
-An entry lives while it has a block, while others continue it, or while a live row's last indexed block is its own
-(without a group of full attention nothing else would keep the names and token ids of a long row's beginning).
+An entry stays in the index while it has a block, while other entries continue it, or while it is the last indexed entry
+of a live row. (Without a group of full attention nothing else keeps the names and token ids of a long row's beginning.)
 Its routing hashes are held as long (`routing_names.py`).
 """
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 
@@ -34,22 +33,22 @@ from quire.replica.kv_cache.routing_names import RoutingNames
 
 
 class PrefixCache:
-    """Index of full blocks by content. It owns no block: the block manager counts the owners.
+    """Index of full blocks by content. It owns no block; the block manager counts the owners.
 
     Parameters
     ----------
     block_size
         Tokens of a block: a divisor or a multiple of the routing block.
     num_blocks
-        Blocks of the device's pool.
+        Blocks of the device.
     num_host_blocks
         Blocks of the host tier.
     events
-        Told the routing hashes that become held and cease to be.
+        Receives the routing hashes of entries that are added, moved and dropped.
     groups
         G layer groups.
     model_name, revision
-        Identity of the weights, for the routing hash.
+        Identity of the weights, for the routing hashes.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class PrefixCache:
         return self._by_host_block[host_block] is not None
 
     def place_of(self, block: int) -> tuple[Entry, int]:
-        """The entry and the group of an indexed block of the device."""
+        """The entry and the group of an indexed device block."""
         entry = self._by_block[block]
         if entry is None:
             raise IntegrityError(f"block {block} is not in the prefix index")
@@ -98,16 +97,16 @@ class PrefixCache:
         *,
         with_host: bool = True,
     ) -> Hit:
-        """The longest known prefix; at least one token is left to compute.
+        """Find the longest known prefix that leaves at least one token to compute.
 
         Parameters
         ----------
         token_ids
             [tokens] int32.
         chain
-            Names of the sequence's blocks as far as they are known; extended here as far as needed.
+            Names of the sequence's blocks; extended here as far as needed.
         with_host
-            What is in the host tier alone counts too.
+            Whether blocks that are only in the host tier count.
 
         Returns
         -------
@@ -118,7 +117,8 @@ class PrefixCache:
         width = 4 * self.block_size
         entries: list[Entry] = []
         num_hit = 0
-        run_start = [0] * len(self.groups)  # first entry of the unbroken run of blocks up to here
+        # For each group the first entry of the unbroken run of blocks that ends here.
+        run_start = [0] * len(self.groups)
         parent: Entry | None = None
         for i in range((len(token_ids) - 1) // self.block_size):
             token_bytes = raw[i * width : (i + 1) * width]
@@ -146,7 +146,7 @@ class PrefixCache:
         )
 
     def _first_needed(self, g: int, num_blocks: int) -> int:
-        """First of `num_blocks` full blocks of which the token after them sees a key."""
+        """Index of the first of `num_blocks` full blocks that the token after these blocks sees."""
         return int(self.groups[g].first_key(num_blocks * self.block_size)) // self.block_size
 
     def register(
@@ -157,26 +157,26 @@ class PrefixCache:
         chain: ContentChain,
         i: int,
     ) -> Entry | None:
-        """Index the i-th blocks of a sequence, whose KV the step being planned will complete.
+        """Index the i-th blocks of a sequence, which the step being planned will complete.
 
-        Its routing hash is told by the next `hash_new`.
+        The next `hash_new` reports their routing hash.
 
         Parameters
         ----------
         blocks
-            [G] the sequence's own block in each group; the list is kept.
+            [G] the sequence's own block in each group; a new entry keeps the list.
         parent
-            What this returned for the block before; None for the first.
+            The entry that this method returned for the block before; None for the first block.
         token_bytes
-            The block's own tokens, block_size int32.
+            The block's tokens, block_size int32.
         chain
-            Names of the sequence's blocks, at least the first i of them.
+            Names of at least the sequence's first i blocks.
 
         Returns
         -------
-        The entry of this content: in each group it has the sequence's own block, or another one that was there
-        before. None when the content cannot be indexed: its parent is not, or another content has the same
-        name.
+        The entry of this content. In each group it has the sequence's own block, or an older one with the same
+        content. None if the content cannot be indexed: its parent is not in the index, or another content has the
+        same name.
         """
         if (i > 0) != (parent is not None) or (parent is not None and not parent.alive):
             return None
@@ -184,8 +184,7 @@ class PrefixCache:
         digest = digests[i] if i < len(digests) else chain.extend(token_bytes)
         entry = self._by_digest.get(digest)
         if entry is None:
-            own = cast("list[int | None]", blocks)
-            entry = Entry(own, digest, token_bytes, chain.tenant, parent)
+            entry = Entry(blocks, digest, token_bytes, chain.tenant, parent)
             self._by_digest[digest] = entry
             for block in blocks:
                 self._by_block[block] = entry
@@ -193,7 +192,8 @@ class PrefixCache:
             if parent is not None:
                 parent.num_children += 1
                 parent.num_device_children += 1
-            self._routing.add(entry)
+            if (i + 1) % self._routing.num_entries == 0:
+                self._routing.add(entry)
             return entry
         if not entry.is_content(token_bytes, chain.tenant, parent):
             return None
@@ -203,19 +203,19 @@ class PrefixCache:
         return entry
 
     def place(self, entry: Entry, g: int, block: int) -> None:
-        """Index a block of the device for content of which the group has none there."""
+        """Add a device block to an entry that has none in this group."""
         entry.blocks[g] = block
         self._by_block[block] = entry
         self._update_tier(entry)
 
     def place_on_host(self, entry: Entry, g: int, host_block: int) -> None:
-        """Index a copy in the host tier of content of which the group has none there."""
+        """Add a host block to an entry that has none in this group."""
         entry.host_blocks[g] = host_block
         self._by_host_block[host_block] = entry
         self._update_tier(entry)
 
     def _update_tier(self, entry: Entry) -> None:
-        """An entry's blocks have changed: count and tell where it is."""
+        """Update counts and reports after an entry's blocks have changed."""
         on_device = any(entry.blocks[g] is not None for g in self._tier_groups)
         if on_device != entry.on_device:
             entry.on_device = on_device
@@ -238,9 +238,13 @@ class PrefixCache:
         self._routing.hash_new()
 
     def forget(self, block: int) -> None:
-        """Drop a block of the device from the index.
+        """Drop a device block from the index.
 
-        Of the groups of full attention, the blocks there that continue it must be gone already.
+        Raises
+        ------
+        IntegrityError
+            It is the entry's last block of full attention on the device, and entries that continue it have blocks
+            there.
         """
         entry, g = self.place_of(block)
         last_full = self.groups[g].is_full and all(
@@ -256,7 +260,7 @@ class PrefixCache:
         self._drop_unused(entry)
 
     def forget_host(self, host_block: int) -> None:
-        """Drop a copy in the host tier from the index."""
+        """Drop a host block from the index."""
         entry = self._by_host_block[host_block]
         if entry is None:
             raise IntegrityError(f"host block {host_block} is not in the prefix index")
@@ -266,18 +270,19 @@ class PrefixCache:
         self._drop_unused(entry)
 
     def retain_entry(self, entry: Entry | None) -> None:
-        """A live row's last indexed block is this entry's."""
+        """Count a live row that has this entry as its last indexed one."""
         if entry is not None:
             entry.num_rows += 1
 
     def advance_entry(self, entry: Entry) -> None:
-        """A running row's last indexed block is this entry's, and was that of the entry before, if any."""
+        """Move a running row's reference from the entry's parent, if there is one, to the entry."""
         entry.num_rows += 1
         if entry.parent is not None:
-            entry.parent.num_rows -= 1  # it stays: this entry continues it
+            # The parent stays in the index, because this entry continues it.
+            entry.parent.num_rows -= 1
 
     def release_entry(self, entry: Entry | None) -> None:
-        """It no longer is."""
+        """Drop a row's reference to its last indexed entry."""
         if entry is not None:
             entry.num_rows -= 1
             if entry.alive:
@@ -293,7 +298,7 @@ class PrefixCache:
                 entry.num_children -= 1
 
     def clear(self) -> tuple[list[int], list[int]]:
-        """Drop every entry; returns the blocks that were indexed, of the device and of the host tier."""
+        """Drop every entry; returns the device blocks and the host blocks that were indexed."""
         indexed: list[list[int]] = []
         for by_block in (self._by_block, self._by_host_block):
             indexed.append([block for block, entry in enumerate(by_block) if entry is not None])
@@ -316,13 +321,13 @@ class PrefixCache:
             num_blocks += len(blocks)
             num_host_blocks += len(host_blocks)
             if entry.digest != digest or any(self._by_block[b] is not entry for b in blocks):
-                raise IntegrityError(f"blocks {blocks} are indexed under a name not their own")
+                raise IntegrityError(f"blocks {blocks} are indexed under a wrong name")
             if any(self._by_host_block[b] is not entry for b in host_blocks):
-                raise IntegrityError(f"host blocks {host_blocks} are not this entry's")
+                raise IntegrityError(f"host blocks {host_blocks} are indexed for another entry")
             parent = entry.parent
             if parent is not None:
                 if self._by_digest.get(parent.digest) is not parent:
-                    raise IntegrityError(f"blocks {blocks} continue ones that are not indexed")
+                    raise IntegrityError(f"blocks {blocks} continue blocks that are not indexed")
                 children[parent.digest] += 1
                 on_device[parent.digest] += entry.on_device
         for digest, entry in self._by_digest.items():
@@ -337,7 +342,7 @@ class PrefixCache:
         if not entry.alive or entry.num_children != num_children:
             raise IntegrityError(f"blocks {entry.blocks} count {entry.num_children} continuations")
         if not (entry.num_children or entry.num_rows or entry.has_block):
-            raise IntegrityError(f"entry {entry.digest.hex()} is indexed for nothing")
+            raise IntegrityError(f"entry {entry.digest.hex()} is unused and still indexed")
         on_device = any(entry.blocks[g] is not None for g in self._tier_groups)
         if (on_device, num_device_children) != (entry.on_device, entry.num_device_children):
             raise IntegrityError(
@@ -349,4 +354,4 @@ class PrefixCache:
                 f"an entry has left the device before {num_device_children} others"
             )
         if entry.tier not in (None, self._tier_of(entry)):
-            raise IntegrityError(f"blocks {entry.blocks} are told to be in {entry.tier}")
+            raise IntegrityError(f"blocks {entry.blocks} are reported in {entry.tier}")

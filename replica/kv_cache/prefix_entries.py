@@ -1,9 +1,9 @@
 """Content of full blocks: names, index entries, and hits.
 
-The name of a full block is BLAKE2b-128 over (name of the block before it, its token ids), personalised by the
-tenant: equal names mean equal tenants and equal tokens from the start of the sequence on. A name is a
-shortcut, never the proof: an index entry keeps its token ids and its parent entry, and a hit compares both, so
-even a collision gives right tokens.
+The name of a full block is BLAKE2b-128 over the name of the block before it and its token ids, personalised by the
+tenant. So equal names mean, collisions aside, equal tenants and equal tokens from the start of the sequence. A lookup
+does not rely on names alone: an entry keeps its token ids and its parent entry, and a hit compares both. Even a
+collision of names gives right tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _ROOT = bytes(16)
 
 
 def block_digest(parent: bytes, token_bytes: bytes, keyed: Any) -> bytes:
-    """Name of a full block: BLAKE2b-128 (RFC 7693) of its parent's name and its int32 token ids.
+    """The name of a full block: BLAKE2b-128 (RFC 7693) of its parent's name and its int32 token ids.
 
     Parameters
     ----------
     keyed
-        The tenant's hash object, not fed yet: to copy it takes half the time of making one.
+        The tenant's hash object without any input. Copying it takes half the time of creating one.
     """
     hasher = keyed.copy()
     hasher.update(parent + token_bytes)
@@ -33,13 +33,13 @@ def block_digest(parent: bytes, token_bytes: bytes, keyed: Any) -> bytes:
 
 
 class ContentChain:
-    """The names of one sequence's full blocks, each computed once, kept while the sequence grows."""
+    """The names of one sequence's full blocks; each is computed once."""
 
     __slots__ = ("_keyed", "digests", "tenant")
 
     def __init__(self, tenant: str = ""):
         self.tenant = tenant
-        # Not every tenant has been validated when its chain is made: any string has a name.
+        # The tenant may not be validated yet, so any string must work.
         name = str(tenant).encode("utf-8", "surrogatepass")
         person = hashlib.blake2b(name, digest_size=16).digest()
         self._keyed = hashlib.blake2b(digest_size=16, person=person)
@@ -54,7 +54,7 @@ class ContentChain:
 
 
 class Entry:
-    """A full block's content, and where each layer group holds it."""
+    """The content of a full block, and the block of each layer group that holds it."""
 
     __slots__ = (
         "alive",
@@ -76,29 +76,38 @@ class Entry:
 
     def __init__(
         self,
-        blocks: list[int | None],
+        blocks: list[Any],
         digest: bytes,
         token_bytes: bytes,
         tenant: str,
         parent: Entry | None,
     ):
-        self.alive = True  # in the index
-        self.blocks = blocks  # [G] on the device
-        self.host_blocks: list[int | None] = [None] * len(blocks)  # [G] copies in the host tier
+        # Whether the entry is in the index.
+        self.alive = True
+        # [G] device blocks
+        self.blocks: list[int | None] = blocks
+        # [G] host blocks
+        self.host_blocks: list[int | None] = [None] * len(blocks)
         self.digest = digest
-        self.token_bytes = token_bytes  # block_size int32
+        # block_size int32
+        self.token_bytes = token_bytes
         self.tenant = tenant
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.num_children = 0  # entries that continue this one
-        # Has a block on the device: in a group of full attention, or in any if there is no such group.
+        # Entries that continue this one.
+        self.num_children = 0
+        # Whether it has a device block in a group of full attention, or in any group if there is no such group.
         self.on_device = False
-        self.num_device_children = 0  # of the entries that continue this one, those on the device
-        self.num_rows = 0  # live rows, offloaded ones included, whose last indexed block this is
-        self.tier: Tier | None = None  # told of its routing hashes
-        # Of the routing blocks that end in this block, once they are hashed.
+        # Entries that continue this one and are on the device.
+        self.num_device_children = 0
+        # Live requests, offloaded ones included, that have this entry as their last indexed one.
+        self.num_rows = 0
+        # The tier in which its routing hashes are reported; None: they are not reported yet.
+        self.tier: Tier | None = None
+        # Hashes of the routing blocks that end in this block, once they are computed.
         self.routing_hashes: Sequence[int] = ()
-        self.routing_sum = 0  # at the block's end, if that ends a routing block
+        # Sum of the routing blocks from the start of the sequence, if a routing block ends here.
+        self.routing_sum = 0
 
     def is_content(self, token_bytes: bytes, tenant: str, parent: Entry | None) -> bool:
         return self.parent is parent and self.token_bytes == token_bytes and self.tenant == tenant
@@ -111,7 +120,7 @@ class Entry:
         )
 
     def has(self, g: int, with_host: bool) -> bool:
-        """Whether the content is on the device in group g, or in the host tier if that counts."""
+        """Whether group g has a device block, or a host block if `with_host`."""
         return self.blocks[g] is not None or (with_host and self.host_blocks[g] is not None)
 
 
@@ -120,22 +129,22 @@ class Hit:
     """The longest known prefix of a sequence."""
 
     entries: list[Entry]
-    # For each group the blocks from the one of the first key that the next token sees; None where the block is
-    # not on the device but in the host tier.
+    # For each group the device blocks from the first one that the next token sees; None: the block is in the host
+    # tier only.
     blocks: list[list[int | None]]
 
     @property
     def device_blocks(self) -> list[int]:
-        """The blocks of all groups that are on the device."""
+        """The device blocks of all groups."""
         return [block for blocks in self.blocks for block in blocks if block is not None]
 
     @property
     def num_host_entries(self) -> int:
-        """Entries of which a block must be copied back from the host tier."""
+        """Entries with a block that must be copied back from the host tier."""
         return len({entry.depth for _, _, entry in self.to_restore()})
 
     def to_restore(self) -> list[tuple[int, int, Entry]]:
-        """(group, index in its `blocks`, entry) of those that are not, in the order of the sequence."""
+        """(group, index in its `blocks`, entry) of each block to copy back, in the order of the sequence."""
         missing = [
             (len(self.entries) - len(blocks) + i, g, i)
             for g, blocks in enumerate(self.blocks)

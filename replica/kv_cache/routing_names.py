@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from quire.protos.wire import (
+from quire.protos.routing_hash import (
     ROUTING_BLOCK_TOKENS,
     RoutingHasher,
     routing_block_sums,
@@ -28,13 +28,13 @@ from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.cache_events import EventLog, Tier
 from quire.replica.kv_cache.prefix_entries import Entry
 
-# Tenants whose chain seeds are kept: the key of a routing hash costs microseconds to make.
+# Tenants with a cached chain seed; computing a seed takes microseconds.
 _MAX_SEEDS = 1024
 _MASK64 = 2**64 - 1
 
 
 class RoutingNames:
-    """Hashes the routing blocks of index entries, and reports the hashes and their tiers.
+    """Hash the routing blocks of index entries, and report the hashes and their tiers.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ class RoutingNames:
         self._tier_of = tier_of
         # Entries that end a routing block that is not hashed yet, parents before their children.
         self._unhashed: list[Entry] = []
-        # Entries whose tokens make up one routing block, and routing blocks in one entry.
-        self._num_entries = max(1, ROUTING_BLOCK_TOKENS // block_size)
+        # Entries that make up one routing block, and routing blocks in one entry.
+        self.num_entries = max(1, ROUTING_BLOCK_TOKENS // block_size)
         self._num_routing_blocks = max(1, block_size // ROUTING_BLOCK_TOKENS)
 
         @functools.lru_cache(_MAX_SEEDS)
@@ -83,21 +83,21 @@ class RoutingNames:
         return len(self._unhashed)
 
     def add(self, entry: Entry) -> None:
-        """Hash a new entry's routing blocks in the next `hash_new`, if any of them ends in it."""
-        if (entry.depth + 1) % self._num_entries == 0:
-            self._unhashed.append(entry)
+        """Hash the routing blocks that end in this entry in the next `hash_new`."""
+        self._unhashed.append(entry)
 
     def hash_new(self) -> None:
         """Hash the routing blocks of the added entries, all in one pass, and report them.
 
-        An entry leaves the index only after all entries that continue it. So of the entries of one routing block the
-        last one leaves first, and the hash is held as long as that one.
+        An entry leaves the index only after all entries that continue it. The last entry of a routing block therefore
+        leaves before the others, so that entry holds the hash.
         """
         if not self._unhashed:
             return
         entries, self._unhashed = self._unhashed, []
         hashes = self._hashes(entries)
-        held: tuple[list[int], list[int]] = ([], [])  # by tier
+        # For each tier.
+        held: tuple[list[int], list[int]] = ([], [])
         for n, entry in enumerate(entries):
             begin = n * self._num_routing_blocks
             entry.routing_hashes = hashes[begin : begin + self._num_routing_blocks]
@@ -108,14 +108,14 @@ class RoutingNames:
 
     def _hashes(self, entries: list[Entry]) -> list[int]:
         """The routing hashes of these entries, in order; sets their `routing_sum`."""
-        # Of each routing block: its tokens, the entry before it, its first position, its seed.
+        # Tokens of each routing block, then for each entry: the entry before the run, its first position, its seed.
         parts: list[bytes] = []
         before: list[Entry | None] = []
         starts: list[int] = []
         seeds: list[int] = []
         for entry in entries:
             run, first = [entry.token_bytes], entry
-            for _ in range(self._num_entries - 1):
+            for _ in range(self.num_entries - 1):
                 if first.parent is None:
                     raise IntegrityError(f"a routing block ends at depth {entry.depth}")
                 first = first.parent

@@ -15,7 +15,7 @@ import torch
 
 from quire.kernels.attention.paged_attention import PagedAttention, Plan
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.transformers_models import AttentionInterface
+from quire.replica.model.cpu_transformers_import import AttentionInterface
 
 ATTENTION_NAME = "quire_paged"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
 
+from quire.kernels.cpu.cpu_attention_native import NativePlan
 from quire.kernels.cpu.cpu_call_sequence import Workspace
 from quire.kernels.cpu.cpu_decoder_layer import LayerStep, Selection
 from quire.replica.device.kv_pool import KVPool
@@ -33,13 +35,14 @@ class CpuStepContext(StepContext):
         made = self._layer_steps.get(g)
         if made is None or made[0] is not tables:
             cos, sin = (table.reshape(-1, table.shape[-1]) for table in tables)
-            made = tables, LayerStep.of(self.plan(g), self.write_rows(g), cos, sin)
+            made = tables, LayerStep.of(self._native_plan(g), self.write_rows(g), cos, sin)
             self._layer_steps[g] = made
         return made[1]
 
     def selection(self, g: int) -> Selection:
         """The selected tokens, as a layer of a group that runs as one call is told of them."""
         tokens = self.selected
+        assert tokens is not None
         row = np.searchsorted(self.cu_q, tokens, side="right") - 1
         # Each as a row of its own, that ends with it.
         plan = self.attentions[g].plan(
@@ -47,7 +50,11 @@ class CpuStepContext(StepContext):
             self.kv_len[row] - (self.cu_q[row + 1] - 1 - tokens),
             self.block_tables[g][row],
         )
-        return Selection(torch.from_numpy(tokens), plan)
+        return Selection(torch.from_numpy(tokens), cast(NativePlan, plan))
+
+    def _native_plan(self, g: int) -> NativePlan:
+        """The plan of a group that the compiled library serves."""
+        return cast(NativePlan, self.plan(g))
 
 
 def _rows_of(pool: KVPool, g: int, slots: torch.Tensor) -> torch.Tensor:

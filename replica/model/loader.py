@@ -1,8 +1,8 @@
 """From a checkpoint folder to a module on a device.
 
 transformers' model is built without memory, on torch's meta device; then each stored tensor is read to where it will
-stay (`weights.py`, `placement.py`), or to a temporary of its size and from there to FP8 (`fp8.py`). Checkpoints whose
-tensors transformers renames or dequantises while loading go through its own loader.
+stay (`weights.py`, `weight_mapping.py`), or to a temporary of its size and from there to FP8 (`fp8.py`). Checkpoints
+whose tensors transformers renames or dequantises while loading go through its own loader.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.replica.checkpoint.checkpoint import check_files, weight_files
 from quire.replica.checkpoint.fp8_checkpoint import EXTRA
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
 from quire.replica.model import fp8
-from quire.replica.model.placement import ModelMemory, Place, is_scale, place_tensors
+from quire.replica.model.weight_mapping import ModelMemory, WeightTarget, is_scale, map_weights
 from quire.replica.model.weights import StoredTensor, list_tensors, load_progress, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     if weights == "fp8":
         _put_fp8(model, stored, spec)
     # transformers keeps some tensors of some architectures in float32 where the others become float16.
-    places = None if model._get_dtype_plan(torch_dtype) else place_tensors(model, stored)
+    places = None if model._get_dtype_plan(torch_dtype) else map_weights(model, stored)
     if places is not None:
         _stream(model, stored, places, torch.device(device))
         return model.eval().requires_grad_(False)
@@ -117,7 +117,7 @@ def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelS
 def _stream(
     model: nn.Module,
     stored: Mapping[str, StoredTensor],
-    places: Mapping[str, Place],
+    places: Mapping[str, WeightTarget],
     device: torch.device,
 ) -> None:
     memory = ModelMemory(model, device)

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from tqdm import tqdm
@@ -70,7 +70,7 @@ def read_tensors(
     stored: Iterable[StoredTensor],
     make_target: Callable[[StoredTensor], torch.Tensor],
     *,
-    on_bytes: Callable[[int], None] = lambda count: None,
+    on_bytes: Callable[[int], object] = lambda count: None,
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
     """Fill one tensor after the other.
 
@@ -90,7 +90,7 @@ def read_tensors(
         A file ends early.
     """
     staging: _Staging | None = None
-    stream: BinaryIO | None = None
+    stream: FileIO | None = None
     try:
         for tensor in stored:
             if stream is None or Path(stream.name) != tensor.file:
@@ -106,7 +106,7 @@ def read_tensors(
             else:
                 size = min(_STAGING_BYTES, tensor.num_bytes)
                 if staging is None or staging.size < size:
-                    staging = _Staging(size, target.device)
+                    staging = (_PinnedStaging if target.is_cuda else _Staging)(size)
                 _convert(stream, tensor, target, staging, on_bytes)
             yield tensor, target
     finally:
@@ -117,43 +117,53 @@ def read_tensors(
 
 
 class _Staging:
-    """Two buffers of the host, used by turns; pinned beside a GPU, where a copy may still read the other."""
+    """One buffer of the host: a copy from it is over when it returns."""
 
-    def __init__(self, size: int, device: torch.device):
+    def __init__(self, size: int):
         self.size = size
-        on_gpu = device.type == "cuda"
-        self._buffers = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-            for _ in range(2 if on_gpu else 1)
-        ]
-        self._copied = [torch.cuda.Event() for _ in self._buffers] if on_gpu else []
-        self._turn = 0
+        self._buffer = torch.empty(size, dtype=torch.uint8)
 
     def next(self) -> torch.Tensor:
         """A buffer that nothing reads any more."""
-        self._turn = (self._turn + 1) % len(self._buffers)
-        if self._copied:
-            self._copied[self._turn].synchronize()
-        return self._buffers[self._turn]
+        return self._buffer
 
     def sent(self) -> None:
         """The copy from the buffer of `next` is under way."""
-        if self._copied:
-            self._copied[self._turn].record()
 
     def finish(self) -> None:
         """Wait until nothing reads the buffers."""
+
+
+class _PinnedStaging(_Staging):
+    """Two pinned buffers, used by turns: a GPU may still read one while the other is filled."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in self._buffers]
+        self._turn = 0
+
+    def next(self) -> torch.Tensor:
+        self._turn = (self._turn + 1) % len(self._buffers)
+        self._copied[self._turn].synchronize()
+        return self._buffers[self._turn]
+
+    def sent(self) -> None:
+        self._copied[self._turn].record()
+
+    def finish(self) -> None:
         for event in self._copied:
             event.synchronize()
 
 
 def _convert(
-    stream: BinaryIO,
+    stream: FileIO,
     tensor: StoredTensor,
     target: torch.Tensor,
     staging: _Staging,
-    on_bytes: Callable[[int], None],
+    on_bytes: Callable[[int], object],
 ) -> None:
+    assert tensor.dtype is not None
     itemsize = tensor.dtype.itemsize
     flat = target.view(-1)
     count = staging.size // itemsize
@@ -166,7 +176,7 @@ def _convert(
         on_bytes(len(piece))
 
 
-def _fill(stream: BinaryIO, piece: torch.Tensor, tensor: StoredTensor) -> None:
+def _fill(stream: FileIO, piece: torch.Tensor, tensor: StoredTensor) -> None:
     """Read exactly the bytes of `piece` [n] uint8."""
     rest = memoryview(piece.numpy())
     while rest:
@@ -210,7 +220,7 @@ class LoadProgress:
 
 
 @contextmanager
-def load_progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
+def load_progress(total_bytes: int) -> Iterator[Callable[[int], object]]:
     """What to tell the bytes read: a bar on a terminal, else a line of the log every 5 s."""
     if sys.stderr.isatty():
         with tqdm(

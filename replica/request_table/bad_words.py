@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class BadWords:
-    """Finds the ids that would complete a forbidden sequence.
+    """Find the ids that would complete a forbidden sequence.
 
     Parameters
     ----------
@@ -16,7 +16,8 @@ class BadWords:
 
     def __init__(self, words: Sequence[Sequence[int]]):
         self.single_ids = tuple(sorted({word[0] for word in words if len(word) == 1}))
-        self._last_ids: dict[tuple[int, ...], list[int]] = {}  # beginning of a word to its last ids
+        # Beginning of words to their last ids.
+        self._last_ids: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             if len(word) > 1:
                 self._last_ids.setdefault(tuple(word[:-1]), []).append(word[-1])
@@ -24,7 +25,7 @@ class BadWords:
 
     @property
     def context_len(self) -> int:
-        """How many of the newest output tokens `excluded` looks at."""
+        """How many of the newest output tokens `excluded` needs."""
         return self._lengths[-1] if self._lengths else 0
 
     def excluded(self, newest: Sequence[int]) -> tuple[int, ...]:
@@ -33,7 +34,7 @@ class BadWords:
         Parameters
         ----------
         newest
-            The last `context_len` tokens of the output, or all of it if it has fewer.
+            The last `context_len` tokens of the output; fewer if the output is shorter.
         """
         ids = list(self.single_ids)
         for length in self._lengths:

@@ -1,7 +1,7 @@
-"""The rows that decode, as the next step finds them.
+"""The decoding rows, gathered for the next step.
 
-Every one of them gains one token in every step, so while no row comes or goes nothing about them is looked up
-anew: what stays the same was gathered once, and where a row stands follows from where it stood.
+Each decoding row gains one token in each step. While no row comes or goes, constant columns are reused, and positions
+are computed from the positions in the step before.
 
 ```
  block_size = 4        step n        n + 1       n + 2       n + 3
@@ -24,9 +24,9 @@ _ONE, _ONE64 = np.array(1, np.int32), np.array(1, np.int64)
 
 @dataclass(slots=True)
 class DecodeRows:
-    """D decoding rows. Arrays are replaced, never written to, so plans and delta batches may keep them.
+    """D decoding rows. Arrays are replaced and never modified, so plans and delta batches may keep them.
 
-    `locate` sets where the rows stand, and `advance` moves every row on by one token.
+    `locate` sets the positions of the rows, and `advance` moves every row by one token.
     """
 
     block_size: int
@@ -43,31 +43,35 @@ class DecodeRows:
     top_p: np.ndarray  # [D] float32
     seed: np.ndarray  # [D] uint64
     choice: np.ndarray  # [D] int32
-    table_begin: np.ndarray  # [D] int64, where the row begins in the flattened tables of a group
-    is_plain: bool  # no row has a minimum of tokens, a constraint, a penalty, min_p or log-probs
+    table_begin: np.ndarray  # [D] int64, offset of the row in the flattened tables of a group
+    # Whether no row has a minimum of tokens, a constraint, a penalty, min_p or log-probabilities.
+    is_plain: bool
 
-    # Of the token that the next step computes.
-    is_located: bool = False  # the others are valid
+    # The fields below describe the token that the next step computes.
+    # Whether these fields are valid.
+    is_located: bool = False
     position: np.ndarray = field(default_factory=lambda: _NONE)  # [D] int32
     length: np.ndarray = field(default_factory=lambda: _NONE)  # [D] int32, position + 1
     offset: np.ndarray = field(default_factory=lambda: _NONE)  # [D] int32, in its block
-    tail_index: np.ndarray = field(
-        default_factory=lambda: _NONE
-    )  # [D] int64, in the flattened tails
-    # [n] int64 each, in [0, D): rows of which it is the first of its block, and the last
+    # [D] int64, index in the flattened tails of the table
+    tail_index: np.ndarray = field(default_factory=lambda: _NONE)
+    # [n] int64 in [0, D): rows that begin a block with this token, and rows that fill one
     begun: np.ndarray = field(default_factory=lambda: _NONE)
     filling: np.ndarray = field(default_factory=lambda: _NONE)
-    begun_index: np.ndarray = field(default_factory=lambda: _NONE)  # [n] int32, of that block
-    num_blocks: int = 0  # of the longest row, with it
-    num_left: int = 0  # tokens until the first row reaches its run_length; after that 0 or less
-    # [G, D] int64, where the KV of the token before it was written; None: not known
+    # [n] int32, index of the begun block in the row's tables
+    begun_index: np.ndarray = field(default_factory=lambda: _NONE)
+    # Blocks of the longest row, including the one of this token.
+    num_blocks: int = 0
+    # Tokens until the first row reaches its run_length; 0 or less afterwards.
+    num_left: int = 0
+    # [G, D] int64, slots of the KV of the token before; None: not known
     slots: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def locate(self, num_computed: np.ndarray) -> None:
-        """The rows have [D] int32 tokens in the cache."""
+        """Set the positions: the rows have [D] int32 computed tokens."""
         block_index = num_computed // self.block_size
         self.position = num_computed
         self.length = num_computed + 1
@@ -82,16 +86,16 @@ class DecodeRows:
         self.is_located = True
 
     def block_index(self, rows: np.ndarray) -> np.ndarray:
-        """[n] int32, in the rows' tables the block of the next token; [n] integers in [0, D)."""
+        """[n] int32, table index of the next token's block, for [n] rows in [0, D)."""
         index: np.ndarray = self.position[rows] // self.block_size
         return index
 
     def fills(self) -> tuple[np.ndarray, np.ndarray]:
-        """[n] int64 rows whose next token fills its block, and [n] int32, of which block in their tables."""
+        """Rows with a next token that fills its block ([n] int64), and the block's table index ([n] int32)."""
         return self.ids[self.filling], self.block_index(self.filling)
 
     def take_slots(self, tables: np.ndarray) -> np.ndarray:
-        """Where the next step writes KV; call it once for each step.
+        """The slots to which the next step writes KV; call it once for each step.
 
         Parameters
         ----------
@@ -116,7 +120,7 @@ class DecodeRows:
         return slots
 
     def advance(self) -> None:
-        """The next token has been planned: what is valid from now on is where the one after it goes."""
+        """Move to the token after the next one, because the next one is planned."""
         filled = self.filling
         self.is_located = True
         self.position = self.length

@@ -32,20 +32,20 @@ class PlanWriter:
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
         """Write the plan of a step, and count its tokens as computed.
 
-        The block tables of a plan may be overwritten by the second plan after it.
+        The second plan after this one may overwrite its block tables.
 
         Parameters
         ----------
         decodes
-            Rows that compute their last token: as `decode_rows` has just returned them.
+            Rows that compute one token, as `RowTable.decode_rows` has just returned them.
         chunks
-            (row, tokens) of each prefill.
+            (row, number of tokens) of each prefill.
         copies
-            (from, to) blocks to copy first; only with chunks.
+            (from, to) blocks to copy before the step; only with chunks.
 
         Returns
         -------
-        The plan, [n] its rows, and [S] the rows of them that sample.
+        The plan, its rows ([n] int64), and its rows that sample ([S] int64).
         """
         if chunks:
             return self._write_mixed(step, decodes.ids, chunks, copies)
@@ -98,7 +98,7 @@ class PlanWriter:
         start = table.num_computed[rows]
         kv_len = start + num_q
         positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
-        # A decoding row's newest token may not be known here yet, so its length says nothing.
+        # Every decoding row samples. Its newest token may not be known yet, so its length must not be compared.
         samples = np.ones(len(rows), bool)
         chunked = slice(len(decode_rows), None)
         samples[chunked] = kv_len[chunked] == table.length[rows[chunked]]
@@ -136,7 +136,7 @@ class PlanWriter:
     def _prompt_targets(
         self, chunks: Sequence[tuple[int, int]], begins: Sequence[int]
     ) -> tuple[PromptTargets, ...]:
-        """What the chunks compute of the prompts whose log-probabilities are asked for."""
+        """The prompt tokens in these chunks that need a log-probability."""
         table, targets = self._table, []
         for (row, count), begin in zip(chunks, begins[:-1], strict=True):
             request = table.request(row)

@@ -1,4 +1,4 @@
-"""The block tables of the last two plans, brought up to date for the next but one."""
+"""The block tables of the last two plans, updated in turn for the next ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from quire.replica.request_table.decode_rows import DecodeRows
 
-# Of a planned table: it is gathered anew when the longest row has so many more blocks.
+# A planned table has this many spare columns: it is gathered again only after the longest row has outgrown them.
 _SPARE_COLUMNS = 8
 
 
@@ -20,22 +20,23 @@ class _Buffer:
 
     # [G, n, width + spare]
     tables: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0), np.int32))
-    decodes: DecodeRows | None = None  # whose tables these are; None: of a mixed plan
-    # Since then, of these rows: what `append` was given, and rows with other blocks.
+    # The rows of these tables; None: the plan was not of decoding rows only.
+    decodes: DecodeRows | None = None
+    # Changes since then: the arguments of `append`, and the rows with other blocks.
     appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     changed: list[np.ndarray] = field(default_factory=list)
 
 
 class PlannedTables:
-    """Two buffers in turn: a plan's tables are valid until the second plan after it is made.
+    """Two buffers used in turn: the tables of a plan are valid until the second plan after it.
 
-    While no row comes or goes only the rows whose blocks changed are copied: gathering all of them would cost
-    half a megabyte a step for 1024 rows of 4096 tokens.
+    While no row comes or goes, only changed blocks are copied. Gathering all tables would copy half a megabyte in each
+    step for 1,024 rows of 4,096 tokens.
 
     Parameters
     ----------
     block_tables
-        [G, R, max blocks] int32, the tables of all rows; read, never written.
+        [G, R, max blocks] int32, the tables of all rows; never modified here.
     """
 
     def __init__(self, block_tables: np.ndarray):
@@ -43,12 +44,12 @@ class PlannedTables:
         self._buffers = [_Buffer(), _Buffer()]
 
     def append(self, at: np.ndarray, index: np.ndarray, blocks: np.ndarray) -> None:
-        """The newest blocks of the decoding rows.
+        """Add new blocks of decoding rows.
 
         Parameters
         ----------
         at, index
-            [n] integers each, places among the decoding rows, and in their tables.
+            [n] integers each: indices of the decoding rows, and of the blocks in their tables.
         blocks
             [G, n] int32.
         """
@@ -56,18 +57,18 @@ class PlannedTables:
             buffer.appended.append((at, index, blocks))
 
     def mark_changed(self, rows: np.ndarray) -> None:
-        """These decoding rows have other blocks than the last plans."""
+        """Copy the tables of these decoding rows again for the next plans."""
         if len(rows):
             for buffer in self._buffers:
                 buffer.changed.append(rows)
 
     def take(self, rows: np.ndarray, width: int, decodes: DecodeRows | None = None) -> np.ndarray:
-        """[G, rows, width] int32, the rows' tables in the older of the two buffers.
+        """[G, rows, width] int32, the rows' tables, in the older of the two buffers.
 
         Parameters
         ----------
         decodes
-            Given when the rows are exactly these.
+            The rows, if these are exactly the decoding rows.
         """
         buffer = self._buffers[0]
         self._buffers.reverse()
@@ -79,7 +80,8 @@ class PlannedTables:
         else:
             for at, index, blocks in buffer.appended:
                 tables[:, at, index] = blocks
-            for changed in buffer.changed:  # appended blocks may have been exchanged since
+            # After `appended`, because an appended block may have been replaced since.
+            for changed in buffer.changed:
                 at = np.searchsorted(rows, changed)
                 tables[:, at] = self._block_tables[:, changed, : tables.shape[2]]
         buffer.appended.clear()

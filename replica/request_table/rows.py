@@ -1,20 +1,20 @@
-"""The row table: what a step needs of every running request, as columns.
+"""The request table: numpy columns with the data that steps need of every running request.
 
-A request keeps its row from admission to its end or soft reset. Whatever happens to every decoding row in
-every step is a numpy operation over columns; Python runs for a row only when a block of it fills up or when it ends.
-Those that decode are handed out as `DecodeRows`: nothing of them is looked up anew while no row comes or goes.
+A request keeps its row from admission until it ends or is preempted. Work that each step does for each decoding row is
+a numpy operation over columns. Python code runs for a single row only when the row fills a block or ends.
+`decode_rows` returns the decoding rows as `DecodeRows`, which are reused while no row comes or goes.
 
 ```
  position of a row      0 ........ num_tokens ...... length        run_length
                         └ Request.token_ids ┘└ tail ┘
-                        0 ... num_computed (KV written once the planned step has run)
+                        0 ... num_computed (their KV is written when the planned step has run)
 ```
 
-The block that a row is writing lies in `tail`, whole, prompt tokens included; its generated tokens are handed
-to the request when it is full: so a token costs no Python.
+`tail` holds the tokens of the block that a row is writing, prompt tokens included. Its generated tokens are appended to
+the request when the block is full, so that a single token costs no Python code.
 
-Of each layer group a row owns the blocks in [first_block, num_blocks) of its table: those before were given back
-when they fell out of the reach of every query to come, those after are allocated when their tokens are.
+In each layer group a row owns the blocks [first_block, num_blocks) of its table. Earlier blocks were given back when no
+later query could see them. Later blocks are allocated when their tokens are scheduled.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _MAX_INT32 = 2**31 - 1
 
 
 class RowTable:
-    """Stable rows as numpy columns.
+    """Rows of running requests, as numpy columns.
 
     Parameters
     ----------
     max_rows
-        Requests that can run at once.
+        R, requests that can run at once.
     max_blocks
-        Blocks that one request can have.
+        Blocks that one request can have in a group.
     block_size
         Tokens of a block.
     vocab_size
@@ -61,44 +61,52 @@ class RowTable:
     ):
         self.block_size = block_size
         self.groups = tuple(groups)
-        # Groups whose blocks fall out of reach; the others keep theirs to the end.
+        # Groups that give blocks back when they fall out of the window.
         self.sliding = [g for g, group in enumerate(groups) if not group.is_full]
         self.requests: list[Request | None] = [None] * max_rows
-        self.keys = np.empty(max_rows, dtype=object)  # [R] owners' names
+        self.keys = np.empty(max_rows, dtype=object)  # [R] `Request.key`
         self.sources = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.source`
         self.stream_ids = np.zeros(max_rows, dtype=np.int64)  # [R] `Request.stream_id`
         self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
-        # [R] counts the requests that had a row, so that a step knows its own again; 0 = none now
+        # [R] number of the row's request, counted over all rows; a step compares it to find out whether the row still
+        # belongs to the same request. 0: no request.
         self.claims = np.zeros(max_rows, dtype=np.int64)
         self._num_claims = 0
-        self.decoding = np.zeros(max_rows, dtype=bool)  # [R] its phase is DECODING
+        self.decoding = np.zeros(max_rows, dtype=bool)  # [R] the request's phase is DECODING
         self.paused = np.zeros(max_rows, dtype=bool)  # [R] keeps its blocks, computes nothing
         self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
         self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
-        self.num_computed = np.zeros(max_rows, dtype=np.int32)  # [R] tokens with KV or planned to
+        # [R] tokens whose KV is written, or will be by the planned steps
+        self.num_computed = np.zeros(max_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)  # [R] the client's prompt
         self.run_length = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.run_length`
-        self.min_length = np.zeros(max_rows, dtype=np.int32)  # [R] EOS and stop ids masked below it
+        # [R] EOS and stop ids are masked up to this length
+        self.min_length = np.zeros(max_rows, dtype=np.int32)
         self.last_token = np.zeros(max_rows, dtype=np.int32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
         self.sampling = SamplingColumns(max_rows)
         num_groups = len(self.groups)
         self.first_block = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
         self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
-        # [G, R + 1, max_blocks]; the last row has no request: on a device it pads steps
+        # [G, R + 1, max_blocks]; the last row never has a request: devices use it to pad steps
         self.block_tables = np.zeros((num_groups, max_rows + 1, max_blocks), dtype=np.int32)
         # [G, (R + 1) * max_blocks], the same memory
         self.flat_tables = self.block_tables.reshape(num_groups, -1)
-        self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
+        # [R, block_size] token at position % block_size of the block that the row is writing
+        self._tail = np.zeros((max_rows, block_size), dtype=np.int32)
         self._flat_tail = self._tail.reshape(-1)
-        self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
+        # [vocab] number of rows that end on this id
+        self._num_enders = np.zeros(vocab_size, dtype=np.int32)
         self._free = list(range(max_rows - 1, -1, -1))
-        self._decode_rows: DecodeRows | None = None  # None: a row came or went
-        # Read by `PlanWriter`: tables of the last plans, and what has changed since.
+        # None: a row has come or gone.
+        self._decode_rows: DecodeRows | None = None
+        # For `PlanWriter`: tables of the last plans, and changes since the last plan.
         self.planned = PlannedTables(self.block_tables)
         self.journal = TableJournal()
-        self.num_decode_tokens = 0  # KV of the decoding rows
-        self.num_missing_tokens = 0  # that the prefilling rows still have to compute
+        # Computed tokens of the decoding rows.
+        self.num_decode_tokens = 0
+        # Tokens that the prefilling rows still have to compute.
+        self.num_missing_tokens = 0
 
     @property
     def num_free(self) -> int:
@@ -109,12 +117,12 @@ class RowTable:
         return len(self.requests) - len(self._free)
 
     def claim(self, request: Request, blocks: Sequence[Sequence[int]], num_computed: int) -> int:
-        """Give a request a row, the first `num_computed` tokens of which are computed.
+        """Give a request a row; its first `num_computed` tokens are computed.
 
         Parameters
         ----------
         blocks
-            For each group the blocks from the one of the first key that the next token sees.
+            For each group the blocks from the first one that the next token sees.
         """
         row = self._free.pop()
         params = request.params
@@ -150,28 +158,28 @@ class RowTable:
         return row
 
     def begin_decoding(self, rows: np.ndarray) -> None:
-        """These prefilling rows have sampled their first token and decode from now on."""
+        """Let prefilling rows that have sampled their first token decode."""
         self.decoding[rows] = True
         self._decode_rows = None
         self.num_decode_tokens += int(self.num_computed[rows].sum())
 
     def set_run_length(self, row: int, run_length: int) -> None:
-        """The row may have so many tokens from now on."""
+        """Change the length at which the row ends or pauses."""
         self.run_length[row] = run_length
         self._decode_rows = None
 
     def set_paused(self, row: int, paused: bool) -> None:
-        """Take the row out of the steps to come, or let it take part again."""
+        """Leave the row out of later steps, or let it take part again."""
         self.paused[row] = paused
         self._decode_rows = None
 
     def vacate(self, row: int) -> list[int]:
-        """Take the row from its request, whose tokens are complete afterwards.
+        """Free the row, and append its newest tokens to its request.
 
         Returns
         -------
-        The row's blocks in the order of the sequence, those of full attention before the others of the same
-        tokens: released from the end, no block is evicted after one without which it cannot be found.
+        The row's blocks in the order of the sequence; for the same tokens, blocks of full attention come first.
+        Released in reverse, each block is evicted before the blocks that are needed to find it.
         """
         self.flush(row)
         request = self.request(row)
@@ -200,7 +208,7 @@ class RowTable:
         return request
 
     def blocks(self, row: int) -> list[int]:
-        """The blocks that the row owns, in the order of `vacate`."""
+        """The row's blocks, in the order of `vacate`."""
         if len(self.groups) == 1:
             first, end = self.first_block[0, row], self.num_blocks[0, row]
             blocks: list[int] = self.block_tables[0, row, first:end].tolist()
@@ -212,8 +220,7 @@ class RowTable:
         return blocks
 
     def flush(self, row: int) -> None:
-        """Hand the row's newest tokens to its request. They never span two blocks: a full block is flushed
-        in the step that computes its last token."""
+        """Append the row's newest tokens, which are all in one block, to its request."""
         request = self.request(row)
         count = int(self.length[row]) - request.num_tokens
         if count:
@@ -221,7 +228,7 @@ class RowTable:
             request.append(self._tail[row, start : start + count].tobytes())
 
     def newest_output(self, row: int, count: int) -> tuple[int, ...]:
-        """The last `count` tokens of the row's output, or all of it if it has fewer."""
+        """The last `count` tokens of the row's output; fewer if the output is shorter."""
         request = self.request(row)
         length = int(self.length[row])
         start = max(length - count, int(self.num_prompt_tokens[row]))
@@ -231,7 +238,7 @@ class RowTable:
     # -- planning ----------------------------------------------------------------------------------------
 
     def decode_rows(self) -> DecodeRows:
-        """The rows that are decoding and not paused, and where they stand now."""
+        """The rows that are decoding and not paused, with their current positions."""
         decodes = self._decode_rows
         if decodes is None or (decodes.is_located and decodes.num_left <= 0):
             decodes = self._decode_rows = self._gather(np.flatnonzero(self._decodes(slice(None))))
@@ -240,13 +247,13 @@ class RowTable:
         return decodes
 
     def only(self, row: int) -> DecodeRows:
-        """One decoding row, for a step of its own, and where it stands now."""
+        """One decoding row, for a step without other rows."""
         decodes = self._gather(np.array([row]))
         decodes.locate(self.num_computed[decodes.ids])
         return decodes
 
     def no_decode_rows(self) -> DecodeRows:
-        """For a step that leaves the decoding rows out."""
+        """No row, for a step that leaves out the decoding rows."""
         decodes = self._gather(np.empty(0, np.int64))
         decodes.locate(np.empty(0, np.int32))
         return decodes
@@ -275,43 +282,45 @@ class RowTable:
         )
 
     def _decodes(self, rows: Any) -> Any:
-        """Whether the next step decodes these rows: not if they have all their tokens once the step in flight is
-        over."""
+        """[n] bool, whether the next step decodes these rows.
+
+        A row that will have all its tokens when the step in flight is over is not decoded again.
+        """
         is_short = self.num_computed[rows] + 1 < self.run_length[rows]
         return self.decoding[rows] & ~self.paused[rows] & is_short
 
     @property
     def current_decodes(self) -> DecodeRows | None:
-        """What `decode_rows` has handed out; None: a row has come or gone since."""
+        """The last result of `decode_rows`; None: a row has come or gone since."""
         return self._decode_rows
 
     def are_unchanged(self, decodes: DecodeRows) -> bool:
-        """Whether no decoding row has come or gone since `decodes` was handed out."""
+        """Whether no decoding row has come or gone since `decode_rows` returned `decodes`."""
         return self._decode_rows is decodes
 
     def lacking_block(self, decodes: DecodeRows) -> np.ndarray:
-        """[n] int64 in [0, D), those of the rows whose next token has no block yet."""
+        """[n] int64 in [0, D), the rows without a block for their next token."""
         begun = decodes.begun
         if not len(begun):
             return begun
-        # A decoding row has as many blocks in every group.
+        # A decoding row has the same number of blocks in every group.
         lacks = self.num_blocks[0, decodes.ids[begun]] <= decodes.begun_index
         return begun if np.count_nonzero(lacks) == len(begun) else begun[lacks]
 
     def fill_blocks(
         self, rows: np.ndarray, index: np.ndarray
     ) -> Iterator[tuple[int, Request, int, list[int], bytes]]:
-        """Flush rows whose newest token fills its block.
+        """Flush rows with a newest token that fills its block.
 
         Parameters
         ----------
         rows, index
-            [n] integers each: the rows, and of which block in their tables.
+            [n] integers each: the rows, and the indices of the filled blocks in their tables.
 
         Yields
         ------
-        Row, its request, the block's index in the row's tables, the block of each group, and its tokens as
-        int32.
+        The row, its request, the block's index in the row's tables, the block of each group, and the block's tokens
+        as int32.
         """
         blocks = self.block_tables[:, rows, index].T.tolist()
         raw = self._tail[rows].tobytes()
@@ -322,21 +331,22 @@ class RowTable:
             token_bytes = raw[begin : begin + width]
             begin += width
             request = requests[row]
-            known = request.num_tokens - i * self.block_size  # the request has the block's head
+            # Tokens of the block that the request already has.
+            known = request.num_tokens - i * self.block_size
             request.append(token_bytes[4 * known :] if known else token_bytes)
             yield row, request, i, own, token_bytes
 
     def append_blocks(
         self, decodes: DecodeRows, lacking: np.ndarray, blocks: Sequence[int]
     ) -> None:
-        """Give the rows the blocks of their next tokens.
+        """Give rows the blocks of their next tokens.
 
         Parameters
         ----------
         lacking
-            [n] as `lacking_block` returned it.
+            [n] the result of `lacking_block`.
         blocks
-            [G * n] one of each group for each row, group by group.
+            [G * n] for each group one block per row.
         """
         index = decodes.begun_index if lacking is decodes.begun else decodes.block_index(lacking)
         own = np.array(blocks, np.int32).reshape(len(self.groups), len(lacking))
@@ -350,7 +360,7 @@ class RowTable:
             self.planned.mark_changed(decodes.ids[lacking])
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
-        """Append equally many blocks to each sliding group's table of a row."""
+        """Append the same number of blocks to the row's table in each sliding group."""
         count = len(blocks) // len(self.sliding)
         for i, g in enumerate(self.sliding):
             end = int(self.num_blocks[g, row])
@@ -360,12 +370,12 @@ class RowTable:
             self.num_blocks[g, row] = end + count
 
     def trim(self, held: Mapping[int, int] | None = None) -> list[int]:
-        """Take from the rows the blocks that no query to come sees; returns them, oldest tokens first.
+        """Take blocks from the rows that no later query sees; returns them, oldest tokens first.
 
         Parameters
         ----------
         held
-            Row to an earlier position, whose query is to come too: a fork's.
+            Row to an earlier position that a fork of the row may still compute.
         """
         freed: list[int] = []
         if not self.sliding:
@@ -386,22 +396,23 @@ class RowTable:
         return freed
 
     def replace_block(self, g: int, row: int, i: int, block: int) -> None:
-        """Put another block with the same content in the i-th place of the row's table of group g."""
+        """Replace the i-th block in the row's table of group g by another one with the same content."""
         self.block_tables[g, row, i] = block
         self._journal_span(g, row, i, i + 1)
         if self._decodes(row):
             self.planned.mark_changed(np.array([row]))
             if self._decode_rows is not None:
-                self._decode_rows.slots = None  # it may be the block of the next token
+                # The block may be the one of the next token.
+                self._decode_rows.slots = None
 
     def _journal_span(self, g: int, row: int, begin: int, end: int) -> None:
-        """These entries of the row's table of group g have changed."""
+        """Record a change of the entries [begin, end) in the row's table of group g."""
         first = row * self.block_tables.shape[2]
         blocks = self.block_tables[g, row, begin:end].copy()
         self.journal.write(np.arange(first + begin, first + end), blocks, g)
 
     def report_again(self) -> None:
-        """A plan has not arrived: the next one tells all of the rows in use."""
+        """Report all rows in use in the next plan, because an earlier plan may not have reached the device."""
         for row in np.flatnonzero(self.active).tolist():
             for g in range(len(self.groups)):
                 self._journal_span(
@@ -412,15 +423,7 @@ class RowTable:
     def count_computed(
         self, rows: np.ndarray, kv_len: np.ndarray, num_decode_rows: int, num_chunk_tokens: int
     ) -> None:
-        """Count the tokens of a step that has just been planned as computed.
-
-        Parameters
-        ----------
-        rows, kv_len
-            [n] the step's rows, and [n] int32, their tokens in the cache once it has run.
-        num_decode_rows, num_chunk_tokens
-            Tokens of decoding rows, and of prefill chunks.
-        """
+        """Count a planned step as computed: its rows ([n]) have `kv_len` ([n] int32) tokens in the cache after it."""
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += num_decode_rows
         self.num_missing_tokens -= num_chunk_tokens
@@ -439,7 +442,7 @@ class RowTable:
 
         Returns
         -------
-        [S] int32, the lengths of the rows with it.
+        [S] int32, the lengths of the rows.
         """
         position = self.length[rows]
         self._flat_tail[rows * self.block_size + position % self.block_size] = token_ids
@@ -449,7 +452,7 @@ class RowTable:
         return length
 
     def record_decodes(self, decodes: DecodeRows, token_ids: np.ndarray) -> np.ndarray:
-        """`record` for the rows of a step in which nothing but these decoded, none of which has gone since."""
+        """`record` for a step of these decoding rows only, if all are still there."""
         self._flat_tail[decodes.tail_index] = token_ids
         self.last_token[decodes.ids] = token_ids
         self.length[decodes.ids] = decodes.length
@@ -462,25 +465,26 @@ class RowTable:
         length: np.ndarray,
         decodes: DecodeRows | None = None,
     ) -> dict[int, FinishReason]:
-        """Which rows end with the token just recorded, which grammars take in: index in `rows` to the reason.
-        LENGTH are also those whose credit is spent.
-
-        Call it once for each token.
+        """Find the rows that end with the token just recorded, and advance grammars; call it once for each token.
 
         Parameters
         ----------
         rows, token_ids, length
-            [S] each; the lengths as `record` returned them.
+            [S] each; the lengths are the result of `record`.
         decodes
-            Given when the rows are those, and `record_decodes` recorded.
+            The rows, if `record_decodes` recorded them.
+
+        Returns
+        -------
+        Index in `rows` to the reason. LENGTH includes rows that only pause, because their credit is spent.
         """
         reasons: dict[int, FinishReason] = {}
         if decodes is None or decodes.num_left <= 0:
             full = (length >= self.run_length[rows]).nonzero()[0]
             reasons = dict.fromkeys(full.tolist(), FinishReason.LENGTH)
-        # Only ids that end some running request can end one: few rows get past this look-up.
+        # Few rows have an id that ends any running request; `count_nonzero` is the cheapest test for "any".
         enders = self._num_enders[token_ids]
-        if np.count_nonzero(enders):  # the cheapest way to find out
+        if np.count_nonzero(enders):
             for i in enders.nonzero()[0].tolist():
                 row, token_id = int(rows[i]), int(token_ids[i])
                 if length[i] > self.min_length[row] and token_id in self.request(row).stop_ids:

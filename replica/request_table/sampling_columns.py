@@ -1,4 +1,4 @@
-"""How each row's tokens are chosen, as columns, and what a step's sampler gets of them."""
+"""Sampling parameters of the running requests as columns, and the batch of these that a step's sampler gets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire.replica.request_table.bad_words import BadWords
 
 
 class Histories(Protocol):
-    """What a step's sampling reads of the row table (`rows.RowTable`) beyond these columns. R is the number of rows."""
+    """The part of the request table (`rows.RowTable`) that sampling reads; R rows."""
 
     decoding: np.ndarray  # [R] bool
     num_prompt_tokens: np.ndarray  # [R] int32
-    min_length: np.ndarray  # [R] int32; EOS and stop ids are masked below it
+    min_length: np.ndarray  # [R] int32; EOS and stop ids are masked up to this length
     stop_ids: np.ndarray  # [R] objects: sorted tuples
 
     def request(self, row: int) -> Request:
@@ -32,7 +32,7 @@ class Histories(Protocol):
 
 
 class SamplingColumns:
-    """Sampling parameters by row. What few rows ask for is looked up for those only.
+    """Sampling parameters by row. Rare parameters are looked up only for the rows that have them.
 
     Parameters
     ----------
@@ -57,13 +57,13 @@ class SamplingColumns:
         self._ruled = np.zeros(max_rows, dtype=bool)  # [R]
         self._has_bad_words = np.zeros(max_rows, dtype=bool)  # [R]
         self.has_grammar = np.zeros(max_rows, dtype=bool)  # [R]
-        # [R] what may come next is known only when the host has the token before it
+        # [R] the allowed ids depend on the token before, which the host must know first
         self.needs_history = np.zeros(max_rows, dtype=bool)
-        # [R] needs more than temperature, top-k, top-p and noise, whatever its length is
+        # [R] needs more than temperature, top-k, top-p and noise at any length
         self.special = np.zeros(max_rows, dtype=bool)
 
     def claim(self, row: int, request: Request) -> None:
-        """Write down what the request in this row asks for."""
+        """Write the parameters of the request that has got this row."""
         params = request.params
         greedy = params.temperature < GREEDY_TEMPERATURE
         self.temperature[row] = 0.0 if greedy else params.temperature
@@ -95,7 +95,7 @@ class SamplingColumns:
         )
 
     def claimed(self, rows: Sequence[int]) -> ClaimedRows:
-        """What a device keeps of these rows."""
+        """The parameters of these rows that a device keeps."""
         index = np.array(rows, np.int64)
         return ClaimedRows(
             index,
@@ -110,12 +110,12 @@ class SamplingColumns:
     def batch(
         self, table: Histories, rows: np.ndarray, token_index: np.ndarray, position: np.ndarray
     ) -> SamplingBatch:
-        """The columns of the rows that sample.
+        """Gather the columns of the rows that sample.
 
         Parameters
         ----------
         table
-            The rows' histories.
+            The request table.
         rows
             [S] int64.
         token_index
@@ -144,12 +144,12 @@ class SamplingColumns:
         )
 
     def complete(self, table: Histories, batch: SamplingBatch, alive: np.ndarray) -> SamplingBatch:
-        """What the rows' histories say now, in a batch that was made a token too early.
+        """Add the parts that depend on the newest tokens to a batch that was made before they were known.
 
         Parameters
         ----------
         alive
-            [S] bool, rows that still have their requests; what the others sample is not told.
+            [S] bool, rows that still have their requests; the tokens of other rows are dropped.
         """
         return batch._replace(
             suppressed=self._suppressed(table, batch.rows, batch.position, alive),
@@ -159,7 +159,7 @@ class SamplingColumns:
     def _grammars(
         self, table: Histories, rows: np.ndarray, alive: np.ndarray
     ) -> tuple[tuple[int, TokenMask], ...]:
-        """(index in `rows`, its grammar)."""
+        """(index in `rows`, grammar) of each row with a grammar."""
         index = np.flatnonzero(self.has_grammar[rows] & alive).tolist()
         grammars = ((i, table.request(int(rows[i])).grammar) for i in index)
         return tuple((i, grammar) for i, grammar in grammars if grammar is not None)
@@ -167,7 +167,7 @@ class SamplingColumns:
     def _suppressed(
         self, table: Histories, rows: np.ndarray, position: np.ndarray, alive: np.ndarray
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(index in `rows`, ids that must not come next there)."""
+        """(index in `rows`, ids that must not come next) of each row with such ids."""
         masked = np.flatnonzero((position < table.min_length[rows]) & alive)
         suppressed = [
             (i, ids)

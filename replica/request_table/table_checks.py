@@ -1,4 +1,4 @@
-"""The request table seen from outside: as plain data, and whether it agrees with the requests and their blocks."""
+"""Inspection of the request table: its rows as plain data, and consistency checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def snapshot(table: RowTable) -> list[dict[str, Any]]:
 
 
 def num_owners(table: RowTable, num_blocks: int) -> np.ndarray:
-    """[num_blocks] int64, how many rows have each block in their table."""
+    """[num_blocks] int64, number of rows that have each block in their table."""
     owners = np.zeros(num_blocks, np.int64)
     for row in np.flatnonzero(table.active).tolist():
         blocks = np.array(table.blocks(row), np.int64)
@@ -36,14 +36,14 @@ def num_owners(table: RowTable, num_blocks: int) -> np.ndarray:
 
 
 def check(table: RowTable, owners: np.ndarray, num_ahead: int = 0) -> None:
-    """Raise `IntegrityError` where a row contradicts its request, or would write to a shared block.
+    """Raise `IntegrityError` if a row contradicts its request, or would write to a shared block.
 
     Parameters
     ----------
     owners
-        [num_blocks] as `num_owners` counts them.
+        [num_blocks] the result of `num_owners`.
     num_ahead
-        Tokens of a row that were planned before they were known.
+        Tokens of a row that are planned and not known yet.
     """
     computed = table.num_computed
     decode = int(computed[table.decoding].sum())
@@ -59,7 +59,7 @@ def check(table: RowTable, owners: np.ndarray, num_ahead: int = 0) -> None:
         if not np.array_equal(decodes.position, computed[decodes.ids]):
             raise IntegrityError(
                 f"the decoding rows {decodes.ids.tolist()} stand at {computed[decodes.ids].tolist()}, "
-                f"and are taken to be at {decodes.position.tolist()}"
+                f"but `DecodeRows` has {decodes.position.tolist()}"
             )
     for row, request in enumerate(table.requests):
         if bool(table.active[row]) != (request is not None):

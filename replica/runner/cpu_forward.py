@@ -55,7 +55,9 @@ class CpuForward(Forward):
         context = CpuStepContext(
             self._pool,
             self._attentions,
-            *(x.numpy().astype(np.int64) for x in (cu_q, kv_len, block_tables)),
+            cu_q.numpy().astype(np.int64),
+            kv_len.numpy().astype(np.int64),
+            block_tables.numpy().astype(np.int64),
             slots=slots,
             num_query=num_query,
             workspace=self._workspace,
@@ -67,7 +69,7 @@ class CpuForward(Forward):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward.logits`."""
-        if self._fused_head is not None:
+        if self._fused_head is not None and self._workspace is not None:
             return self._fused_head(hidden, self._workspace)
         return super().logits(hidden)
 

@@ -16,7 +16,7 @@ from quire.replica.config import EngineConfig
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup
-from quire.replica.model.deterministic.deterministic_linear import make_deterministic
+from quire.replica.model.deterministic.cpu_tiled_linear import make_deterministic
 from quire.replica.model.fusion.cpu_fusion import CpuFusion
 from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport

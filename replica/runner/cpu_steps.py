@@ -13,6 +13,7 @@ from quire.replica.device.cpu_prefault import PoolPrefault
 from quire.replica.device.device import Device, Stream
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.runner.device_steps import Draw
+from quire.replica.runner.graph_cache import GraphCache
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import direct_inputs
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
@@ -35,7 +36,7 @@ class CpuSteps:
         Of the runner.
     """
 
-    graphs = None
+    graphs: GraphCache | None = None
 
     def __init__(
         self,

@@ -104,6 +104,7 @@ class DeviceSampler:
             source = other.source
         if staged.has_columns:
             columns = DrawColumns(*other[-len(DrawColumns._fields) :])
+        assert columns is not None
         tokens = sample_tokens(logits, *columns, edited=edited, source=source)
         if len(other.constrained):
             found = tokens.index_select(0, other.constrained)

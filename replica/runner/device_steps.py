@@ -1,4 +1,4 @@
-"""How steps run on one kind of device: `cpu_steps.py` computes them at once, `queued_steps.py` queues them."""
+"""How steps run on one kind of device: `cpu_steps.py` computes them at once, `gpu_steps.py` queues them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
-from quire.replica.runner.graph_cache import GraphCache
+from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.step_outputs import InFlight
 from quire.replica.runner.trash_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
@@ -17,10 +17,12 @@ Draw = Callable[[SamplingBatch, Masks], None]
 
 
 class DeviceSteps(Protocol):
-    """What `CpuSteps` and `QueuedSteps` offer. One step, in this order: `begin`, `forward`, draw, `end`, `note`."""
+    """What `CpuSteps` and `GpuSteps` offer. One step, in this order: `begin`, `forward`, draw, `end`, `note`."""
 
-    # Captured steps; None where there are none.
-    graphs: GraphCache | None
+    @property
+    def graphs(self) -> GraphCache | None:
+        """Captured steps; None where there are none."""
+        ...
 
     def begin(self) -> None:
         """A step is launched next."""

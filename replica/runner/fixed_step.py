@@ -86,6 +86,7 @@ class FixedStep:
 
     def to_logits(self, inputs: FixedInputs, num_blocks: int | None = None) -> None:
         """To the logits: the first rows of `logits`."""
+        assert self.logits is not None
         logits = self.compute_logits(inputs, num_blocks)
         self.logits[: len(logits)].copy_(logits)
 

@@ -13,7 +13,7 @@ from quire.replica.config import EngineConfig
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup
-from quire.replica.model.deterministic.fixed_products import fix_products, warm_products
+from quire.replica.model.deterministic.gpu_fixed_products import fix_products, warm_products
 from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.fusion.gpu_fusion import GpuFusion

@@ -41,9 +41,9 @@ from quire.replica.model.loader import load_model
 from quire.replica.runner.compile_count import CompileCount
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
-from quire.replica.runner.graph_cache import GraphCache
+from quire.replica.runner.gpu_steps import GpuSteps
+from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.model_kernels import choose_kernels
-from quire.replica.runner.queued_steps import QueuedSteps
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_outputs import InFlight
 from quire.replica.runner.trash_plans import TrashPlans
@@ -117,7 +117,7 @@ class Runner:
         if self._device.is_immediate:
             self.steps = CpuSteps(config, self._device, pool, ragged, self._outputs)
         else:
-            self.steps = QueuedSteps(
+            self.steps = GpuSteps(
                 config, self._device, pool, self._forward, ragged, self._outputs, self.kernels
             )
         self._device.synchronize()  # the weights were not loaded on the compute stream
@@ -220,6 +220,7 @@ class Runner:
 
     def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
         in_flight.slot.asked = sampling.logprobs
+        assert in_flight.draw is not None
         in_flight.draw(sampling, masks)
         in_flight.draw = None
         self.steps.end(in_flight)

@@ -23,7 +23,7 @@ A device that runs work when it is queued reads the plan's arrays themselves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -199,7 +199,9 @@ class InputRing:
     ) -> tuple[DecodeInputs, Differences]:
         """As `send`, for a step in which all rows decode, padded to `num_rows`."""
         shapes = _decode_shapes(self._num_groups, num_rows)
-        own = (plan.rows, plan.positions, plan.kv_len, plan.slots, noise_keys)
+        own: tuple[np.ndarray, ...] = (
+            *(plan.rows, plan.positions, plan.kv_len, plan.slots, noise_keys),
+        )
         if num_rows > plan.num_rows:
             own = tuple(map(_padded, own, shapes, self._padding))
         arrays = tuple((array, dtype) for array, (_, dtype) in zip(own, shapes, strict=True))
@@ -236,7 +238,7 @@ class InputRing:
         row, position, _, slot, noise_key = self._padding
         shapes = _mixed_shapes(self._num_groups, key.num_rows, key.num_tokens)
         cu_q = np.concatenate([[0], np.cumsum(lengths)])
-        values = (0, position, cu_q, lengths, row, slot, 0, row, noise_key)
+        values: tuple[Any, ...] = (0, position, cu_q, lengths, row, slot, 0, row, noise_key)
         return [
             (np.broadcast_to(value, shape).astype(dtype), dtype)
             for (shape, dtype), value in zip(shapes, values, strict=True)
@@ -250,7 +252,7 @@ class InputRing:
             lengths = np.clip(key.num_tokens - before, 0, key.kv_tokens)
             return MixedInputs(*self._upload(f"{key}, padding", self._mixed_padding(key, lengths)))
         shapes = _decode_shapes(self._num_groups, key.num_rows)
-        arrays = [
+        arrays: list[Typed] = [
             (np.full(shape, value, dtype), dtype)
             for (shape, dtype), value in zip(shapes, self._padding, strict=True)
         ]
@@ -285,7 +287,7 @@ class InputRing:
 
 
 def _padded(array: np.ndarray, shape: tuple[tuple[int, ...], type], value: int) -> np.ndarray:
-    padded = np.full(shape[0], value, shape[1])
+    padded: np.ndarray = np.full(shape[0], value, shape[1])
     padded[..., : array.shape[-1]] = array
     return padded
 

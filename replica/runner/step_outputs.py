@@ -40,6 +40,7 @@ class TokenSlot:
 
     def collect(self) -> np.ndarray:
         """Sleep until the tokens are there; [num_tokens] int64."""
+        assert self.arrived is not None
         self.arrived.wait()
         return self.result[: self.num_tokens].numpy().copy()
 

@@ -83,7 +83,7 @@ def sample(
         # A draw changes its own copy of the logits, an argmax none: what was masked still is.
         chosen = logits[rows, tokens[rows]]
         tokens[rows] = tokens[rows].masked_fill_(chosen == _NEVER, NO_TOKEN)
-    if batch.penalties is not None:
+    if batch.penalties is not None and counts is not None:
         index, rows = (torch.from_numpy(x) for x in (batch.penalties.index, batch.penalties.row))
         counts.add(rows, tokens[index])
     return tokens
@@ -144,8 +144,8 @@ def _apply_grammars(
 
 
 def _add_bias(logits: torch.Tensor, biased: list[tuple[int, TokenRules]]) -> None:
-    index = _index([(i, rules.bias_ids) for i, rules in biased])
-    bias = np.concatenate([rules.bias for _, rules in biased])
+    index = _index([(i, rules.bias_ids) for i, rules in biased if rules.bias_ids is not None])
+    bias = np.concatenate([rules.bias for _, rules in biased if rules.bias is not None])
     logits[index] += torch.from_numpy(bias)
 
 

@@ -6,13 +6,13 @@ Most steps have none of it. `EditArrays` are the masks, lists and penalties of `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.kernels.sampling.noise import noise_keys
-from quire.replica.core.step_plan import Penalties, SamplingBatch, TokenRules
+from quire.replica.core.step_plan import Penalties, SamplingBatch
 
 _NEVER = np.float32(-np.inf)
 _NO_ROWS = np.empty(0, np.int64)
@@ -89,7 +89,7 @@ def _constrained(batch: SamplingBatch) -> np.ndarray:
     )
 
 
-def _place(items: object) -> dict[int, int]:
+def _place(items: Iterable[int] | np.ndarray) -> dict[int, int]:
     """Of each item where it stands."""
     return {int(item): place for place, item in enumerate(items)}
 
@@ -117,15 +117,20 @@ def _packed(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 def _listed(batch: SamplingBatch) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
     """(row, its ids each once and their bias); -inf for those that must not come."""
-    rules: dict[int, TokenRules] = {i: own for i, own in batch.rules if own.bias_ids is not None}
+    biased = {
+        i: (own.bias_ids, own.bias)
+        for i, own in batch.rules
+        if own.bias_ids is not None and own.bias is not None
+    }
     suppressed = dict(batch.suppressed)
-    for i in {**rules, **suppressed}:
+    for i in {**biased, **suppressed}:
         never = np.unique(np.array(suppressed.get(i, ()), np.int64))
         ids, bias = never, np.full(len(never), _NEVER)
-        if i in rules:
-            keeps = ~np.isin(rules[i].bias_ids, never)
-            ids = np.concatenate([ids, rules[i].bias_ids[keeps]])
-            bias = np.concatenate([bias, rules[i].bias[keeps]])
+        if i in biased:
+            own_ids, own_bias = biased[i]
+            keeps = ~np.isin(own_ids, never)
+            ids = np.concatenate([ids, own_ids[keeps]])
+            bias = np.concatenate([bias, own_bias[keeps]])
         yield i, (ids, bias)
 
 

@@ -1,22 +1,29 @@
-"""Whether a waiting request fits now, and what it gets when it starts.
+"""Admission: whether a waiting request fits now, and the blocks that it gets when it starts.
 
-All or nothing over the layer groups. A row gets all blocks of its known tokens in the groups of full attention
-when it is admitted. In a sliding group it gets those of a chunk when the chunk is planned, and what fell out of
-the window returns at the next plan, so that a long prompt needs no more than window and chunk; admission sets
-that much aside. Blocks of its prefix that are only in the host tier are copied back while the step in which it starts
-runs, if that is faster than computing them again (`copy_speed.py`).
+A request starts only if it fits in all layer groups. In the groups of full attention its row then gets the blocks of
+all its known tokens. In a sliding group it gets the blocks of a chunk when the chunk is scheduled, and the next plan
+frees the blocks that have fallen out of the window. So a long prompt needs no more blocks there than for window and
+chunk, and admission reserves that many. Cached blocks that are only in the host tier are copied back while the
+request's first step runs, if that is faster than computing them again (`copy_speed.py`).
 
-While anything runs, two marks of the available blocks hold admissions back::
+While requests run, two thresholds on the available blocks hold admissions back::
 
     0 ─────────────────── safety_margin ─────────── resume_margin ───────────────── all
-                          an admission leaves       after a running request lost its blocks,
-                          at least these            none starts before there are these
+                          an admission must         after a preemption, no request starts
+                          leave this many           until this many are available
 
-Without the second a full cache thrashes: blocks that come free go to a prompt at once, the rows that decode find none,
-and what was computed for a victim is thrown away again. In a simulation (300 requests of 32 to 200 and up to 600
-tokens, 512 blocks of 16, no host tier) without a safety margin it takes preemptions from 318 to 106 and 6 % off the
-time to completion; a safety margin of 0.2 alone leaves 25, and the second mark then neither helps nor costs. Waiting
-for it also after an admission that did not fit was tried: 2 % slower, and no fewer preemptions.
+Without the second threshold a full cache thrashes: a prompt takes blocks as soon as they are free, the decoding rows
+find none, and the work for a preempted request is lost again. A simulation of 300 requests (prompts of 32 to 200
+tokens, outputs of up to 600, 512 blocks of 16 tokens, no host tier) gave:
+
+| safety margin | resume margin | preemptions | |
+|---|---|---|---|
+| 0 | off | 318 | |
+| 0 | on | 106 | 6 % less time to completion |
+| 0.2 | off | 25 | |
+| 0.2 | on | 25 | no difference |
+
+Applying the second threshold also after an admission that did not fit was 2 % slower, without fewer preemptions.
 """
 
 from __future__ import annotations
@@ -34,15 +41,16 @@ from quire.replica.scheduler.engine_memory import EngineMemory
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a request gets if it starts now."""
+    """The blocks that a request gets if it starts now."""
 
     hit: Hit
     num_hit_tokens: int
-    num_lacking: int  # blocks to allocate in each group of full attention
+    # Blocks to allocate in each group of full attention.
+    num_lacking: int
 
 
 class Admission:
-    """Gives blocks to requests that start and to chunks of their prompts."""
+    """Give blocks to requests that start and to the chunks of their prompts."""
 
     def __init__(self, config: EngineConfig, memory: EngineMemory, copies: CopySpeed):
         self._config = config
@@ -51,16 +59,17 @@ class Admission:
         self._host = memory.host
         self._rows = memory.rows
         self._copies = copies
-        self._held = False  # see `hold`
+        # Whether a request was preempted and none has fitted since.
+        self._held = False
         self.reconfigure(config)
 
     def reconfigure(self, config: EngineConfig) -> None:
-        """Take on other margins."""
+        """Apply other margins."""
         self._margin_blocks = config.safety_margin * config.num_blocks
         self._resume_blocks = config.resume_margin * config.num_blocks
 
     def hold(self) -> None:
-        """A running request lost its blocks: none starts before `resume_margin` of them are available."""
+        """Start no request until `resume_margin` of the blocks are available, because one was preempted."""
         self._held = True
 
     def _is_held(self) -> bool:
@@ -68,16 +77,15 @@ class Admission:
         return self._held and short and self._rows.num_active > 0
 
     def offer(self, request: Request, prefilling: Iterable[Request]) -> Offer | None:
-        """What the request gets if it starts now, or None if it must wait; nothing is changed.
+        """The blocks that the request gets if it starts now, or None if it must wait. Changes nothing.
 
-        While anything runs, an admission must leave `safety_margin` of the blocks available, so that decoding
-        rows can grow. A request alone always fits, maybe in smaller chunks than it would like, so nobody waits
-        for ever.
+        While requests run, an admission must leave `safety_margin` of the blocks available, so that decoding rows can
+        grow. A request that runs alone always fits, perhaps with smaller chunks, so every request starts eventually.
 
         Parameters
         ----------
         prefilling
-            The requests whose prompts are being computed: their sliding blocks are set aside.
+            The running prefills, which have sliding blocks reserved.
         """
         if self._is_held():
             return None
@@ -95,7 +103,7 @@ class Admission:
         return Offer(hit, len(hit.entries) * self._config.block_size, lacking)
 
     def _match(self, request: Request) -> Hit:
-        """The longest known prefix, of the host tier what is faster copied than computed."""
+        """The longest known prefix, with blocks of the host tier if copying them is faster than computing them."""
         hit = self._prefix.match(request.reusable_ids, chain=request.chain)
         num_restored = len(hit.to_restore())
         if not num_restored:
@@ -117,11 +125,13 @@ class Admission:
         Parameters
         ----------
         known
-            Blocks of the device that it would share.
+            Device blocks that it would share.
         num_fresh
-            Blocks that it would be given at once.
+            Blocks that it would be allocated now.
         held
-            How many blocks of each sliding group are among these.
+            For each sliding group the number of these blocks.
+        prefilling
+            See `offer`.
         """
         if self._is_held():
             return False
@@ -135,11 +145,11 @@ class Admission:
         return left >= (self._margin_blocks if runs else 0)
 
     def take(self, request: Request, offer: Offer) -> None:
-        """Give the request its row and what was offered."""
+        """Give the request its row and the offered blocks."""
         hit, lacking = offer.hit, offer.num_lacking
         self._blocks.retain(hit.device_blocks)
         restores = hit.to_restore()
-        # Held before anything is allocated: what leaves the device then may push others out of the host tier.
+        # Before any allocation: a block that is evicted from the device may evict another one from the host tier.
         copies = [c for g, _, entry in restores if (c := entry.host_blocks[g]) is not None]
         self._host.blocks.retain(copies)
         num_full = len(self._config.groups) - len(self._rows.sliding)
@@ -161,17 +171,17 @@ class Admission:
             self._prefix.retain_entry(request.tip)
 
     def restore(self, entry: Entry, g: int, copy: int, block: int) -> None:
-        """Copy an entry's block back from the host tier, where it is held, to a block of the device."""
+        """Plan to copy an entry's retained host block to a device block."""
         self._host.restore(copy, block)
         self._prefix.place(entry, g, block)
         self._blocks.mark_contents([block])
 
     def extend_sliding(self, row: int, count: int) -> int:
-        """Give the row the sliding blocks of its next `count` tokens, or of as many as there are blocks for.
+        """Give the row the sliding blocks of its next `count` tokens, or of fewer if blocks are short.
 
         Returns
         -------
-        How many of the tokens have their blocks.
+        How many of these tokens have their blocks.
         """
         block_size, num_groups = self._config.block_size, len(self._rows.sliding)
         start = int(self._rows.num_computed[row])
@@ -182,14 +192,14 @@ class Admission:
         return min(count, (have + lacking) * block_size - start)
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks that are known to be available."""
+        """Allocate blocks that must be available."""
         blocks = self._blocks.allocate(count)
         if blocks is None:
             raise IntegrityError(f"{count} blocks were available and are not")
         return blocks
 
     def _set_aside(self, num_tokens: int, step_tokens: int, held: Sequence[int]) -> int:
-        """Sliding blocks that a prefill of `num_tokens` may need beside those it holds of each such group."""
+        """Sliding blocks that a prefill of `num_tokens` may need in addition to those it has in each such group."""
         groups, block_size = self._config.groups, self._config.block_size
         return sum(
             max(0, groups[g].max_blocks(num_tokens, step_tokens, block_size) - count)

@@ -1,4 +1,4 @@
-"""How much prefill a step may hold, so that whoever decodes gets the next token in time.
+"""The prefill budget of a step, which bounds the time between two tokens of a decoding row.
 
 ```
  all but prefill_first     | decode + prefill | decode + prefill | decode
@@ -7,12 +7,12 @@
                             └──── max_prefill_ms, together ──────┘
 ```
 
-With `max_prefill_ms` the time between two tokens of a row is at most a decode step and `max_prefill_ms`, as far as
-the measured speed (`StepSpeed`) foretells the next step, however long the prompts are that others send. Without,
-it is that of a step of `max_batch_tokens`; under `prefill_first` that of the steps that compute all started prompts,
-since no new one starts before the decoding rows have had their turn.
+With `max_prefill_ms`, the time between two tokens of a row is at most a decode step plus `max_prefill_ms`, for prompts
+of any length, as far as the measured speed (`StepSpeed`) predicts the next step. Without it, that time is the duration
+of a step with `max_batch_tokens`. Under `prefill_first` it is the duration of the steps that compute all started
+prompts, because no new prompt starts before the next step of the decoding rows.
 
-While nobody decodes a chunk is bounded by `max_batch_tokens` alone.
+While no row decodes, only `max_batch_tokens` bounds a chunk.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from quire.replica.config import EngineConfig
 from quire.replica.scheduler.order import POLICIES
 from quire.replica.scheduler.speed import StepSpeed
 
-# A step takes this much prefill if there is any, were it ever so slow: a prompt always ends. Also the first chunk
-# while no speed is known, which then is.
+# A step computes at least this much prefill, even if it is slow, so that every prompt ends. Also the size of the first
+# chunk, from which the speed is measured.
 MIN_CHUNK_TOKENS = 16
-# After as many steps in a row that were short of time, one goes without prefill: the time of decoding alone may have
-# grown since it was measured last, and what it has grown by is taken for the cost of the prefill tokens.
+# After this many steps in a row that were short of time, one step has no prefill. Only such a step measures the time
+# of decoding alone. If that time has grown, the growth was counted as cost of the prefill tokens.
 _MAX_CUT_STEPS = 32
 
 
 class StepBudget:
-    """What is left for prefill in the step being planned.
+    """The rest of the prefill budget in the step being planned.
 
     Parameters
     ----------
     speed
-        What a chunk costs.
+        Estimates the duration of chunks.
     tokens
-        Prefill tokens that fit beside the decoding rows.
+        Prefill tokens that fit into the step in addition to the decoding rows.
     seconds
-        That they may take; infinite when nobody waits for them.
+        Time for these tokens; infinite if no decoding row waits.
     block_size
-        A chunk that is cut short ends with a block: the bound in seconds is an estimate, and what the cut
-        leaves goes to the next prefill.
+        A chunk that is cut because of the time ends at the end of a block. The time is an estimate anyway, and the
+        rest of it goes to the next prefill.
     """
 
     def __init__(self, speed: StepSpeed, tokens: int, seconds: float, block_size: int):
@@ -52,9 +52,11 @@ class StepBudget:
         self._block_size = block_size
         self.tokens = tokens
         self.seconds = seconds
-        self.num_tokens = 0  # granted
-        self.num_keys = 0  # that they read, see `StepSpeed`
-        self.cut = False  # seconds were short of what a prefill could have had
+        # Tokens in the step, and the keys that they read, see `StepSpeed`.
+        self.num_tokens = 0
+        self.num_keys = 0
+        # Whether some prefill got fewer tokens because of the time.
+        self.cut = False
 
     @property
     def is_spent(self) -> bool:
@@ -64,7 +66,7 @@ class StepBudget:
         return self._speed.tokens_within(self.seconds, 0) < MIN_CHUNK_TOKENS
 
     def grant(self, start: int, missing: int) -> int:
-        """How many of a prefill's `missing` tokens, at positions from `start` on, this step may compute."""
+        """How many of a prefill's `missing` tokens, which begin at position `start`, this step may compute."""
         count = min(missing, self.tokens)
         if self.seconds == math.inf or count <= 0:
             return max(0, count)
@@ -79,7 +81,7 @@ class StepBudget:
         return min(count, within)
 
     def spend(self, start: int, count: int) -> None:
-        """So many tokens from `start` on are in the step."""
+        """Count `count` tokens, which begin at position `start`, as part of the step."""
         self.tokens -= count
         self.seconds -= self._speed.prefill_s(start, count)
         self.num_tokens += count
@@ -94,7 +96,7 @@ class Chunking:
     config
         `scheduler`, `max_batch_tokens`, `max_prefill_ms`.
     speed
-        As measured up to now.
+        The measured speed, updated here.
     """
 
     def __init__(self, config: EngineConfig, speed: StepSpeed):
@@ -103,28 +105,30 @@ class Chunking:
         self._max_batch_tokens = config.max_batch_tokens
         self.prefill_first = POLICIES[config.scheduler].prefill_first
         self.reconfigure(config)
-        self._waited_s = 0.0  # since the decoding rows were in a step, if they were left out
-        self._num_cut = 0  # steps in a row that were short of time
+        # Duration of the steps since the last one that did not leave out the decoding rows.
+        self._waited_s = 0.0
+        # Steps in a row that were short of time.
+        self._num_cut = 0
 
     def reconfigure(self, config: EngineConfig) -> None:
-        """Take on another `max_prefill_ms`."""
+        """Apply another `max_prefill_ms`."""
         max_ms = config.max_prefill_ms
         self._max_prefill_s = math.inf if max_ms is None else max_ms / 1000
 
     def leaves_out_decodes(self, num_decodes: int, start: int, missing: int) -> bool:
-        """Whether the scheduler, being `prefill_first`, gives the next step to the prefills alone.
+        """Whether the next step under `prefill_first` contains prefills only.
 
-        It does when the step does not hold both the decoding rows, which go together, and the rest of the
-        started prompts, and `max_prefill_ms` lets the prefills have more than what is left beside the rows.
+        It does if the step cannot hold all decoding rows and the rest of the started prompts, and if `max_prefill_ms`
+        allows more prefill tokens than would fit into the step together with the decoding rows.
 
         Parameters
         ----------
         num_decodes
             Rows that decode.
         start
-            Where the first of the running prefills stands.
+            Position of the first running prefill.
         missing
-            Tokens that the running prefills have still to compute.
+            Tokens that the running prefills still have to compute.
         """
         beside = self._max_batch_tokens - num_decodes
         if not num_decodes or missing <= beside:
@@ -139,9 +143,9 @@ class Chunking:
         Parameters
         ----------
         num_decodes
-            Rows that decode in it.
+            Rows that decode in this step.
         left_out
-            Others decode, but not in this step.
+            Whether decoding rows are left out of this step.
         """
         tokens, seconds = self._max_batch_tokens - num_decodes, math.inf
         if num_decodes or left_out:
@@ -153,7 +157,7 @@ class Chunking:
     def observe(
         self, budget: StepBudget, num_decodes: int, duration_s: float, left_out: bool, now_s: float
     ) -> None:
-        """A step with this budget has run, until now."""
+        """Measure a step with this budget, which has ended at `now_s`."""
         self._speed.observe(
             budget.num_tokens, num_decodes, duration_s, budget.num_keys, end_s=now_s
         )

@@ -6,7 +6,7 @@
   ├─ blocks          owners of the device's blocks        ◀── deferred_frees: blocks given back during a step
   ├─ host            owners of the host tier's blocks
   ├─ prefix          which blocks are cached, in both tiers
-  └─ events          what routers are told about the cache
+  └─ events          changes of the cache, for the routers
 ```
 """
 

@@ -1,4 +1,4 @@
-"""Forks: requests that answer the prompt of another one, which computes it once for all of them.
+"""Forks: requests with the prompt of another request (the parent), which is computed once for all.
 
 ```
  parent   [ full ][ full ][ full ][ pro.. ]──▶ own tokens
@@ -6,10 +6,10 @@
  fork     [  same  ][ same ][ same ][ pro.. ]──▶ own tokens
 ```
 
-A fork waits with its parent, outside the queue, until the parent has sampled its first token. Then it shares the
-blocks before the one of the last prompt token by reference, gets a copy of that one, and computes the last prompt
-token for itself, for its own logits. So a block is written by its one owner only, and nothing here needs
-the prefix index. A fork whose parent has ended or gone back to the queue is an ordinary request.
+A fork waits outside the queue until its parent has sampled its first token. Then it shares the parent's blocks before
+the one with the last prompt token, gets a copy of that block, and computes the last prompt token again for its own
+logits. So every block is written by its only owner, and forks do not need the prefix index. If the parent has ended or
+has been preempted, the fork is an ordinary request.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ from quire.replica.scheduler.engine_memory import EngineMemory
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a fork gets of its parent."""
+    """The blocks that a fork gets from its parent."""
 
-    blocks: list[list[int]]  # [G], those that both own from now on
-    sources: tuple[int, ...]  # [G], the parent's blocks to copy; empty: nothing of them is needed
-    num_computed: int  # tokens: all of the prompt but the last
-    tip: Entry | None  # of the last shared block that is indexed
+    # [G] blocks that both own.
+    blocks: list[list[int]]
+    # [G] the parent's blocks with the last prompt token; empty: that token begins a block, so nothing is copied.
+    sources: tuple[int, ...]
+    # Prompt tokens without the last one.
+    num_computed: int
+    # Prefix entry of the last shared block that is indexed.
+    tip: Entry | None
     num_indexed: int
 
 
 class WaitingForks:
-    """Forks whose parents have no token yet. Every operation is O(1) but `check`."""
+    """Forks that wait for the first token of their parents. Operations except `keys` and `check` are O(1)."""
 
     def __init__(self) -> None:
         self._of_parent: dict[Hashable, dict[Hashable, Request]] = {}
@@ -54,12 +58,12 @@ class WaitingForks:
         return parent is not None and request.key in self._of_parent.get(parent.key, ())
 
     def append(self, request: Request) -> None:
-        """Let a request wait for its parent."""
+        """Let a fork wait for its parent."""
         self._of_parent.setdefault(_parent_key(request), {})[request.key] = request
         self._count += 1
 
     def remove(self, request: Request) -> None:
-        """It ends before its parent has a token."""
+        """Take out a fork that ends or pauses before its parent has a token."""
         parent_key = _parent_key(request)
         siblings = self._of_parent[parent_key]
         del siblings[request.key]
@@ -68,7 +72,7 @@ class WaitingForks:
         self._count -= 1
 
     def take(self, parent: Request) -> list[Request]:
-        """The forks that wait for this parent, in order of submission; they no longer do."""
+        """Take out the forks that wait for this parent; returns them in order of submission."""
         forks = list(self._of_parent.pop(parent.key, {}).values())
         self._count -= len(forks)
         return forks
@@ -87,7 +91,7 @@ class WaitingForks:
             if parent is None or parent.phase is Phase.DECODING:
                 raise IntegrityError(f"forks wait for {parent_key!r}, which has its first token")
             if any(fork.parent is not parent for fork in forks.values()):
-                raise IntegrityError(f"forks of another wait for {parent_key!r}")
+                raise IntegrityError(f"a fork of another parent waits for {parent_key!r}")
 
 
 def _parent_key(request: Request) -> Hashable:
@@ -97,7 +101,7 @@ def _parent_key(request: Request) -> Hashable:
 
 
 class Sharing:
-    """Gives forks the blocks of their parents."""
+    """Give forks the blocks of their parents."""
 
     def __init__(self, config: EngineConfig, memory: EngineMemory):
         self._block_size = config.block_size
@@ -107,18 +111,20 @@ class Sharing:
         self._rows = memory.rows
 
     def offer(self, request: Request) -> Share | None:
-        """What the request can take from its parent now; None: nothing, it is an ordinary request."""
+        """The blocks that the request can take from its parent now; None: it must start as an ordinary request."""
         parent = request.parent
         if parent is None or parent.phase is not Phase.DECODING:
             return None
-        if request.num_tokens > request.num_prompt_tokens:  # it has a history of its own by now
+        if request.num_tokens > request.num_prompt_tokens:
+            # It has generated tokens of its own.
             return None
         row, block_size = parent.row, self._block_size
         last = request.num_tokens - 1
         end = last // block_size
         first = [int(group.first_key(last)) // block_size for group in self._rows.groups]
         if (self._rows.first_block[:, row] > first).any():
-            return None  # the parent has given back what has fallen out of its window
+            # The parent has given back blocks that have fallen out of its window.
+            return None
         tables = self._rows.block_tables[:, row]
         num_indexed = min(parent.num_indexed, end)
         tip = parent.tip if num_indexed else None
@@ -135,14 +141,14 @@ class Sharing:
     def fits(self, request: Request, admission: Admission, prefilling: Iterable[Request]) -> bool:
         """Whether there is room for the fork now."""
         num_sliding = len(self._rows.sliding)
-        # It gets all blocks of its prompt that it will ever need: nothing more is to be set aside for it.
+        # It gets all blocks for its prompt now, so nothing is reserved for later chunks.
         held = [-(-request.num_tokens // self._block_size)] * num_sliding
         return admission.has_room(request.num_tokens, [], self._num_groups, held, prefilling)
 
     def take(self, request: Request, share: Share) -> list[tuple[int, int]]:
         """Give the fork its row; returns the (from, to) blocks to copy before its first step.
 
-        Room for that of the last prompt token in each group must have been found (`fits`).
+        `fits` must have found room for one block in each group.
         """
         for blocks in share.blocks:
             self._blocks.retain(blocks)
@@ -160,14 +166,14 @@ class Sharing:
 def find_parent(
     request: Request, requests: Mapping[Hashable, Request], waiting: WaitingForks
 ) -> Request | None:
-    """The live request that this one is a fork of; None: there is none, or nothing to share with it.
+    """The live parent of a request; None if there is none, or if nothing can be shared with it.
 
-    A request that asks for log-probabilities of its prompt computes all of it, so it shares nothing.
+    A request that needs the log-probabilities of its prompt computes all of it, so it shares nothing.
 
     Raises
     ------
     InvalidRequest
-        `fork_of` names a request of another prompt or another tenant.
+        `fork_of` names a request with another prompt or tenant.
     """
     parent = None if request.fork_of is None else requests.get(request.fork_of)
     if parent is None or parent.is_paused:
@@ -180,10 +186,10 @@ def find_parent(
         )
     if request.params.prompt_logprobs is not None:
         return None
-    # A fork of a waiting fork waits for whom that one waits for.
+    # A fork of a waiting fork has the same parent.
     return parent.parent if parent in waiting else parent
 
 
 def held_positions(parents: Iterable[Request]) -> dict[int, int]:
-    """Row to the position from which the row's keys must stay for forks that may start now."""
+    """Map the rows of these parents to the first position that their forks may still compute."""
     return {p.row: p.num_prompt_tokens - 1 for p in parents if p.phase is Phase.DECODING}

@@ -1,15 +1,15 @@
-"""Requests whose blocks wait in the host tier: parking a victim's blocks there, and bringing them back.
+"""Offloading: copying a preempted request's blocks to the host tier, and copying them back.
 
 ```
- positions      0    1    2    3    4                a victim with 4.5 blocks computed
+ positions      0    1    2    3    4                preempted after 4.5 blocks were computed
  indexed        e0   e1   e2   -    -
  device         d0   d1   d2   d3   d4               all released: d0..d2 stay cached, d3 and d4 are free
  host           h0   (h1)  (h2)  (h3)  (h4)          h0 was there; (h) is saved now
  return         d0   d1   d7   d8   d9               d0, d1 were still cached; the others are copied back
 ```
 
-A parked request keeps the name of its last indexed block, so that what it has computed stays findable and what it
-will compute can be indexed behind it.
+An offloaded request keeps its reference to its last indexed entry. So its computed blocks can still be found, and later
+blocks can be indexed as their continuation.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from quire.replica.scheduler.engine_memory import EngineMemory
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """What an offloaded request gets if it returns now."""
+    """The blocks that an offloaded request gets if it returns now."""
 
-    # Blocks of the device that still have the content of `Parked.blocks`; None where it must be copied back.
+    # For each of `Parked.blocks` the device block that still has its content; None: it must be copied back.
     known: list[int | None]
-    num_lacking: int  # blocks to allocate in each group of full attention, beyond the parked ones
+    # Further blocks to allocate in each group of full attention.
+    num_lacking: int
 
 
 class Offload:
-    """Moves requests between the device and the host tier."""
+    """Move requests between the device and the host tier."""
 
     def __init__(
         self,
@@ -60,12 +61,12 @@ class Offload:
         self._copies = copies
 
     def save(self, request: Request) -> Parked | None:
-        """Copy what a running request has computed to the host tier; its row and blocks stay its own.
+        """Plan to copy a running request's computed blocks to the host tier. It keeps its row and blocks.
 
         Returns
         -------
-        The host blocks, owned by the caller from now on; None, and nothing changed, when there is no room for
-        them all or nothing to keep.
+        The host blocks, which the caller owns. None, without effect, if the tier has no room for all blocks, or if
+        nothing is computed.
         """
         rows, row = self._rows, request.row
         num_computed = int(rows.num_computed[row])
@@ -79,7 +80,7 @@ class Offload:
         ]
         copies = [None if (e := entries[i]) is None else e.host_blocks[g] for i, g in places]
         known = [copy for copy in copies if copy is not None]
-        # Held before anything is allocated: that may push others out of the tier.
+        # Before the allocation, which may evict these blocks from the tier.
         self._host.blocks.retain(known)
         fresh = self._host.blocks.allocate(len(places) - len(known)) if places else None
         if fresh is None:
@@ -101,7 +102,7 @@ class Offload:
             self._host.blocks.mark_contents([copy])
 
     def _entries(self, request: Request, end: int) -> list[Entry | None]:
-        """[end] the index entries of the request's first blocks; None where there is none, or none any more."""
+        """[end] the prefix entries of the request's first blocks; None: the block is not indexed."""
         entries: list[Entry | None] = [None] * end
         entry = request.tip if request.tip is not None and request.tip.alive else None
         while entry is not None:
@@ -111,7 +112,7 @@ class Offload:
         return entries
 
     def prefers_copy(self, request: Request) -> bool:
-        """Whether an offloaded request's blocks are faster copied back than computed again."""
+        """Whether copying an offloaded request's blocks back is faster than computing them again."""
         parked = _parked(request)
         known = self._known(request)
         missing = [b.index for b, k in zip(parked.blocks, known, strict=True) if k is None]
@@ -121,7 +122,7 @@ class Offload:
         return self._copies.prefers_copy(len(missing), start, parked.num_computed - start)
 
     def _known(self, request: Request) -> list[int | None]:
-        """As `Return.known`."""
+        """See `Return.known`."""
         parked = _parked(request)
         entries = self._entries(request, -(-parked.num_computed // self._block_size))
         return [
@@ -130,12 +131,12 @@ class Offload:
         ]
 
     def offer(self, request: Request, prefilling: Iterable[Request]) -> Return | None:
-        """What the offloaded request gets if it returns now, or None if it must wait; nothing is changed.
+        """The blocks that an offloaded request gets if it returns now, or None if it must wait. Changes nothing.
 
         Parameters
         ----------
         prefilling
-            As of `Admission.offer`, whose rules hold here too.
+            See `Admission.offer`; the same rules apply.
         """
         parked = _parked(request)
         end = -(-parked.num_computed // self._block_size)
@@ -153,7 +154,7 @@ class Offload:
         return Return(known, lacking) if fits else None
 
     def take(self, request: Request, offer: Return) -> None:
-        """Give the request a row and its blocks back; the next step copies what is only in the host tier."""
+        """Give the request a row and its blocks; the next step copies the blocks that are only in the host tier."""
         parked = _parked(request)
         end = -(-parked.num_computed // self._block_size)
         entries = self._entries(request, end)
@@ -184,7 +185,7 @@ class Offload:
         self._rows.claim(request, tables, parked.num_computed)
 
     def drop(self, request: Request) -> None:
-        """Give back what an offloaded request owns: it returns from nothing, or not at all."""
+        """Release the host blocks of an offloaded request, which ends or computes its tokens again."""
         self._host.blocks.release(block.host_block for block in reversed(_parked(request).blocks))
         request.parked = None
 
@@ -222,7 +223,7 @@ class PendingRestores:
         return self._waiting.keys()
 
     def step_of(self, row: int, number: int) -> int | None:
-        """The newest step that copies blocks of this row back; None when all of them have arrived.
+        """The newest step that copies blocks of this row back; None if all have arrived.
 
         Parameters
         ----------
@@ -260,7 +261,7 @@ class PendingRestores:
         return len(self._copying) > 0
 
     def are_used_by(self, plan: StepPlan) -> bool:
-        """Whether the plan reads or writes blocks whose copies may not have arrived."""
+        """Whether the plan reads or writes restored blocks that may not have arrived."""
         restored: set[int] = set()
         restored = restored.union(*(blocks for _, blocks in self._copying))
         copied = any(not restored.isdisjoint(pair) for pair in plan.copies)
@@ -270,4 +271,5 @@ class PendingRestores:
         """The copies of this step and of those before it have arrived."""
         while self._copying and self._copying[0][0] <= through:
             self._copying.popleft()
-        self._waiting = {key: step for key, step in self._waiting.items() if step > through}
+        if self._waiting:
+            self._waiting = {key: step for key, step in self._waiting.items() if step > through}

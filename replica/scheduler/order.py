@@ -1,25 +1,25 @@
-"""In which order waiting requests start and running prefills share a step's budget.
+"""The order in which waiting requests start, and in which running prefills share a step's budget.
 
 | scheduler | waiting requests | running prefills |
 |---|---|---|
-| shortest_first | arrival + `AGEING` times the seconds of their own prefill | admission |
+| shortest_first | arrival time + `AGEING` times the seconds of their prefill | admission |
 | fifo, prefill_first | arrival | admission |
 | priority | priority, deadline, arrival | the same; a more urgent waiting request starts before them |
 
-After a soft reset a request returns before all others, whatever the scheduler.
+With every scheduler, preempted requests return before waiting requests start.
 
-Nothing starves. Under `shortest_first` a request is passed only by those that come within `AGEING` times the seconds by
-which its prefill takes longer than theirs: shortest processing time first, which has the least mean waiting time of
-all orders of one queue (Smith 1956), with an age that bounds what it costs the long ones. In a simulated cluster
-(`tests/perf/router/routersim.py`) it takes 6 % off the mean time to first token where long prompts meet short ones, 7 %
-where most find their prefix cached, nothing where all are alike, and leaves the 99th percentile or lowers it. Twice
-as much age gains 1 % more, half of it 2 % less.
+No request starves. `shortest_first` is shortest processing time first, which has the smallest mean waiting time of all
+orders of a single queue (Smith 1956), with a bound on the delay of long requests: a request is overtaken only by
+requests that arrive within `AGEING` times the seconds by which its prefill is longer. In a simulated cluster
+(`tests/perf/router/routersim.py`) the mean time to first token falls by 6 % for a mix of long and short prompts, by 7 %
+if most prefixes are cached, and not at all if all requests are alike; the 99th percentile stays or falls. Doubling
+`AGEING` gains 1 % more, and halving it gains 2 % less.
 
-Of `OLDEST_EVERY` requests that start in a row under `priority` at least one is the one that has waited
-longest; so a request that found w others waiting starts among the next OLDEST_EVERY * (w + 1), however many more
-urgent ones keep coming. And of as many steps that continue prefills, one serves them in the order of their admission.
-A priority is no time: to age it would need a rate, which is right for one load only, and makes of a long backlog one
-queue in order of arrival; a share of the starts holds for any load.
+Under `priority`, at least one of `OLDEST_EVERY` requests that start in a row is the one that has waited longest. So a
+request that finds w others waiting is among the next OLDEST_EVERY * (w + 1) that start, even if more urgent requests
+keep arriving. Likewise, one of `OLDEST_EVERY` steps that continue prefills serves them in order of admission.
+Priorities do not age: a rate of ageing would be right for one load only, and would turn a long backlog into a queue in
+order of arrival. A share of the starts works for any load.
 """
 
 from __future__ import annotations
@@ -41,34 +41,35 @@ Urgency = tuple[int, float, int]
 
 
 def urgency(request: Request) -> Urgency:
-    """Sorts the more urgent request first: priority (smaller is sooner), deadline, arrival."""
+    """Sort key, smaller is more urgent: priority (smaller is more urgent), deadline, arrival."""
     deadline_s = math.inf if request.deadline_s is None else request.deadline_s
     return request.priority, deadline_s, request.arrival_index
 
 
 class RankedQueue(WaitingQueue):
-    """Pending requests by the rank that each has when it comes, behind those that came back.
+    """Waiting requests by the rank that each has on arrival, after the requests that returned to the front.
 
-    Every operation is O(log n) amortised, removal by key included: an entry of the heap whose request is gone
-    stays until it comes to the top or until half of the heap is such entries.
+    Every operation is O(log n) amortised, removal by key included: the heap keeps the entry of a removed request until
+    the entry is on top, or until half of the heap are such entries.
 
     Parameters
     ----------
     rank
-        The smallest starts first; of equal ones the one that came first.
+        Smaller ranks start first; equal ranks start in order of arrival.
     """
 
     def __init__(self, rank: Callable[[Request], Urgency | float]):
-        super().__init__()  # all of them; in order: those that came back, then arrivals
+        # The base class has all requests: first the returned ones, then the others in order of arrival.
+        super().__init__()
         self._rank = rank
         self._returned: OrderedDict[Hashable, Request] = OrderedDict()
-        # (rank, ticket, request), in order of tickets, which are unique
+        # (rank, ticket, request) in order of tickets, which are unique.
         self._arrived: OrderedDict[Hashable, tuple[Urgency | float, int, Request]] = OrderedDict()
         self._heap: list[tuple[Urgency | float, int, Request]] = []
         self._num_tickets = 0
 
     def __iter__(self) -> Iterator[Request]:
-        """Those that returned, then the others by rank."""
+        """The returned requests, then the others by rank."""
         yield from self._returned.values()
         yield from (request for _, _, request in sorted(self._arrived.values()))
 
@@ -104,14 +105,14 @@ class RankedQueue(WaitingQueue):
 
 
 class ShortestFirstQueue(RankedQueue):
-    """Pending requests by arrival and `AGEING` times the seconds of their prefill, as they are foretold when they come.
+    """Waiting requests by arrival time plus `AGEING` times the seconds of their prefill, estimated on arrival.
 
-    While the speed is not known that is the order of arrival.
+    While the speed is not known, this is the order of arrival.
 
     Parameters
     ----------
     prefill_s
-        Seconds that a request's missing tokens take.
+        Estimates the seconds of a request's missing tokens.
     """
 
     def __init__(self, prefill_s: PrefillSeconds):
@@ -119,11 +120,12 @@ class ShortestFirstQueue(RankedQueue):
 
 
 class PriorityQueue(RankedQueue):
-    """Pending requests by urgency, with a turn for the one that has waited longest."""
+    """Waiting requests by urgency; every `OLDEST_EVERY` starts the one that has waited longest starts."""
 
     def __init__(self) -> None:
         super().__init__(urgency)
-        self._num_passed = 0  # starts in a row that left the oldest waiting
+        # Starts in a row that left the oldest request waiting.
+        self._num_passed = 0
 
     def head(self) -> Request:
         if not self._returned and self._num_passed >= OLDEST_EVERY - 1:
@@ -145,19 +147,20 @@ class PrefillOrder:
     Parameters
     ----------
     by_urgency
-        The scheduler is `priority`.
+        Whether the scheduler is `priority`.
     """
 
     def __init__(self, by_urgency: bool):
         self._by_urgency = by_urgency
-        self._num_urgent = 0  # steps in a row that went by urgency
+        # Steps in a row that were ordered by urgency.
+        self._num_urgent = 0
 
     def sort(self, prefilling: Iterable[Request]) -> tuple[Iterable[Request], bool]:
-        """The running prefills of the next step, given in the order of their admission.
+        """Sort the running prefills of the next step, which are passed in order of admission.
 
         Returns
         -------
-        Their order, and whether more urgent waiting requests may start before them.
+        The sorted prefills, and whether more urgent waiting requests may start before them.
         """
         if not self._by_urgency:
             return prefilling, False

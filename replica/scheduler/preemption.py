@@ -44,7 +44,7 @@ def choose_preempted(arrival_index: np.ndarray, paused: np.ndarray, others_wait:
 class ReturnQueue:
     """Preempted requests, the oldest first.
 
-    Rows and host blocks bound their number, so they are kept in a sorted list.
+    They are few, because rows and host blocks are; so a sorted list is enough.
     """
 
     def __init__(self) -> None:

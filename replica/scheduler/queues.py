@@ -1,4 +1,4 @@
-"""Requests that wait, and requests that cannot wait for ever."""
+"""Queues of requests, and their deadlines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.replica.kv_cache.blocks import IntegrityError
 
 
 class RequestCollection(Protocol):
-    """Requests in one stage of their lives."""
+    """The requests in one stage."""
 
     def __len__(self) -> int: ...
 
@@ -30,7 +30,7 @@ class RequestCollection(Protocol):
 
 
 class KeyedRequests(dict[Hashable, Request]):
-    """Requests by key, in order of arrival here."""
+    """Requests by key, in insertion order."""
 
     def append(self, request: Request) -> None:
         self[request.key] = request
@@ -40,11 +40,12 @@ class KeyedRequests(dict[Hashable, Request]):
 
 
 class WaitingQueue:
-    """Pending requests, first come, first served. Every operation is O(1), removal by key included."""
+    """Waiting requests, first come, first served. Every operation is O(1), removal by key included."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[Hashable, Request] = OrderedDict()
-        self.num_missing_tokens = 0  # of all of them, generated ones included after a soft reset
+        # Tokens that these requests must compute when they start.
+        self.num_missing_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -60,11 +61,12 @@ class WaitingQueue:
         self.num_missing_tokens += request.num_missing_tokens
 
     def push_front(self, request: Request) -> None:
-        WaitingQueue.append(self, request)  # not that of a subclass, whose order does not hold here
+        # Not the `append` of a subclass: its order does not apply here.
+        WaitingQueue.append(self, request)
         self._requests.move_to_end(request.key, last=False)
 
     def start(self, request: Request) -> None:
-        """Take out the head, which starts."""
+        """Take out the head, because it starts."""
         self.remove(request)
 
     def remove(self, request: Request) -> None:
@@ -83,7 +85,7 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """The deadlines of live requests; those of requests that ended earlier are dropped in passing."""
+    """The deadlines of live requests. Deadlines of ended requests are dropped lazily."""
 
     def __init__(self) -> None:
         # arrival_index is unique, so two requests are never compared.
@@ -93,12 +95,12 @@ class Deadlines:
         return len(self._heap)
 
     def push(self, request: Request, deadline_s: float, num_live: int) -> None:
-        """Watch a request.
+        """Add a request.
 
         Parameters
         ----------
         num_live
-            Requests alive now: the heap is rebuilt when most of it is about requests that have ended.
+            Number of live requests: the heap is rebuilt when most of its entries are of ended ones.
         """
         if len(self._heap) > 2 * num_live + 64:
             self._heap = [entry for entry in self._heap if entry[2].phase is not Phase.FINISHED]
@@ -106,13 +108,13 @@ class Deadlines:
         heapq.heappush(self._heap, (deadline_s, request.arrival_index, request))
 
     def next_s(self) -> float | None:
-        """The first deadline of a live request."""
+        """The earliest deadline of a live request."""
         while self._heap and self._heap[0][2].phase is Phase.FINISHED:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop_expired(self, now_s: float) -> Iterator[tuple[float, Request]]:
-        """(deadline, request) of every live request whose deadline has passed."""
+        """Take out (deadline, request) of every live request with a deadline that has passed."""
         while self._heap and self._heap[0][0] <= now_s:
             deadline_s, _, request = heapq.heappop(self._heap)
             if request.phase is not Phase.FINISHED:

@@ -28,8 +28,9 @@ from quire.replica.core.request import FinishReason, Phase, Request
 from quire.replica.core.step_plan import RequestDelta
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.scheduler.admission import Admission
+from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
-from quire.replica.scheduler.forks import WaitingForks, find_parent
+from quire.replica.scheduler.forks import Sharing, WaitingForks, find_parent
 from quire.replica.scheduler.isolation import IsolatedRequests
 from quire.replica.scheduler.offload import Offload, PendingRestores
 from quire.replica.scheduler.order import POLICIES
@@ -86,37 +87,19 @@ class Counters:
 class RequestBook:
     """Every live request and its stage.
 
-    Parameters
-    ----------
-    config
-        The engine's limits.
-    memory
-        Rows and blocks, which requests give back here.
-    admission
-        Held back after a preemption.
-    offload
-        Copies of preempted requests in the host tier.
-    restores
-        Which prefills wait for such copies.
-    speed
-        Estimates the prefill of waiting requests.
+    Also holds the parts with which requests start and stop: admission, the host tier, forks.
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        memory: EngineMemory,
-        admission: Admission,
-        offload: Offload,
-        restores: PendingRestores,
-        speed: StepSpeed,
+        self, config: EngineConfig, memory: EngineMemory, copies: CopySpeed, speed: StepSpeed
     ):
         self._config = config
         self._memory = memory
-        self._admission = admission
-        self._offload = offload
-        self._restores = restores
         self._speed = speed
+        self.admission = Admission(config, memory, copies)
+        self.offload = Offload(config, memory, self.admission, copies)
+        self.sharing = Sharing(config, memory)
+        self.restores = PendingRestores(memory)
         self.counters = Counters()
         # Every live request by key.
         self.requests: dict[Hashable, Request] = {}
@@ -146,8 +129,10 @@ class RequestBook:
         self._fresh_parents: list[Request] = []
 
     def reconfigure(self, config: EngineConfig) -> None:
-        """Apply another `max_waiting_requests`; queued requests stay queued."""
+        """Apply other limits; queued requests stay queued."""
         self._config = config
+        self.admission.reconfigure(config)
+        self._memory.blocked_head.unblock()
 
     def _estimated_prefill_s(self, request: Request) -> float:
         """Seconds of prefill that a waiting request needs; 0 while the speed is not known."""
@@ -197,7 +182,7 @@ class RequestBook:
     def _vacate(self, request: Request) -> None:
         """Give back a running request's row and blocks."""
         self._memory.vacate(request)
-        self._restores.drop(request.key)
+        self.restores.drop(request.key)
 
     # -- in and out --------------------------------------------------------------------------------------
 
@@ -260,7 +245,7 @@ class RequestBook:
             self._vacate(request)
         else:
             if request.parked is not None:
-                self._offload.drop(request)
+                self.offload.drop(request)
             self._memory.blocked_head.unblock()
         self._memory.release_tip(request)
         request.enter(Phase.FINISHED)
@@ -288,7 +273,7 @@ class RequestBook:
         self._ended.append(self.release(request, reason, error=error))
 
     def expire(self, now_s: float) -> None:
-        """End the requests whose deadline has passed."""
+        """End the requests that have reached their deadline."""
         for deadline_s, request in self.deadlines.pop_expired(now_s):
             late_s = now_s - deadline_s
             error = DeadlineExceeded(f"the request's deadline passed {late_s:.3f} s ago")
@@ -321,7 +306,7 @@ class RequestBook:
         self._unfilled.add(request.key)
 
     def begin_decoding(self, request: Request, now_s: float) -> None:
-        """Count a request whose first token has been sampled as decoding; its forks may start."""
+        """Count a request as decoding, because its first token has been sampled; its forks may start."""
         self._move(request, Stage.DECODING)
         request.enter(Phase.DECODING)
         if request.first_token_s is None:
@@ -334,7 +319,7 @@ class RequestBook:
 
     @property
     def fresh_parents(self) -> Sequence[Request]:
-        """Requests that got their first token since the last plan, and whose forks start next."""
+        """Requests that got their first token since the last plan; their forks start next."""
         return self._fresh_parents
 
     def end_plan(self) -> None:
@@ -350,7 +335,7 @@ class RequestBook:
         parked = None
         # Blocks that are not filled yet cannot be copied: a step makes its copies before it computes.
         if may_offload and request.key not in self._unfilled:
-            parked = self._offload.save(request)
+            parked = self.offload.save(request)
         self._vacate(request)
         if parked is None:
             self._memory.release_tip(request)
@@ -358,7 +343,7 @@ class RequestBook:
         request.enter(Phase.PENDING if parked is None else Phase.OFFLOADED)
         request.is_preempted = True
         self._move(request, Stage.PAUSED if request.is_paused else Stage.RETURNING)
-        self._admission.hold()
+        self.admission.hold()
         self.counters.num_preemptions += 1
         self.counters.num_offloads += parked is not None
 
@@ -366,7 +351,7 @@ class RequestBook:
         """Drop the copies of an offloaded request, which must compute its tokens again."""
         stage = self._stages[request.key]
         self._take_out(request)
-        self._offload.drop(request)
+        self.offload.drop(request)
         self._memory.release_tip(request)
         request.enter(Phase.PENDING)
         self._put(request, stage)

@@ -36,12 +36,9 @@ from quire.replica.core.request import DeltaBatch, FinishReason, Request, valida
 from quire.replica.core.step_plan import RequestDelta, SamplingBatch, StepPlan, StepResult
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.request_table import table_checks
-from quire.replica.scheduler.admission import Admission
 from quire.replica.scheduler.chunking import Chunking
 from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
-from quire.replica.scheduler.forks import Sharing
-from quire.replica.scheduler.offload import Offload, PendingRestores
 from quire.replica.scheduler.request_book import RequestBook
 from quire.replica.scheduler.speed import StepSpeed
 from quire.replica.scheduler.step_committer import StepCommitter
@@ -85,42 +82,18 @@ class Scheduler:
         self.speed = StepSpeed()
         self.copies = CopySpeed(self.speed, always_copies=config.restore == "always")
         self.steps = StepsInFlight()
-        self._admission = Admission(config, self.memory, self.copies)
+        self.book = RequestBook(config, self.memory, self.copies, self.speed)
         self._chunking = Chunking(config, self.speed)
         self._indexer = StepIndexer(config, self.memory)
-        offload = Offload(config, self.memory, self._admission, self.copies)
-        restores = PendingRestores(self.memory)
-        self.book = RequestBook(config, self.memory, self._admission, offload, restores, self.speed)
-        self._composer = StepComposer(
-            config,
-            self.memory,
-            self.book,
-            self.steps,
-            admission=self._admission,
-            offload=offload,
-            sharing=Sharing(config, self.memory),
-            restores=restores,
-            indexer=self._indexer,
-            chunking=self._chunking,
-        )
-        self._committer = StepCommitter(
-            config,
-            self.memory,
-            self.book,
-            self.steps,
-            indexer=self._indexer,
-            chunking=self._chunking,
-            copies=self.copies,
-            restores=restores,
-        )
+        parts = (config, self.memory, self.book, self.steps, self._indexer, self._chunking)
+        self._composer = StepComposer(*parts)
+        self._committer = StepCommitter(*parts, self.copies)
 
     def reconfigure(self, config: EngineConfig) -> None:
         """Apply a configuration that differs in `LIGHT_FIELDS` only; live requests continue under it."""
         self.config = config
         self.book.reconfigure(config)
-        self._admission.reconfigure(config)
         self._chunking.reconfigure(config)
-        self.memory.blocked_head.unblock()
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -228,8 +201,7 @@ class Scheduler:
             `MAX_STEPS_IN_FLIGHT` steps are in flight.
         """
         if len(self.steps) == MAX_STEPS_IN_FLIGHT:
-            oldest = next(iter(self.steps))
-            raise RuntimeError(f"step {oldest.number} is still in flight")
+            raise RuntimeError(f"step {self.steps[0].number} is still in flight")
         self.book.expire(now_s)
         if self.steps and self.book.isolated.any:
             return None
@@ -280,9 +252,10 @@ class Scheduler:
         memory, counters = self.memory, self.book.counters
         blocks, host = memory.blocks, memory.host.blocks
         host_free, host_cached = host.num_free, host.num_cached
+        num_waiting = self.num_waiting
         return Load(
             num_running=self.rows.num_active,
-            num_waiting=self.num_waiting,
+            num_waiting=num_waiting,
             queued_prefill_tokens=self.book.num_queued_prefill_tokens,
             num_decode_tokens=self.rows.num_decode_tokens,
             blocks_free=blocks.num_free,
@@ -301,7 +274,7 @@ class Scheduler:
             num_offloads=counters.num_offloads,
             num_restores=counters.num_restores,
             stalled_s=stalled_s,
-            num_places=max(0, self.config.max_waiting_requests - self.num_waiting),
+            num_places=max(0, self.config.max_waiting_requests - num_waiting),
             num_startable=0 if memory.blocked_head.lacks_blocks else self.rows.num_free,
         )
 

@@ -1,12 +1,12 @@
-"""How fast this engine is, as measured: what the router's cost function prices work with, and what bounds a chunk.
+"""The measured speed of this engine, which the router's cost function uses and which bounds prefill chunks.
 
-Attention makes a prefill token dearer the further back its keys reach, so the time of a chunk is fitted as
+Attention makes later tokens of a prompt slower, so the time of a chunk is fitted as
 
-    seconds = a * tokens + b * keys        keys: summed over the tokens, those before and at each
+    seconds = a * tokens + b * keys        keys: for each token the number of keys up to it, summed
 
-On one core of a CPU a token of the embedded model costs 0.16 to 0.25 ms at the start of a prompt and 0.5 to 0.65 ms
-behind 4000 others; one number for both would be wrong by three. Where no layer sees further than a window, `b`
-comes out near 0.
+On one core of a CPU a token of the embedded model takes 0.16 to 0.25 ms at the start of a prompt, and 0.5 to 0.65 ms
+after 4,000 tokens. A single number would be wrong by a factor of three. If no layer sees further than a window, the fit
+gives `b` near 0.
 """
 
 from __future__ import annotations
@@ -17,48 +17,55 @@ import math
 class StepSpeed:
     """Seconds of a decode step and of a prefill token.
 
-    `decode_step_s` averages the steps that only decode. What a step with prefill takes beyond that is the
-    cost of its prefill tokens. All averages are exponential. 0 = not yet known.
+    `decode_step_s` averages the steps without prefill. The additional time of a step with prefill is the cost of its
+    prefill tokens. All averages are exponential. 0: not known yet.
     """
 
-    WEIGHT = 0.1  # forgotten in a step by the averages
-    # And by the prefill's in so much time without one: what ran beside it then is gone.
+    # Share of the averages that one step replaces.
+    WEIGHT = 0.1
+    # Time without prefill after which the prefill average has lost most of its weight, because the load on the machine
+    # may have changed.
     HORIZON_S = 10.0
-    # But it keeps so many tokens' worth of what it knew when the first step after a pause is slower. What runs beside a
-    # prompt makes it slow and nothing makes it fast, so a fast one is proof and a slow one is a hint. Each replica of
-    # an idle cluster has such a first step, and a router sends no second one to who seems slow.
+    # When the first prefill after a pause is slower than the average, the average keeps the weight of this many tokens.
+    # Other load makes a step slower and nothing makes it faster, so a fast step is proof and a slow step is a hint.
+    # Each replica of an idle cluster has such a first step, and a router avoids a replica that seems slow.
     KEPT_TOKENS = 1000.0
-    FIT_WEIGHT = 0.05  # and by the fit, which needs steps at different positions
-    # A token at the start of a prompt costs at least this share of the average one: noise may make `a` vanish.
+    # As `WEIGHT`, for the fit, which needs steps at different positions.
+    FIT_WEIGHT = 0.05
+    # A token at the start of a prompt costs at least this share of the average token: otherwise noise could make `a` 0.
     _MIN_SHARE = 0.25
-    _MIN_SPREAD = 1e-3  # of tokens to keys, below which the steps do not tell `a` from `b`
+    # Relative spread of tokens and keys below which the steps cannot separate `a` from `b`.
+    _MIN_SPREAD = 1e-3
 
     def __init__(self) -> None:
         self.decode_step_s = 0.0
-        self._steps_since_decode = 0  # steps with prefill since one without
+        # Steps with decodes and prefill since the last step without prefill.
+        self._steps_since_decode = 0
         self._prefill_s = 0.0
         self._prefill_tokens = 0.0
-        self._prefill_end_s = -math.inf  # of the last step with prefill
-        # Sums of products for the fit: tokens * tokens, tokens * keys, keys * keys, and each times seconds.
+        # End of the last step with prefill.
+        self._prefill_end_s = -math.inf
+        # Weighted sums for the fit: tokens * tokens, tokens * keys, keys * keys, tokens * seconds, keys * seconds.
         self._tt = self._tk = self._kk = self._ts = self._ks = 0.0
-        self._per_token_s = 0.0  # a
-        self._per_key_s = 0.0  # b
+        # a and b.
+        self._per_token_s = 0.0
+        self._per_key_s = 0.0
 
     @property
     def prefill_s_per_token(self) -> float:
-        """The average token's, wherever it stands in its prompt."""
+        """Seconds of an average prefill token."""
         return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
 
     def prefill_s(self, start: int, num_tokens: int) -> float:
-        """Seconds of the prefill tokens at positions from `start` on; 0 while the speed is not known."""
+        """Seconds of `num_tokens` prefill tokens that begin at position `start`; 0 while the speed is not known."""
         num_keys = num_tokens * start + num_tokens * (num_tokens + 1) / 2
         return self._per_token_s * num_tokens + self._per_key_s * num_keys
 
     def tokens_within(self, seconds: float, start: int) -> int:
-        """How many prefill tokens at positions from `start` on take at most `seconds`; 0 while not known."""
+        """How many prefill tokens that begin at position `start` take at most `seconds`; 0 while not known."""
         if self._per_token_s <= 0 or seconds <= 0:
             return 0
-        # b/2 n^2 + (a + b (start + 1/2)) n = seconds, in the form that is exact for b = 0.
+        # Solve b/2 n^2 + (a + b (start + 1/2)) n = seconds for n, in the form that works for b = 0.
         first_s = self._per_token_s + self._per_key_s * (start + 0.5)
         root = math.sqrt(first_s * first_s + 2 * self._per_key_s * seconds)
         return int(2 * seconds / (first_s + root))
@@ -72,17 +79,17 @@ class StepSpeed:
         *,
         end_s: float = 0.0,
     ) -> None:
-        """Take in one step.
+        """Measure one step.
 
         Parameters
         ----------
         num_prefill_keys
-            Keys up to each prefill token, summed over them.
+            For each prefill token the number of keys up to it, summed.
         end_s
-            When it ended, on a monotonic clock.
+            The end of the step on a monotonic clock.
         """
         if num_prefill_tokens == 0:
-            # After many steps with prefill the old average says little about the rows that decode now.
+            # After many steps with prefill the average is old, so it gets less weight.
             keep = (1 - self.WEIGHT) ** (1 + self._steps_since_decode)
             keep = keep if self.decode_step_s else 0.0
             self.decode_step_s = keep * self.decode_step_s + (1 - keep) * duration_s
@@ -99,7 +106,7 @@ class StepSpeed:
             keep = max(keep, min(1.0, self.KEPT_TOKENS / self._prefill_tokens))
         keep *= 1 - self.WEIGHT
         fit_keep = 1 - self.FIT_WEIGHT
-        # Beside decodes only a part of the step is known to be the prompt's.
+        # In a step with decodes the share of the prefill is an estimate, so such a step is no proof.
         if not num_decode_rows and self._prefill_tokens:
             odds = self._odds(num_prefill_tokens, num_prefill_keys, prefill_s)
             keep = min(keep, odds * num_prefill_tokens / self._prefill_tokens)
@@ -109,11 +116,11 @@ class StepSpeed:
         self._fit(num_prefill_tokens, num_prefill_keys, prefill_s, fit_keep)
 
     def _odds(self, tokens: int, keys: int, seconds: float) -> float:
-        """What is known against a step that took less than half of what it foretells; otherwise infinite.
+        """The weight of the average relative to a step that took less than half of the estimate; otherwise infinite.
 
-        At r times that half what is known counts r, and the step 1 - r. So the first prompts of a replica that
-        shared its core with the first ones of all others are forgotten with the first one that it has for itself;
-        what a neighbour's steps take or give from one to the next is no such accident.
+        If the step took r times that half, the average gets the weight r and the step 1 - r. A replica may compute its
+        first prompts while it shares a core with other replicas that do the same. The first prompt that it computes
+        alone then replaces those measurements. Smaller differences, such as those from a neighbour's steps, do not.
         """
         half_s = (self._per_token_s * tokens + self._per_key_s * keys) / 2
         return seconds / (half_s - seconds) if seconds < half_s else math.inf
@@ -127,7 +134,7 @@ class StepSpeed:
         spread = self._tt * self._kk - self._tk * self._tk
         if spread > self._MIN_SPREAD * self._tt * self._kk:
             self._per_key_s = max(0.0, (self._tt * self._ks - self._tk * self._ts) / spread)
-        # Given b, the best a.
+        # The best a for this b.
         per_token_s = (self._ts - self._per_key_s * self._tk) / self._tt
         least_s = self._MIN_SHARE * self.prefill_s_per_token
         if per_token_s < least_s:

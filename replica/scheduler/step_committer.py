@@ -15,7 +15,6 @@ from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.scheduler.chunking import Chunking
 from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
-from quire.replica.scheduler.offload import PendingRestores
 from quire.replica.scheduler.request_book import RequestBook
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
 
@@ -37,30 +36,12 @@ class _Recorded(NamedTuple):
     tokens: np.ndarray  # [m] int32
     length: np.ndarray  # [m] int32, tokens of the row with this one
     columns: _DeltaColumns
-    # The rows, if the step held decoding rows only and all of them are still there.
+    # The rows, if the step had decoding rows only and all are still there.
     decodes: DecodeRows | None
 
 
 class StepCommitter:
-    """Takes in what steps have computed.
-
-    Parameters
-    ----------
-    config
-        The engine's limits.
-    memory
-        Rows and blocks.
-    book
-        The live requests.
-    steps
-        The steps in flight.
-    indexer
-        Indexes blocks whose tokens have become known.
-    chunking, copies
-        Measure speeds.
-    restores
-        Prefills that wait for copies from the host tier.
-    """
+    """Takes in what steps have computed."""
 
     def __init__(
         self,
@@ -68,11 +49,9 @@ class StepCommitter:
         memory: EngineMemory,
         book: RequestBook,
         steps: StepsInFlight,
-        *,
         indexer: StepIndexer,
         chunking: Chunking,
         copies: CopySpeed,
-        restores: PendingRestores,
     ):
         self._vocab_size = config.vocab_size
         self._memory = memory
@@ -82,7 +61,7 @@ class StepCommitter:
         self._indexer = indexer
         self._chunking = chunking
         self._copies = copies
-        self._restores = restores
+        self._restores = book.restores
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
         """See `Scheduler.commit`."""
@@ -225,7 +204,7 @@ class StepCommitter:
         return _Recorded(rows, tokens, length, _DeltaColumns(*owners, index, tokens), None)
 
     def _record_decodes(self, decodes: DecodeRows, step: Step, tokens: np.ndarray) -> _Recorded:
-        """`_record` for a step whose rows all decode and are all still there: their columns are at hand."""
+        """`_record` for a step of decoding rows that are all still there, with columns that are already gathered."""
         tokens = tokens.astype(np.int32, copy=False)
         length = self._rows.record_decodes(decodes, tokens)
         index = decodes.position - decodes.num_prompt_tokens
@@ -233,7 +212,7 @@ class StepCommitter:
         return _Recorded(step.sample_rows, tokens, length, columns, decodes)
 
     def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """End the rows whose constraints left no token; returns the other rows and their tokens."""
+        """End the rows that got no token; returns the other rows and their tokens."""
         stuck = tokens == NO_TOKEN
         for row in rows[stuck].tolist():
             index = int(self._rows.length[row] - self._rows.num_prompt_tokens[row])
@@ -250,7 +229,7 @@ class StepCommitter:
         complete: dict[int, RequestDelta],
         now_s: float,
     ) -> None:
-        """Let rows whose last chunk was in this step decode from now on; adds their deltas to `complete`."""
+        """Let rows with their last chunk in this step decode; adds their deltas to `complete`."""
         prefilled = np.flatnonzero(~self._rows.decoding[rows])
         for i in prefilled.tolist():
             request = self._rows.request(int(rows[i]))
@@ -260,7 +239,7 @@ class StepCommitter:
             self._rows.begin_decoding(rows[prefilled])
 
     def _end_finished(self, recorded: _Recorded, complete: dict[int, RequestDelta]) -> None:
-        """End the requests whose last token was in this step; adds their deltas to `complete`."""
+        """End the requests that got their last token in this step; adds their deltas to `complete`."""
         rows, tokens, length, _, decodes = recorded
         for i, reason in self._rows.ended(rows, tokens, length, decodes).items():
             request = self._rows.request(int(rows[i]))

@@ -20,11 +20,11 @@ from quire.replica.core.request import Phase, Request
 from quire.replica.core.step_plan import StepPlan
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.request_table.plan_writer import PlanWriter
-from quire.replica.scheduler.admission import Admission, Offer
+from quire.replica.scheduler.admission import Offer
 from quire.replica.scheduler.chunking import Chunking
 from quire.replica.scheduler.engine_memory import EngineMemory
-from quire.replica.scheduler.forks import Share, Sharing, held_positions
-from quire.replica.scheduler.offload import Offload, PendingRestores, Return
+from quire.replica.scheduler.forks import Share, held_positions
+from quire.replica.scheduler.offload import Return
 from quire.replica.scheduler.order import POLICIES, PrefillOrder, urgency
 from quire.replica.scheduler.preemption import choose_preempted
 from quire.replica.scheduler.request_book import RequestBook
@@ -37,27 +37,7 @@ _HASH_BLOCKS = 32
 
 
 class StepComposer:
-    """Chooses the work of each step and gives it its rows and blocks.
-
-    Parameters
-    ----------
-    config
-        The engine's limits.
-    memory
-        Rows and blocks.
-    book
-        Which requests run, and which start next.
-    steps
-        The steps in flight.
-    admission, offload, sharing
-        Offer blocks to requests that start: new ones, preempted ones, forks.
-    restores
-        Prefills that wait for copies from the host tier.
-    indexer
-        Indexes the blocks that the step fills.
-    chunking
-        The prefill budget.
-    """
+    """Chooses the work of each step and gives it its rows and blocks."""
 
     def __init__(
         self,
@@ -65,11 +45,6 @@ class StepComposer:
         memory: EngineMemory,
         book: RequestBook,
         steps: StepsInFlight,
-        *,
-        admission: Admission,
-        offload: Offload,
-        sharing: Sharing,
-        restores: PendingRestores,
         indexer: StepIndexer,
         chunking: Chunking,
     ):
@@ -81,10 +56,10 @@ class StepComposer:
         self._head = memory.blocked_head
         self._book = book
         self._steps = steps
-        self._admission = admission
-        self._offload = offload
-        self._sharing = sharing
-        self._restores = restores
+        self._admission = book.admission
+        self._offload = book.offload
+        self._sharing = book.sharing
+        self._restores = book.restores
         self._indexer = indexer
         self._chunking = chunking
         self._writer = PlanWriter(memory.rows)
@@ -162,6 +137,8 @@ class StepComposer:
     def _compose_alone(self, now_s: float) -> tuple[Step, DecodeRows] | None:
         """The step of the request that runs alone, if there is one and its blocks fit."""
         isolated = self._book.isolated
+        if not isolated.any:
+            return None
         isolated.update(self._num_new_tokens(isolated.current))
         head = isolated.head()
         if head is not None and self._rows.num_free:
@@ -243,7 +220,7 @@ class StepComposer:
         )
 
     def _choose_preempted(self) -> Request:
-        """The running request to preempt; one whose blocks are being copied back only if there is no other."""
+        """The running request to preempt; a request that waits for copied blocks only if there is no other."""
         rows = np.flatnonzero(self._rows.active)
         copying = [self._book.requests[key].row for key in self._restores.keys()]
         others = rows[~np.isin(rows, copying)]
@@ -430,7 +407,7 @@ class StepComposer:
         return plan
 
     def _hash_blocks(self, step: Step) -> None:
-        """Hash new routing blocks, if the step has prefill or enough of them wait."""
+        """Hash new routing blocks, if the step has prefill or if enough blocks wait."""
         prefix = self._memory.prefix
         has_many = prefix.num_unhashed >= _HASH_BLOCKS
         if has_many or step.chunks or step.number % _HASH_STEPS == 0:

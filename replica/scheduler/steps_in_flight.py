@@ -1,16 +1,15 @@
 """The steps in flight, and the blocks that they index.
 
-Blocks are registered in the prefix index when the step that completes them is *planned*: within a step all
-rows write their KV before any of them reads it, layer by layer, so a row may match what an earlier row of the
-same step computes. Where the last token of a block is still being sampled by the step in flight, the block is
-registered when that step is committed: before the next plan, which is the first that could match it. A step that
-fails takes its registrations back.
+A block enters the prefix index when the step that fills it is *planned*. In each layer all rows of a step write their
+KV before any row reads, so a row may share a block that an earlier row of the same step computes. If the step in flight
+is still sampling the last token of a block, the block is indexed when that step is committed. That is before the next
+plan, which is the first one that could share it. The blocks of a failed step are removed from the index.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,25 +28,32 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class Step:
-    """What the scheduler remembers of a step in flight."""
+    """The scheduler's record of a step in flight."""
 
     number: int
-    budget: StepBudget  # of its chunks
+    # Prefill budget.
+    budget: StepBudget
     leaves_out_decodes: bool = False
-    num_decodes: int = 0  # rows
-    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
-    claims: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n] of the rows
-    sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
-    decodes: DecodeRows | None = None  # the rows, if all of them decode
-    # `decodes` as this step left them, once the step after it has been planned with them
+    # Rows that decode.
+    num_decodes: int = 0
+    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n] int64
+    # [n] int64, `RowTable.claims` of the rows
+    claims: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S] int64
+    # The rows, if the step has no chunks.
+    decodes: DecodeRows | None = None
+    # `decodes` before the step behind this one was planned with the same object, which moved it by one token.
     decodes_then: DecodeRows | None = None
-    # [m] each, if the step was planned before the tokens of the one before it were known: rows whose next token
-    # fills its block, of which block in their tables, and their claims
+    # If the step was planned before its last tokens were known: rows with a next token that fills its block, the
+    # blocks' table indices, and the rows' claims. [m] each.
     fills: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     transfers: Transfers = field(default_factory=Transfers)
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks, of forks
-    registered: list[int] = field(default_factory=list)  # blocks, parents before children
+    # (row, number of tokens)
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    # (from, to) blocks that are copied for forks.
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    # Blocks that the step has added to the index, parents before children.
+    registered: list[int] = field(default_factory=list)
     # (group, row, index in its table, its own block, the block that is indexed for the same content)
     duplicates: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
@@ -55,28 +61,21 @@ class Step:
         """[m] bool, which of the step's rows [m] still belong to the requests that it was planned for."""
         claims = self.claims
         if len(rows) < len(self.rows):
-            claims = claims[np.isin(self.rows, rows)]  # both in the order of the step
+            # Both arrays are in the order of the step.
+            claims = claims[np.isin(self.rows, rows)]
         is_alive: np.ndarray = table.claims[rows] == claims
         return is_alive
 
 
-class StepsInFlight:
+class StepsInFlight(deque[Step]):
     """The steps that are planned and not yet committed, the oldest first."""
 
-    def __init__(self) -> None:
-        self._steps: deque[Step] = deque()
-        # Number of the step planned last.
-        self.num_planned = 0
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self._steps)
+    # Number of the step planned last.
+    num_planned = 0
 
     @property
     def newest(self) -> Step:
-        return self._steps[-1]
+        return self[-1]
 
     def oldest(self, plan: StepPlan) -> Step:
         """The oldest step, which must be the one with this plan.
@@ -86,28 +85,28 @@ class StepsInFlight:
         ValueError
             It is not.
         """
-        if not self._steps or self._steps[0].number != plan.step:
+        if not self or self[0].number != plan.step:
             raise ValueError(f"step {plan.step} is not the oldest in flight")
-        return self._steps[0]
+        return self[0]
 
     def launch(self, step: Step) -> None:
         """Add a step."""
-        self._steps.append(step)
+        self.append(step)
         self.num_planned = step.number
 
     def land(self) -> Step:
         """Remove the oldest step."""
-        return self._steps.popleft()
+        return self.popleft()
 
     def land_all(self) -> list[Step]:
         """Remove every step."""
-        steps = list(self._steps)
-        self._steps.clear()
+        steps = list(self)
+        self.clear()
         return steps
 
 
 class StepIndexer:
-    """Puts the blocks that a step completes into the prefix index, and takes them out if it fails."""
+    """Add the blocks that a step fills to the prefix index, and remove them if it fails."""
 
     def __init__(self, config: EngineConfig, memory: EngineMemory):
         self._block_size = config.block_size
@@ -118,12 +117,12 @@ class StepIndexer:
         self._rows = memory.rows
 
     def register_decodes(self, step: Step, decodes: DecodeRows, *, are_known: bool) -> None:
-        """Index the blocks that the next tokens of the decoding rows fill.
+        """Index the blocks that are filled by the next tokens of the decoding rows.
 
         Parameters
         ----------
         are_known
-            Those tokens. Otherwise `register_known` does it when they are.
+            Whether these tokens are known. If not, `register_known` indexes the blocks later.
         """
         if not len(decodes.filling):
             return
@@ -134,7 +133,7 @@ class StepIndexer:
             step.fills = (rows, index, decodes.claims[decodes.filling])
 
     def register_known(self, step: Step) -> None:
-        """The tokens of the step before it are known: what `register_decodes` has put off."""
+        """Index the blocks that `register_decodes` has postponed, because the step before is committed."""
         if step.fills is None:
             return
         (rows, index, claims), step.fills = step.fills, None
@@ -149,7 +148,7 @@ class StepIndexer:
                 self._register(step, row, request, i, blocks, token_bytes)
 
     def register_chunk(self, step: Step, row: int, count: int) -> bool:
-        """Index the blocks that the row's next `count` tokens fill; returns whether there are any."""
+        """Index the blocks that the row's next `count` tokens fill; returns whether they fill any."""
         if not self._enabled:
             return False
         block_size = self._block_size
@@ -178,11 +177,13 @@ class StepIndexer:
     ) -> bool:
         """Index a row's i-th block of each group; returns whether its content is indexed."""
         if i != request.num_indexed:
-            return False  # nothing can be indexed behind a block that is not
+            # A block can be indexed only as the continuation of an indexed one.
+            return False
         entry = self._prefix.register(blocks, request.tip, token_bytes, request.chain, i)
         if entry is None:
             return False
-        if entry.blocks is blocks:  # the content is new
+        if entry.blocks is blocks:
+            # The content is new.
             self._blocks.mark_contents(blocks)
             step.registered += blocks
         else:
@@ -198,11 +199,11 @@ class StepIndexer:
         return True
 
     def adopt(self, step: Step) -> None:
-        """Swap blocks whose content was already indexed for the indexed ones, and give the duplicates back.
+        """Replace blocks with content that was already indexed by the indexed blocks, and give the duplicates back.
 
-        The plan keeps the tables it was built with: the step writes and reads the duplicates, the next one
-        reads the indexed blocks, complete by then. So every owner of an indexed block owns the indexed
-        blocks before it too, which leaf-first eviction rests on (see `BlockManager`).
+        The plan keeps its tables: the step writes and reads the duplicates, and the next step reads the indexed blocks,
+        which are complete by then. So every owner of an indexed block also owns the indexed blocks before it, on which
+        leaf-first eviction relies (see `BlockManager`).
         """
         duplicates, step.duplicates = step.duplicates, []
         for g, row, i, own, indexed in duplicates:
@@ -210,11 +211,11 @@ class StepIndexer:
             self._memory.give_back([own])
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """The step failed: what it would have written to these blocks is unknown.
+        """Remove the blocks of failed steps from the index, because their content is unknown.
 
-        A block may be named twice: it was copied back and then filled.
+        A block may occur twice: it was copied back and then filled.
         """
-        # Without those of a cache that was cleared meanwhile.
+        # The cache may have been cleared since.
         indexed = [block for block in dict.fromkeys(blocks) if block in self._prefix]
         for block in sorted(indexed, key=lambda b: -self._prefix.place_of(b)[0].depth):
             self._prefix.forget(block)

@@ -22,7 +22,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,12 @@ class Replica:
         An idle replica reports to each router after this many milliseconds, backing off to 1000.
     """
 
-    engine_class = Engine
+    engine_class: type[Engine] = Engine
 
-    async def __init__(self, engine_args: dict[str, Any], heartbeat_ms: int):
+    # Ray awaits it.
+    async def __init__(  # type: ignore[misc]
+        self, engine_args: dict[str, Any], heartbeat_ms: int
+    ):
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._event_loop = asyncio.get_running_loop()
         self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
@@ -75,6 +78,7 @@ class Replica:
                 on_output=self._on_output,
                 flight_path=_flight_folder() / self._replica_id,
             )
+        assert self._engine.recorder is not None
         self._engine.recorder.catch_fatal_signals()
         # What is loaded stays: no collection walks torch and the model again in the middle of a step.
         gc.collect()
@@ -117,7 +121,7 @@ class Replica:
             snapshot.cancel()
             await frames.aclose()
 
-    def _frames(self, router_id: str) -> AsyncIterator[bytes]:
+    def _frames(self, router_id: str) -> AsyncGenerator[bytes, None]:
         """What a router's attach stream carries; tests that inject faults (`faulty_actor.py`) override it."""
         return self._attachments.stream(router_id, self._engine.load)
 
@@ -257,12 +261,14 @@ class Replica:
         self._metrics.on_output(output)
         for delta in output.deltas.whole:
             if delta.finish_reason is not None:
-                future = self._finished.get(delta.key)
+                key: Any = delta.key
+                future = self._finished.get(key)
                 if future is not None and not future.done():
                     future.set_result(_completion(delta))
 
     def _end_process(self, complaint: str) -> None:
         """A device that hangs cannot be helped from here. Serve sees the actor die, at once, and starts another."""
+        assert self._engine.recorder is not None
         self._engine.recorder.report(complaint)
         logger.error("%s: this process ends", complaint)
         faulthandler.dump_traceback(all_threads=True)

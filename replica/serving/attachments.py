@@ -18,19 +18,13 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import numpy as np
 
-from quire.protos.wire import (
-    CacheEvents,
-    Frame,
-    Load,
-    TokenColumns,
-    TokenDelta,
-    tier_digest,
-    xor_hashes,
-)
+from quire.protos.routing_hash import tier_digest, xor_hashes
+from quire.protos.wire import CacheEvents, Frame, Load, TokenColumns, TokenDelta
 from quire.replica.core.request import DeltaBatch
 from quire.replica.loop import LoopOutput
 
@@ -57,15 +51,15 @@ class _ColumnFilter:
         sources = deltas.sources
         if sources is not self._sources:
             mine = sources == self._source
-            self._count = np.count_nonzero(mine)
+            self._count = int(np.count_nonzero(mine))
             self._mine = None if self._count == len(mine) else mine
             self._sources = sources
         if self._count == 0:
             return None
         if self._mine is None:
-            return TokenColumns(deltas.stream_ids, deltas.index, deltas.token_ids)
+            return TokenColumns(deltas.stream_ids, deltas.indices, deltas.token_ids)
         mine = self._mine
-        return TokenColumns(deltas.stream_ids[mine], deltas.index[mine], deltas.token_ids[mine])
+        return TokenColumns(deltas.stream_ids[mine], deltas.indices[mine], deltas.token_ids[mine])
 
 
 class _Attachment:
@@ -183,7 +177,8 @@ class Attachments:
         self._last = output
         by_router: dict[str, list[TokenDelta]] = {}
         for delta in output.deltas.whole:
-            router_id, stream_id = delta.key
+            key: Any = delta.key
+            router_id, stream_id = key
             by_router.setdefault(router_id, []).append(
                 TokenDelta(
                     stream_id,
@@ -222,7 +217,7 @@ class Attachments:
             for frame in self._snapshot_frames(seq, gpu, host):
                 attachment.put(frame)
 
-    async def stream(self, router_id: str, load: Callable[[], Load]) -> AsyncIterator[bytes]:
+    async def stream(self, router_id: str, load: Callable[[], Load]) -> AsyncGenerator[bytes, None]:
         """Encoded frames for one router until it goes away; a second attachment ends the first.
 
         Parameters

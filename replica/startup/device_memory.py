@@ -66,6 +66,7 @@ def measure_memory(
     trial.run_largest()
     # Not trimmed: the memory that the largest steps leave for reuse is their workspace.
     workspace = loaded - device.free_bytes() - pool.data.nbytes
+    assert trial.graphs is not None
     graphs = graph_bytes(trial.graphs.measure(_MEASURED_GRAPHS), config.max_cached_graphs)
     del trial, pool
     device.trim()

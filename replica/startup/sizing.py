@@ -6,7 +6,6 @@ The memory equation is in `memory_table.py`, what depends on the device in `gpu_
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 
 import torch
@@ -16,18 +15,12 @@ from quire.replica.checkpoint.checkpoint import count_parameters, weights_revisi
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.checkpoint.weight_bytes import loading_bytes, weight_bytes
 from quire.replica.config import (
-    ASYNC_BATCHING,
-    CUDA_GRAPHS,
-    DEMOTION_ORDERS,
-    FUSE,
-    JSON_WHITE_SPACE,
-    KV_CACHE_DTYPES,
-    RESTORE,
-    SCHEDULERS,
-    WEIGHTS,
+    OPTION_NAMES,
     EngineArgs,
     EngineConfig,
     SizingError,
+    check_args,
+    light_fields,
 )
 from quire.replica.kv_cache.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.machine import available_bytes, cpu_flags, physical_cores
@@ -38,8 +31,6 @@ from quire.replica.startup.gpu_sizing import GpuSizing
 from quire.replica.startup.memory_table import MeasuredMemory, memory_table
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def resolve(
@@ -118,41 +109,30 @@ def resolve(
                 f"has {table.num_blocks}; lower it or raise num_blocks, kv_cache_gib or the memory\n{table}"
             )
         max_model_len = max_cache_tokens
-    q_padding = choose_q_padding(args, sizing, min(max_batch_tokens, max_model_len))
+    chosen = {
+        "max_model_len": max_model_len,
+        "block_size": block_size,
+        "num_blocks": table.num_blocks,
+        "max_batch_tokens": max_batch_tokens,
+        # A step decodes one token of every running request.
+        "max_running_requests": min(args.max_running_requests, max_batch_tokens),
+        "async_batching": choose_async_batching(args, sizing),
+        "q_padding": choose_q_padding(args, sizing, min(max_batch_tokens, max_model_len)),
+        "weights": weights,
+        "deterministic": sizing.is_deterministic(dtype)
+        if args.deterministic is None
+        else args.deterministic,
+        "num_threads": num_threads,
+        **light_fields(args),
+    }
     return EngineConfig(
+        **{name: getattr(args, name) for name in OPTION_NAMES} | chosen,
         model_name=args.model,
         revision=weights_revision(folder),
         device=device,
         dtype=dtype,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        num_blocks=table.num_blocks,
-        max_batch_tokens=max_batch_tokens,
-        # A step decodes one token of every running request.
-        max_running_requests=min(args.max_running_requests, max_batch_tokens),
-        **args.light_fields(),
-        async_batching=args.async_batching == "on"
-        or (args.async_batching == "auto" and sizing.is_async),
-        cuda_graphs=args.cuda_graphs,
-        max_cached_graphs=args.max_cached_graphs,
-        q_padding=q_padding,
-        kv_padding=args.kv_padding,
-        check_graphs=args.check_graphs,
-        nvtx=args.nvtx,
-        restore=args.restore,
-        scheduler=args.scheduler,
-        fuse=args.fuse,
-        json_white_space=args.json_white_space,
-        weights=weights,
-        kv_cache_dtype=args.kv_cache_dtype,
-        demotion_order=args.demotion_order,
-        prefix_caching=args.prefix_caching,
-        deterministic=sizing.is_deterministic(dtype)
-        if args.deterministic is None
-        else args.deterministic,
-        num_threads=num_threads,
         groups=spec.groups,
         num_host_blocks=table.num_host_blocks,
     )
@@ -185,6 +165,13 @@ def check_fp8(device: str, dtype: str) -> None:
         raise SizingError(f"weights is 'fp8', which needs {missing}")
 
 
+def choose_async_batching(args: EngineArgs, sizing: DeviceSizing) -> str:
+    """Return `on` or `off`; `auto` is `on` where the device can compute while the host plans."""
+    if args.async_batching != "auto":
+        return args.async_batching
+    return "on" if sizing.is_async else "off"
+
+
 def choose_q_padding(args: EngineArgs, sizing: DeviceSizing, highest: int) -> int | None:
     """Tokens to whose multiples mixed steps are padded; None: they are not captured.
 
@@ -201,67 +188,11 @@ def choose_q_padding(args: EngineArgs, sizing: DeviceSizing, highest: int) -> in
     asked = args.q_padding
     if asked is None:
         return sizing.default_q_padding(args, highest)
-    if type(asked) is int and asked == 0:
+    if not asked:
         return None
-    if type(asked) is not int or not LEAST_TOKENS <= asked <= highest:
+    if not LEAST_TOKENS <= asked <= highest:
         raise SizingError(
             f"q_padding must be 0 or in [{LEAST_TOKENS}, {highest}], at most max_batch_tokens and max_model_len, got "
             f"{asked!r}"
         )
     return asked
-
-
-def check_args(args: EngineArgs) -> None:
-    """Bounds of what the user wrote; every message names field, bound and value."""
-    choices = {
-        "device": ("auto", "cpu", "cuda"),
-        "dtype": ("auto", *_DTYPES),
-        "scheduler": SCHEDULERS,
-        "demotion_order": DEMOTION_ORDERS,
-        "fuse": FUSE,
-        "json_white_space": JSON_WHITE_SPACE,
-        "restore": RESTORE,
-        "weights": WEIGHTS,
-        "kv_cache_dtype": KV_CACHE_DTYPES,
-        "async_batching": ASYNC_BATCHING,
-        "cuda_graphs": CUDA_GRAPHS,
-    }
-    for name, allowed in choices.items():
-        if getattr(args, name) not in allowed:
-            raise SizingError(
-                f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}"
-            )
-    counts = (
-        *("block_size", "num_blocks", "max_batch_tokens", "max_model_len", "num_threads"),
-        "kv_padding",
-    )
-    required = ("max_running_requests", "max_waiting_requests", "max_cached_graphs")
-    for name in counts + required:
-        value = getattr(args, name)
-        if value is None and name in counts:
-            continue
-        if type(value) is not int or value < 1:
-            raise SizingError(f"{name} must be an integer of at least 1, got {value!r}")
-    if not 0 < args.max_memory_percent <= 1:
-        raise SizingError(f"max_memory_percent must be in (0, 1], got {args.max_memory_percent!r}")
-    if not 0 <= args.safety_margin < 1:
-        raise SizingError(f"safety_margin must be in [0, 1), got {args.safety_margin!r}")
-    resume = args.resume_margin
-    if resume is not None and not args.safety_margin <= resume <= 1:
-        raise SizingError(
-            f"resume_margin must be in [safety_margin, 1], here [{args.safety_margin:g}, 1], got {resume!r}"
-        )
-    max_ms = args.max_prefill_ms
-    if max_ms is not None and not (math.isfinite(max_ms) and max_ms >= 1):
-        raise SizingError(
-            f"max_prefill_ms must be at least 1, or None for no bound, got {max_ms!r}"
-        )
-    timeout_s = args.step_timeout_s
-    if isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
-        raise SizingError(f"step_timeout_s must be a positive number, got {timeout_s!r}")
-    gib = args.kv_cache_gib
-    if gib is not None and not (math.isfinite(gib) and gib > 0):
-        raise SizingError(f"kv_cache_gib must be a positive number, got {gib!r}")
-    gib = args.cpu_offload_gib
-    if gib is not None and not (math.isfinite(gib) and gib >= 0):
-        raise SizingError(f"cpu_offload_gib must be a number of at least 0, got {gib!r}")

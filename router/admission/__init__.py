@@ -1,1 +1,1 @@
-"""Which requests wait at the router, for how long, and which one goes next."""
+"""Admission: which requests wait at the router, how long, and in which order they are sent."""

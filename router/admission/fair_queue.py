@@ -1,28 +1,25 @@
-"""Who goes next of the requests that wait at a router: deficit round robin over tenants, the urgent and the short
-first within one.
+"""The order of the requests that wait at a router: fair between tenants, urgent and short requests first within one.
 
-Deficit round robin (Shreedhar and Varghese 1995) with what a request costs charged as it is spent, since nobody
-knows beforehand how much it will generate. Waiting tenants take turns; a turn adds `quantum_tokens` to the
-tenant's balance, and the tenant goes while its balance is above zero. Each token computed for it is taken off: one
-for a prefilled token, two for a generated one, which is about what they cost a device (Sheng et al. 2024,
-*Fairness in Serving Large Language Models*). So a balance may fall far below zero, and then the tenant lets the
-others go until its turns have paid for that.
+Between tenants: deficit round robin (Shreedhar and Varghese 1995). The output length is not known in advance, so
+tokens are charged when they are computed. Waiting tenants take turns. A turn adds `quantum_tokens` to the tenant's
+balance, and the tenant may send while its balance is above zero. A prefilled token costs 1 and a generated token 2,
+about their relative cost on a device (Sheng et al. 2024, *Fairness in Serving Large Language Models*). A balance can
+fall far below zero; then the tenant skips its turns until they have paid the debt.
 
-    credit   a tenant that waits for nothing saves no balance: it cannot come back and take everything
-    debt     stays while others wait, and is paid by the rounds that pass, in the queue or not
-    idle     as soon as nobody waits all debts are forgiven: what was free has cost nobody anything
+    credit   a tenant without waiting requests saves no balance, so it cannot return and take everything
+    debt     stays while others wait, and each round pays a quantum of it, whether the tenant waits or not
+    idle     an empty queue clears all debts: the tokens were computed on devices that had nothing else to do
 
-Within a tenant smaller priorities go first, then earlier deadlines, then those with the smaller
+Within a tenant: smaller priorities first, then earlier deadlines, then the smaller
 
-    arrival + AGEING x seconds of their own prefill
+    arrival + AGEING x seconds of the request's own prefill
 
-as at the replicas (`quire/replica/scheduler/order.py`): shortest first, with an age that bounds what it costs the long
-ones. A request is passed by those that come within `AGEING` times the seconds by which its prefill takes longer than
-theirs.
+as at the replicas (`quire/replica/scheduler/order.py`): shortest first, with ageing that bounds the delay of long
+requests. A later request overtakes an earlier one only if it arrives within `AGEING` times the difference of their
+prefill seconds.
 
-Of two tenants that wait all the time neither gets more than three quanta and two charges beyond the other, over
-any stretch of time; and a tenant's wait is bounded by what the others can be served until its turn comes. Pure: no
-clock, no asyncio.
+Of two tenants that wait all the time, neither gets more than three quanta and two charges more than the other over any
+period. A tenant's wait is bounded by the service that the others can get before its turn. Pure: no clock, no asyncio.
 """
 
 from __future__ import annotations
@@ -50,13 +47,15 @@ class Ticket:
     Attributes
     ----------
     tokens
-        Of its prompt.
+        Prompt tokens.
     prefill_s
-        What they take to prefill on the replica that suits it best.
+        Seconds to prefill them on the best replica.
     priority
-        Smaller is sooner, within the tenant.
+        Smaller goes first, within the tenant.
     arrived_s, deadline_s
-        On the caller's clock; no deadline: it has all the time in the world.
+        On the caller's clock; a deadline of None is infinitely late.
+    number
+        Order of arrival; set by the queue.
     """
 
     tenant: str
@@ -65,29 +64,43 @@ class Ticket:
     priority: int = 0
     deadline_s: float | None = None
     arrived_s: float = 0.0
-    number: int = 0  # in order of arrival; set by the queue
+    number: int = 0
 
     def urgency(self) -> Urgency:
-        """Sorts who goes first before the others of the tenant."""
+        """Return the sort key within the tenant; the smallest goes first."""
         deadline_s = math.inf if self.deadline_s is None else self.deadline_s
         return self.priority, deadline_s, self.arrived_s + AGEING * self.prefill_s, self.number
 
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """A tenant that waits, or that owes."""
+    """A tenant with waiting requests, or with a debt.
+
+    Attributes
+    ----------
+    balance
+        Tokens.
+    left_at
+        The number of rounds when its last request left the queue.
+    waiting
+        Oldest first.
+    urgent
+        A heap; it may still hold requests that are no longer in `waiting`.
+    tokens, prefill_s
+        Sums over `waiting`.
+    """
 
     name: str
-    balance: float = 0.0  # tokens
-    left_at: float = 0.0  # rounds that had passed when it last waited
+    balance: float = 0.0
+    left_at: float = 0.0
     num_taken: int = 0
-    waiting: dict[Ticket, Urgency] = field(default_factory=dict)  # oldest first
-    urgent: list[tuple[Urgency, Ticket]] = field(default_factory=list)  # a heap
-    tokens: int = 0  # of those that wait
+    waiting: dict[Ticket, Urgency] = field(default_factory=dict)
+    urgent: list[tuple[Urgency, Ticket]] = field(default_factory=list)
+    tokens: int = 0
     prefill_s: float = 0.0
 
     def next(self) -> Ticket:
-        """The most urgent that waits; now and then the oldest."""
+        """Return the most urgent request, or the oldest one in every `OLDEST_EVERY`-th call."""
         if self.num_taken % OLDEST_EVERY == OLDEST_EVERY - 1:
             return next(iter(self.waiting))
         while self.urgent[0][1] not in self.waiting:
@@ -96,31 +109,33 @@ class _Tenant:
 
 
 class FairQueue:
-    """The requests that wait, and the balances of their tenants.
+    """The waiting requests, and the balances of their tenants.
 
     Parameters
     ----------
     quantum_tokens
-        What a turn adds to a balance. Smaller is fairer over short times, larger is cheaper.
+        Tokens that a turn adds to a balance. Smaller is fairer over short times, larger is cheaper.
     """
 
     def __init__(self, quantum_tokens: int = 1024):
         self._tenants: dict[str, _Tenant] = {}
-        self._turns: deque[_Tenant] = deque()  # those that wait; the first has its turn
+        # Tenants with waiting requests; it is the first one's turn.
+        self._turns: deque[_Tenant] = deque()
         self._rounds = 0.0
-        self._deadlines: list[tuple[float, int, Ticket]] = []  # a heap
+        # A heap of deadline, number, request; it may still hold requests that have left the queue.
+        self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = itertools.count()
         self._num_tickets = 0
         self._tokens = 0
         self.set_quantum(quantum_tokens)
 
     def set_quantum(self, quantum_tokens: int) -> None:
-        """Go on with another quantum; no tenant keeps more than one of it, debts stay what they are.
+        """Change the quantum. Balances are cut to one new quantum; debts stay.
 
         Raises
         ------
         ValueError
-            It is below 1.
+            `quantum_tokens` is below 1.
         """
         if quantum_tokens < 1:
             raise ValueError(f"quantum_tokens must be at least 1, got {quantum_tokens}")
@@ -129,7 +144,7 @@ class FairQueue:
             tenant.balance = min(tenant.balance, float(quantum_tokens))
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of waiting requests."""
         return self._num_tickets
 
     def __contains__(self, ticket: Ticket) -> bool:
@@ -141,24 +156,24 @@ class FairQueue:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that wait."""
+        """Prompt tokens of the waiting requests."""
         return self._tokens
 
     @property
     def prefill_s(self) -> float:
-        """Seconds of prefill that wait."""
+        """Seconds of prefill of the waiting requests."""
         return sum(tenant.prefill_s for tenant in self._turns)
 
     def of_tenant(self, name: str) -> tuple[int, int]:
-        """Requests and prompt tokens of one tenant that wait."""
+        """Return the number and the prompt tokens of one tenant's waiting requests."""
         tenant = self._tenants.get(name)
         return (len(tenant.waiting), tenant.tokens) if tenant is not None else (0, 0)
 
     def prefill_s_ahead(self, new: Ticket) -> float:
-        """Seconds of prefill that go before a new request; not those of shorter ones that will yet come.
+        """Return the seconds of prefill before a new request, without shorter requests that arrive later.
 
-        Of the tenant's own those that are at least as urgent, and of each other tenant as much as the rounds give
-        it in the same time: no more than this tenant gets, and no more than it has waiting.
+        The tenant's own requests count if they are at least as urgent. Each other tenant counts with its share of the
+        same rounds: at most what this tenant gets, and at most what it has waiting.
         """
         tenant = self._tenants.get(new.tenant)
         own_s = sum(ticket.prefill_s for ticket in _before(tenant, new))
@@ -167,14 +182,16 @@ class FairQueue:
         return own_s + others_s
 
     def num_ahead(self, new: Ticket) -> int:
-        """Requests that go before a new one, as `prefill_s_ahead` counts seconds. Rounds share out tokens, so of
-        tenants whose requests differ much in size it is an estimate."""
+        """Return the number of requests before a new one, counted as `prefill_s_ahead` counts seconds.
+
+        An estimate if tenants have requests of very different sizes, because rounds share out tokens.
+        """
         tenant = self._tenants.get(new.tenant)
         own = sum(1 for _ in _before(tenant, new))
         return own + sum(min(len(t.waiting), own + 1) for t in self._turns if t is not tenant)
 
     def push(self, ticket: Ticket) -> None:
-        """Queue a request at the end of its priority."""
+        """Add a request."""
         ticket.number = next(self._numbers)
         tenant = self._tenant(ticket.tenant)
         if not tenant.waiting:
@@ -190,7 +207,10 @@ class FairQueue:
             heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number, ticket))
 
     def next(self) -> Ticket | None:
-        """Who goes next, None when nobody waits. The same again until it is removed or somebody is charged."""
+        """Return the next request, or None if the queue is empty.
+
+        Further calls return the same request until it is removed or a tenant is charged.
+        """
         while self._turns:
             tenant = self._turns[0]
             if tenant.balance > 0:
@@ -199,30 +219,30 @@ class FairQueue:
         return None
 
     def take(self, ticket: Ticket) -> None:
-        """It goes: remove it and count it as one of its tenant's turns."""
+        """Remove a request that is sent, and count it for `OLDEST_EVERY`."""
         tenant = self._tenants[ticket.tenant]
         tenant.num_taken += 1
         self.remove(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """It does not wait any more; KeyError if it did not."""
+        """Remove a request; raise `KeyError` if it is not in the queue."""
         tenant = self._tenants[ticket.tenant]
         del tenant.waiting[ticket]
         tenant.tokens -= ticket.tokens
         tenant.prefill_s = tenant.prefill_s - ticket.prefill_s if tenant.waiting else 0.0
         self._num_tickets -= 1
         self._tokens -= ticket.tokens
-        if len(tenant.urgent) > 2 * len(tenant.waiting) + 16:  # removed ones stay in heaps
-            tenant.urgent = [entry for entry in tenant.urgent if entry[1] in tenant.waiting]
+        if len(tenant.urgent) > 2 * len(tenant.waiting) + 16:  # Heaps keep removed requests.
+            tenant.urgent = [item for item in tenant.urgent if item[1] in tenant.waiting]
             heapq.heapify(tenant.urgent)
         if len(self._deadlines) > 2 * self._num_tickets + 16:
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self]
+            self._deadlines = [item for item in self._deadlines if item[2] in self]
             heapq.heapify(self._deadlines)
         if not tenant.waiting:
             self._leave(tenant)
 
     def expire(self, now_s: float) -> list[Ticket]:
-        """Remove the requests whose deadline has passed, and return them."""
+        """Remove and return the requests with a deadline up to `now_s`."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             ticket = heapq.heappop(self._deadlines)[2]
@@ -232,7 +252,7 @@ class FairQueue:
         return expired
 
     def charge(self, name: str, tokens: float) -> None:
-        """So much was spent for a tenant, or given back; of no account while nobody waits."""
+        """Subtract tokens from a tenant's balance, or add them if negative. No effect while the queue is empty."""
         if self._turns:
             tenant = self._tenant(name)
             tenant.balance = min(tenant.balance - tokens, float(self._quantum))
@@ -247,17 +267,16 @@ class FairQueue:
         return tenant
 
     def _paid_off(self, tenant: _Tenant) -> float:
-        """The balance of a tenant that waits again."""
+        """Return the balance of a tenant that starts to wait: rounds since it left have paid its debt."""
         paid = (self._rounds - tenant.left_at) * self._quantum
         return min(0.0, tenant.balance + paid)
 
     def _leave(self, tenant: _Tenant) -> None:
-        """Nothing of it waits any more."""
+        """Take a tenant without waiting requests out of the turns."""
         if self._turns[0] is tenant:
             self._turns.popleft()
-            self._turns.rotate(
-                1
-            )  # the turn goes on to the next from the last, as if it had ended there
+            # Put the last tenant first, as if its turn had just ended: `_begin_turn` rotates to the next one.
+            self._turns.rotate(1)
         else:
             self._turns.remove(tenant)
         tenant.urgent.clear()
@@ -269,7 +288,7 @@ class FairQueue:
             del self._tenants[tenant.name]
 
     def _begin_turn(self) -> None:
-        """To the next tenant; and first through the rounds in which nobody could go."""
+        """Give the turn to the next tenant; first add up the rounds in which every tenant is in debt."""
         quantum = self._quantum
         idle_rounds = min(math.floor(-tenant.balance / quantum) for tenant in self._turns)
         if idle_rounds > 0:
@@ -283,7 +302,7 @@ class FairQueue:
 
 
 def _before(tenant: _Tenant | None, new: Ticket) -> Iterator[Ticket]:
-    """The tenant's requests that are at least as urgent as one that comes last."""
+    """Return the tenant's requests that are at least as urgent as a new one."""
     last = (*new.urgency()[:-1], math.inf)
     waiting = {} if tenant is None else tenant.waiting
     return (ticket for ticket, urgency in waiting.items() if urgency < last)

@@ -1,15 +1,15 @@
-"""Where requests wait for their turn: the running part of admission. Plain asyncio, no Ray.
+"""The admission gate: sends requests to replicas at once, queues them, or refuses them. Plain asyncio, no Ray.
 
-    arrives ──a replica is open, nobody waits──────────────────────────────▶ sent
+    arrives ──a replica is open, queue empty───────────────────────────────▶ sent
        │                                                                      ▲
-       ├──would wait too long, its share is taken──▶ Overloaded               │ its turn, a replica is open
+       ├──wait too long, or tenant's share full──▶ Overloaded                 │ its turn, a replica is open
        └──▶ fair queue ──┬───────────────────────────────────────────────────┘
                          ├──deadline passed──▶ DeadlineExceeded
                          ├──no replica for `max_away_s`──▶ Unavailable
-                         └──its client has gone──▶ removed
+                         └──client disconnected──▶ removed
 
-A replica is *open* while it has less than `dispatch_window_s` of prefill queued, few requests waiting, and places for
-more. So the replicas are kept busy, and the order is decided here, as late as it can be.
+A replica is *open* while less than `dispatch_window_s` of prefill is queued there, few requests wait there, and it has
+rows for more. So replicas stay busy, and the gate decides the order as late as possible.
 """
 
 from __future__ import annotations
@@ -34,22 +34,26 @@ from quire.router.admission.wait_bounds import (
 )
 from quire.router.policy.policy import Ranking
 
-POLL_S = 0.01  # the queue looks for an open replica so often; frames come once a step
-_BATCH = 32  # requests sent in one go before the event loop gets its turn
+# How often the queue looks for an open replica. Frames arrive once a step.
+POLL_S = 0.01
+# Requests sent before other tasks of the event loop run.
+_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request at the gate.
+    """A request that arrives at the gate.
 
     Attributes
     ----------
-    rank
-        The replicas as they are now, for this request; raises Unavailable when there is none.
-    send
-        Submit and book it; what it raises goes to who waits in `enter`.
+    tokens
+        Prompt tokens.
     deadline_s
         On the gate's clock.
+    rank
+        Ranks the replicas in their present state for this request; raises `Unavailable` when there is none.
+    send
+        Books and submits the request. `enter` raises its exceptions.
     """
 
     tenant: str
@@ -61,8 +65,10 @@ class Arrival:
 
 
 class AdmittedRequest:
-    """A request that the gate let through, until it ends: what it waits for its first token the next ones may wait,
-    and as long as it keeps its place the next ones may keep theirs."""
+    """A request that the gate has sent, until it ends.
+
+    Its measured wait and duration feed the estimates for later requests.
+    """
 
     __slots__ = ("_answered_s", "_entered_s", "_estimate_s", "_gate", "_has_left")
 
@@ -74,13 +80,19 @@ class AdmittedRequest:
         self._has_left = False
 
     def answered(self, *, is_usual: bool = True) -> None:
-        """Its first token came; not usual is that of a request that lost its replica before."""
+        """Record the first token.
+
+        Parameters
+        ----------
+        is_usual
+            False for a request that lost a replica before: its wait says nothing about the queue.
+        """
         if self._answered_s is None and not self._has_left:
             estimate_s = self._estimate_s if is_usual else None
             self._answered_s = self._gate.on_answer(estimate_s, self._entered_s)
 
     def left(self) -> None:
-        """It ended, with or without a first token."""
+        """Record the end of the request, with or without a first token."""
         if not self._has_left:
             self._has_left = True
             self._gate.on_leave(self._answered_s)
@@ -94,23 +106,35 @@ class _Waiter:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a ranking says of the fleet."""
+    """The state of the fleet when a ranking was made.
+
+    Attributes
+    ----------
+    is_open
+        Some replica is open.
+    queued_s, prefill_s
+        W of `wait_bounds` (the smallest of all replicas), and P on the best replica.
+    lacks_places
+        Replicas lack rows, not only time.
+    num_waiting
+        Requests of all routers that wait for a row at the replicas.
+    """
 
     is_open: bool
-    queued_s: float  # W of the replica that has least
-    prefill_s: float  # P on the best
+    queued_s: float
+    prefill_s: float
     num_replicas: int
-    lacks_places: bool  # and not only time, where no replica is open
-    num_waiting: float  # for a place at the replicas, of this router and of others
+    lacks_places: bool
+    num_waiting: float
 
 
 class AdmissionGate:
-    """Lets requests through to the replicas, in fair order.
+    """Admits requests to the replicas, in fair order.
 
     Parameters
     ----------
     max_away_s
-        Who waits while there is no replica at all gives up after so long.
+        Refuse waiting requests after there has been no replica for this time.
     """
 
     def __init__(
@@ -125,9 +149,12 @@ class AdmissionGate:
         self._max_away_s = max_away_s
         self._queue = FairQueue(limits.quantum_tokens)
         self._waiters: dict[Ticket, _Waiter] = {}
-        self._rate = DrainRate()  # of prefill, while the replicas lack time
-        self._request_rate = DrainRate()  # of places, while they lack those
-        self._num_unanswered = 0  # of those let through
+        # Seconds of prefill that leave the queue, measured while the replicas lack time.
+        self._rate = DrainRate()
+        # Rows that come free, measured while the replicas lack rows.
+        self._request_rate = DrainRate()
+        # Requests sent to replicas that have no first token yet.
+        self._num_unanswered = 0
         self._turnover = Turnover()
         self._shortfall = Shortfall()
         self._last = _View(True, 0.0, 0.0, 1, False, 0.0)
@@ -135,24 +162,25 @@ class AdmissionGate:
         self._wake = asyncio.Event()
 
     def reconfigure(self, limits: AdmissionLimits, *, max_away_s: float) -> None:
-        """Take on other bounds. Who waits goes on waiting, whatever the new ones would have said of them."""
+        """Apply new limits. Requests that already wait stay queued."""
         self._queue.set_quantum(limits.quantum_tokens)
         self.limits = limits
         self._max_away_s = max_away_s
 
     @property
     def queue(self) -> FairQueue:
-        """To be read only."""
+        """The queue, for reading."""
         return self._queue
 
     def queued_prefill_s(self) -> float:
-        """Seconds of prefill that wait here."""
+        """Return the seconds of prefill in the queue."""
         return self._queue.prefill_s
 
     def wait_behind_all_s(self) -> float:
-        """Seconds until the first token of a request that went after all that waits here, by the rates of
-        `router/admission/wait_bounds.py`: the mean, where admission asks for the 99th percentile; 0 while nobody
-        waits."""
+        """Return the expected seconds to the first token of a request at the end of the queue; 0 if it is empty.
+
+        The mean by the measured rates, where admission uses the 99th percentile.
+        """
         if not self._queue:
             return 0.0
         last = self._last
@@ -162,11 +190,12 @@ class AdmissionGate:
         return last.queued_s + self._queue.prefill_s / self._rate.rate(last.num_replicas)
 
     def check(self, tenant: str, priority: int) -> None:
-        """Refuse what would be refused whatever its prompt, before work is done for it.
+        """Refuse a request that would be refused with any prompt, before its prompt is encoded.
 
         Raises
         ------
         Overloaded
+            Even the shortest prompt would wait too long, or the tenant's share of the queue is full.
         """
         if self._queue:
             least = Ticket(tenant, 0, 0.0, priority, arrived_s=self._clock())
@@ -176,16 +205,18 @@ class AdmissionGate:
                 raise error
 
     async def enter(self, arrival: Arrival) -> AdmittedRequest:
-        """Send a request, now or when it is its turn. Who gets the `AdmittedRequest` tells it of the first token.
+        """Send a request, now or when it is its turn.
+
+        The caller reports the first token and the end to the returned object.
 
         Raises
         ------
         Overloaded
-            It would wait too long, or its tenant has too many waiting.
+            The request would wait too long, or its tenant's share of the queue is full.
         DeadlineExceeded
-            Its deadline passed while it waited.
+            The deadline passed while the request waited.
         Unavailable
-            There has been no replica for too long.
+            There has been no replica for `max_away_s`.
         """
         ranking = arrival.rank()
         view = self._view(ranking)
@@ -208,22 +239,28 @@ class AdmissionGate:
             if error is not None:
                 raise error
             if view.is_open:
-                self._wake.set()  # its turn may be at once
+                self._wake.set()  # It may be this request's turn already.
             await self._wait(ticket, arrival)
         self._num_unanswered += 1
         return admitted
 
     def charge(self, tenant: str, tokens: float) -> None:
-        """Tokens were computed for a tenant; negative ones were charged before and were not."""
+        """Charge a tenant for computed tokens; a negative number corrects an earlier charge."""
         self._queue.charge(tenant, tokens)
 
     def notify(self) -> None:
-        """A request moved on: a replica may be open again."""
+        """Look at the queue again: a request has started or ended, so a replica may be open."""
         if self._queue:
             self._wake.set()
 
     def on_answer(self, estimate_s: float | None, entered_s: float) -> float:
-        """Returns the time."""
+        """Record a first token; return the time.
+
+        Parameters
+        ----------
+        estimate_s
+            The expected wait; None if this wait must not be compared with it.
+        """
         now_s = self._clock()
         self._num_unanswered -= 1
         self._turnover.num_held += 1
@@ -232,7 +269,8 @@ class AdmissionGate:
         return now_s
 
     def on_leave(self, answered_s: float | None) -> None:
-        # Not when it started: while empty places are being filled many start, and none comes free.
+        """Record the end of a request; `answered_s` is the time of its first token, if it had one."""
+        # A row comes free when a request ends, not when one starts: free rows fill up without any coming free.
         if self._queue and self._last.lacks_places:
             self._request_rate.on_release(1)
         if answered_s is None:
@@ -251,7 +289,7 @@ class AdmissionGate:
         )
 
     def _place_rate(self, view: _View) -> float:
-        """Places that come free in a second."""
+        """Return the rows that come free in a second."""
         num_starting = max(0.0, self._num_unanswered - view.num_waiting)
         return self._request_rate.request_rate(self._turnover.rate(num_starting))
 
@@ -262,7 +300,7 @@ class AdmissionGate:
             ticket,
             wait_s=wait_s,
             queued_s=view.queued_s,
-            # What a replica that hung has taught shall not close the queue: at least half of the bound is left.
+            # Errors measured while a replica hung must not close the queue: keep half of the limit.
             margin_s=min(self._shortfall.margin_s(self._clock()), self.limits.max_wait_s / 2),
         )
 
@@ -271,7 +309,7 @@ class AdmissionGate:
         self._queue.push(ticket)
         self._waiters[ticket] = waiter
         if self._pump is None:
-            # In a context of its own: Serve cancels what was started in that of a request with it.
+            # A context of its own: Serve cancels tasks that were started in a request's context with that request.
             self._pump = asyncio.get_running_loop().create_task(
                 self._run(), context=contextvars.Context()
             )
@@ -282,7 +320,7 @@ class AdmissionGate:
                 self._queue.remove(ticket)
 
     async def _run(self) -> None:
-        """Send who waits, until nobody does."""
+        """Send waiting requests until the queue is empty."""
         seen_s = away_s = self._clock()
         try:
             while self._queue:
@@ -313,7 +351,7 @@ class AdmissionGate:
             self._pump = None
 
     def _send_some(self) -> int | None:
-        """Send those whose turn it is while a replica is open; None when there is none at all."""
+        """Send requests in turn while a replica is open; return their number, or None if there is no replica."""
         for num_sent in range(_BATCH):
             ticket = self._queue.next()
             if ticket is None:
@@ -352,18 +390,17 @@ class AdmissionGate:
             self._end(ticket, error)
 
     def _view(self, ranking: Ranking) -> _View:
-        """Of a policy that does not price the queue only the waiting requests count."""
+        """Return the state of the fleet. If the policy has no queue times, only waiting requests count."""
         fleet = ranking.fleet
         best = ranking[0]
         wait_s = ranking.wait_s
         if wait_s is None:
             wait_s = np.zeros(len(fleet))
         few = fleet.num_waiting <= self.limits.max_replica_waiting_requests
-        few &= fleet.num_places >= 1  # else it would come back refused
+        few &= fleet.num_places >= 1  # Otherwise the replica would refuse the request.
         has_time = wait_s <= self.limits.dispatch_window_s
         is_open = bool((few & has_time).any())
-        # What an open replica lacked is what the others before lacked. Where there are many short prompts and no
-        # places for them their prefill looks like much.
+        # While some replica is open, keep the last answer. Without rows, many short prompts add up to much prefill.
         lacks_places = self._last.lacks_places if is_open else not few.all()
         return _View(
             is_open,

@@ -1,30 +1,31 @@
-"""Whether a request may wait at a router, and when one that may not should come again. Pure.
+"""Decides whether a request may wait at a router, and when the client of a refused one should retry. Pure.
 
-    the time it would wait for its first token  =  W + B / r + P + M
+    expected wait for the first token  =  W + B / r + P + M
 
-    W  seconds of prefill queued at the replica that has least
-    B  seconds of prefill that wait at this router and go before it (`FairQueue.prefill_s_ahead`); what shorter
-       prompts that come later take before a long one is in M
-    r  seconds of prefill that leave the router's queue in a second, as measured: the number of replicas
-       while prefill is what they are busy with, less when decoding or memory holds them up
-    P  seconds of its own prefill
-    M  by which such estimates have lately been too small (`Shortfall`), at most half of the bound
+    W  seconds of prefill queued at the replica with the shortest queue
+    B  seconds of prefill in this router's queue before the request (`FairQueue.prefill_s_ahead`). Shorter prompts
+       that arrive later and overtake it are part of M
+    r  measured rate: seconds of prefill that leave the router's queue in a second. The number of replicas while they
+       are busy with prefill; less while decoding or memory limits them
+    P  seconds of the request's own prefill
+    M  margin: the error of recent estimates (`Shortfall`), at most half of the limit
 
-That holds while prefill is what everybody waits for. Where the replicas have time but no places, short prompts with
-long answers for instance, requests start as others end, whatever their prompts cost, and instead of W + B / r it is
+This holds while requests wait for prefill. If the replicas have time but no free rows, as with short prompts and long
+answers, a request starts when another one ends, and its prompt's length does not matter. Then W + B / r is replaced by
 
-    (n + z sqrt(n)) / q    n requests of this router that go before it, here or at a replica, and itself; q places
-                           come free in a second, as measured; before that, by Little's law (`Turnover`)
+    (n + z sqrt(n)) / q    n: requests of this router before this one, in the queue or at a replica, and itself
+                           q: measured rate, rows that come free in a second; before a measurement, the rate by
+                              Little's law (`Turnover`)
 
-which is the 99th percentile of the time until n places come free, if each comes free by itself (Poisson; z = 2.33).
-But answers of one length that began together end together, routers race for the places, replicas fail: M knows how
-late that makes the unlucky, because it is learnt from them.
+the 99th percentile of the time until n rows come free, if they come free independently (Poisson; z = 2.33). In reality
+answers of equal length that began together end together, routers compete for rows, and replicas fail. M covers that,
+because it is measured.
 
-A request that can go at once is never refused: later it would take as long. One that would wait longer than
-`max_wait_s` is, and so is one that finds its tenant's share of the queue taken. That share is as much as is still free
-(the dynamic threshold of Choudhury and Hahne 1998, alpha = 1): a single tenant may fill half of the queue, two a third
-each, and however many there are, a newcomer finds room. B is counted in the order of the fair queue, so a tenant that
-floods the router is refused and the others are not.
+A request that can be sent at once is never refused: it would take as long later. A request is refused if it would wait
+longer than `max_wait_s`, or if its tenant's share of the queue is full. The share equals the free part of the queue
+(dynamic threshold of Choudhury and Hahne 1998, alpha = 1): one tenant can fill half of the queue, two a third each, and
+a new tenant always finds room. B follows the order of the fair queue, so a tenant that floods the router is refused
+while others are not.
 """
 
 from __future__ import annotations
@@ -37,32 +38,36 @@ from quire.protos.errors import Overloaded
 from quire.router.admission.fair_queue import FairQueue, Ticket
 
 _RATE_HORIZON_S = 10.0
-_PRIOR_S = 2.0  # seconds of measurement that the expected rate counts for
+# The expected rate counts as much as this many seconds of measurement.
+_PRIOR_S = 2.0
 MAX_RETRY_AFTER_S = 300.0
 _LEAST_RETRY_S = 0.1
-_LEAST_RATE = 1e-9  # what has long been measured decays to nothing
-_MEMORY_S = 60.0  # of a shortfall
+# Old measurements decay towards zero.
+_LEAST_RATE = 1e-9
+# Errors of estimates are kept for this time, and at most this many.
+_MEMORY_S = 60.0
 _MAX_REMEMBERED = 256
-_KEPT_PART = 0.99  # of the accepted requests shall start within the bound
-_Z = 2.33  # standard deviations: the quantile of the normal distribution for _KEPT_PART
+# Share of the admitted requests that should start within the limit, and its quantile of the normal distribution.
+_KEPT_PART = 0.99
+_Z = 2.33
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """The bounds of one router's queue.
+    """The limits of one router's queue.
 
     Attributes
     ----------
     max_wait_s
-        For the first token, by the estimate above.
+        Longest expected wait for the first token, by the estimate above.
     max_queued_requests, max_queued_tokens
-        That wait at the router.
+        Most requests in the router's queue, and their prompt tokens.
     dispatch_window_s
-        Prefill that a replica has queued while requests go there at once. What waits there is served in the
-        replica's order, what waits here in the fair one; so it is as small as keeps the replica busy.
+        Send requests to a replica while it has less prefill queued than this. A replica serves its queue in its own
+        order and the router in the fair order, so the window is just large enough to keep the replica busy.
     max_replica_waiting_requests
-        Requests that wait at a replica for a row or for memory, by its last report, while others still go there.
-        Bounds what `dispatch_window_s` does not: short prompts that wait for those.
+        Send requests to a replica while at most this many wait there for a row or for memory, by its last report.
+        It limits queues of short prompts, which `dispatch_window_s` does not.
     quantum_tokens
         See `FairQueue`.
     """
@@ -76,7 +81,7 @@ class AdmissionLimits:
 
 
 class DrainRate:
-    """What leaves the queue in a second, while somebody waits: seconds of prefill, or requests."""
+    """How much leaves the queue in a second while it is not empty: seconds of prefill, or requests."""
 
     def __init__(self) -> None:
         self._released = 0.0
@@ -84,25 +89,30 @@ class DrainRate:
         self._prior_s = _PRIOR_S
 
     def on_release(self, amount: float) -> None:
-        """A request left the queue for a replica, or a place there."""
+        """Count seconds of prefill that left the queue, or rows that came free."""
         self._released += amount
 
     def on_time(self, elapsed_s: float) -> None:
-        """So much time passed while the queue held somebody."""
+        """Advance the time by `elapsed_s`, during which the queue was not empty."""
         keep = math.exp(-elapsed_s / _RATE_HORIZON_S)
         self._released *= keep
         self._elapsed_s = self._elapsed_s * keep + elapsed_s
         self._prior_s *= keep
 
     def rate(self, num_replicas: int) -> float:
-        """Of seconds of prefill; the number of replicas counts as if it had been measured for two seconds before,
-        and is forgotten like all that was."""
+        """Return the rate of prefill seconds.
+
+        The number of replicas counts as a measurement of the first two seconds, and decays like one.
+        """
         expected = max(1, num_replicas)
         return self._measured(expected)
 
     def request_rate(self, expected: float | None = None) -> float:
-        """Of requests; what is expected counts like the number of replicas above. Where nothing can be, it is the
-        highest that the time so far has not refuted: as if one more were just leaving."""
+        """Return the rate of requests; `expected` counts like the number of replicas in `rate`.
+
+        Without `expected`, return the highest rate that agrees with the time so far: as if one more request were just
+        leaving.
+        """
         if expected is not None:
             return self._measured(expected)
         return (self._released + 1.0) / self._elapsed_s if self._elapsed_s else math.inf
@@ -113,16 +123,19 @@ class DrainRate:
 
 
 class Turnover:
-    """How fast places come free: those held over the time for which one is (Little 1961). Known before anybody has
-    waited for one."""
+    """The rate at which rows come free: rows in use over the mean time of use (Little 1961).
+
+    It is known before a request has waited for a row.
+    """
 
     def __init__(self) -> None:
-        self.num_held = 0  # by requests with a first token
+        # Rows of requests that have a first token.
+        self.num_held = 0
         self._held_s: deque[float] = deque(maxlen=_MAX_REMEMBERED)
         self._sum_s = 0.0
 
     def on_end(self, held_s: float) -> None:
-        """A place came free that was held for so long."""
+        """Record that a row came free after `held_s`."""
         self.num_held -= 1
         if len(self._held_s) == _MAX_REMEMBERED:
             self._sum_s -= self._held_s[0]
@@ -130,13 +143,12 @@ class Turnover:
         self._sum_s += held_s
 
     def rate(self, num_starting: float = 0.0) -> float | None:
-        """Places in a second; None while none came free.
+        """Return the rows that come free in a second; None while none has come free.
 
         Parameters
         ----------
         num_starting
-            Requests without a first token that have a place already: of a burst that finds all places empty that is
-            everyone, and what comes free later is what they hold.
+            Requests that have a row but no first token yet. After a burst into an idle cluster these are all requests.
         """
         if self._sum_s <= 0:
             return None
@@ -144,21 +156,25 @@ class Turnover:
 
 
 class Shortfall:
-    """By how much the waits of accepted requests exceeded their estimates: what to add to the next estimate so that
-    all but one in a hundred would have kept it. An estimate with such a margin holds whatever the error is made of, as
-    long as the next requests are like the last (conformal prediction, Vovk et al. 2005)."""
+    """The margin M: how much the waits of admitted requests exceeded their estimates.
+
+    With this margin added, 99 in 100 of the recent requests would have started in time. That holds for errors of any
+    cause, as long as the next requests are like the last ones (conformal prediction, Vovk et al. 2005).
+    """
 
     def __init__(self) -> None:
-        self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_REMEMBERED)  # when, seconds
-        self._margin_s: float | None = 0.0  # None: not found since the last error
+        # Time of the measurement, and wait minus estimate in seconds.
+        self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_REMEMBERED)
+        # None: not computed since the last error.
+        self._margin_s: float | None = 0.0
 
     def on_wait(self, estimate_s: float, wait_s: float, now_s: float) -> None:
-        """A request got its first token after `wait_s`; `estimate_s` is without a margin."""
+        """Record a request that had its first token after `wait_s`; `estimate_s` has no margin."""
         self._errors.append((now_s, wait_s - estimate_s))
         self._margin_s = None
 
     def margin_s(self, now_s: float) -> float:
-        """Seconds, zero while nothing is known. Found when it is asked for: while nobody waits, nobody does."""
+        """Return the margin in seconds, 0 without measurements. Computed on demand: only a queue needs it."""
         if self._margin_s is None or (self._errors and now_s - self._errors[0][0] > _MEMORY_S):
             self._margin_s = self._measure(now_s)
         return self._margin_s
@@ -167,7 +183,7 @@ class Shortfall:
         errors = self._errors
         while errors and now_s - errors[0][0] > _MEMORY_S:
             errors.popleft()
-        # The k-th smallest of n is exceeded by the next with probability 1 - k / (n + 1) at most.
+        # The next error exceeds the k-th smallest of n with a probability of at most 1 - k / (n + 1).
         k = min(len(errors), math.ceil(_KEPT_PART * (len(errors) + 1)))
         kth = sorted(error_s for _, error_s in errors)[k - 1] if errors else 0.0
         return max(0.0, kth)
@@ -182,7 +198,7 @@ def expected_wait_s(
     num_unanswered: int = 0,
     request_rate: float | None = None,
 ) -> float:
-    """Seconds until the first token: the estimate above without its margin.
+    """Return the seconds until the first token: the estimate above without its margin.
 
     Parameters
     ----------
@@ -193,12 +209,12 @@ def expected_wait_s(
     num_unanswered
         Requests of this router at the replicas that have no token yet.
     request_rate
-        q, where the replicas lack places; None: they lack time.
+        q if the replicas lack rows; None if they lack time.
     """
     if request_rate is None:
         before_s = queued_s + queue.prefill_s_ahead(ticket) / rate
     else:
-        num = queue.num_ahead(ticket) + num_unanswered + 1  # places, with its own
+        num = queue.num_ahead(ticket) + num_unanswered + 1  # Rows, with the request's own.
         before_s = (num + _Z * math.sqrt(num)) / request_rate
     return before_s + ticket.prefill_s
 
@@ -212,24 +228,24 @@ def refusal(
     queued_s: float,
     margin_s: float = 0.0,
 ) -> Overloaded | None:
-    """The error for a request that may not wait; None if it may.
+    """Return the error for a request that must not wait; None if it may.
 
     Parameters
     ----------
     ticket
         A new one, not in the queue.
     wait_s
-        By `expected_wait_s`.
+        From `expected_wait_s`.
     queued_s, margin_s
         W and M.
     """
     if wait_s + margin_s > limits.max_wait_s:
-        # When the excess is gone; but a long prompt need not wait for longer than until it can go at once.
+        # Retry when the excess has drained, but a long prompt not later than when it could be sent at once.
         before_s = wait_s - ticket.prefill_s
         after_s = min(wait_s + margin_s - limits.max_wait_s, before_s - limits.dispatch_window_s)
         return _overloaded(
-            f"the first token would take {wait_s:.1f} s, {queued_s:.1f} s of it for what is queued at "
-            f"every replica, and up to {margin_s:.1f} s more as such estimates go; the limit is "
+            f"the first token would take {wait_s:.1f} s ({queued_s:.1f} s of it for requests that are queued at every "
+            f"replica), and up to {margin_s:.1f} s more by the error of recent estimates; the limit is "
             f"{limits.max_wait_s:g} s (router.max_wait_s)",
             after_s,
         )
@@ -237,16 +253,16 @@ def refusal(
     free_requests = limits.max_queued_requests - len(queue)
     if own_requests + 1 > free_requests:
         return _overloaded(
-            f"{len(queue)} requests wait at this router, {own_requests} of them this tenant's, which may have as "
-            f"many as are still free of {limits.max_queued_requests} (router.max_queued_requests)",
+            f"{len(queue)} requests wait at this router; this tenant has {own_requests} and may have at most the "
+            f"{free_requests} that are free of {limits.max_queued_requests} (router.max_queued_requests)",
             wait_s / 2,
         )
     free_tokens = limits.max_queued_tokens - queue.tokens
     if own_tokens + ticket.tokens > free_tokens:
         return _overloaded(
-            f"prompts of {queue.tokens} tokens wait at this router, {own_tokens} of them this tenant's; with "
-            f"{ticket.tokens} more it would have more than are still free of {limits.max_queued_tokens} "
-            "(router.max_queued_tokens)",
+            f"prompts of {queue.tokens} tokens wait at this router; this tenant has {own_tokens} and may have at most "
+            f"the {free_tokens} that are free of {limits.max_queued_tokens} (router.max_queued_tokens), "
+            f"the new prompt has {ticket.tokens}",
             wait_s / 2,
         )
     return None

@@ -1,1 +1,1 @@
-"""Decisions as they were made: remembered, recorded, replayed."""
+"""Routing decisions: kept in memory, logged to disk, replayed with another policy."""

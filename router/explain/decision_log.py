@@ -1,14 +1,14 @@
-"""A router's decisions on disk, for `quire router replay`: what each was made from, and what came of it.
+"""A router's decisions on disk, for `quire router replay`: the inputs of each, and its outcome.
 
-One JSON object a line, of three kinds; a file begins with the first.
+The file has one JSON object per line, of three kinds; it begins with the first.
 
     {"quire_decision_log": 2, "router": ..., "started": seconds since 1970}
     {"decision": 17, "policy": ..., "time": ..., "now_s": ..., "attempt": 1, "prompt_tokens": ..., "priority": 0,
      "chosen": replica, "fleet": {column: [of each replica], ..., "demand": {...}}}
     {"outcome": 17, "replica": ..., "cached_tokens": ..., "queue_s": ..., "ttft_s": ...}
 
-There are sizes, seconds, replicas and one routing hash; no prompt, no token, no id or session that a client
-chose. JSON has no infinity: null stands for it.
+The file contains sizes, seconds, replicas and one routing hash. It contains no prompt, no token, and no id or session
+that a client chose. JSON has no infinity: null stands for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.router.types import Explain
 
 logger = logging.getLogger("ray.serve")
 VERSION = 2
-_MAX_QUEUED = 1024  # lines on their way to the disk; more are dropped and counted
+_MAX_QUEUED = 1024  # lines that wait for the disk; further ones are dropped and counted
 _FACTS = (
     "replicas",
     "prior_s_per_work",
@@ -45,24 +45,24 @@ _FACTS = (
 
 
 class DecisionLogError(ValueError):
-    """A file that is no decision log, or not one that this version can read."""
+    """The file is not a decision log, or this version cannot read it."""
 
 
 class DecisionLog:
     """Writes decisions to `FOLDER/ROUTER.jsonl` in a thread of its own.
 
-    The event loop pays for a copy of the fleet's columns and no more. Where the disk is too slow, lines are
-    dropped rather than kept: `num_dropped` counts them.
+    A decision costs the event loop a copy of the fleet's columns. If the disk is too slow, lines are dropped;
+    `num_dropped` counts them.
 
     Parameters
     ----------
     folder
-        Made if it is not there.
+        Created if missing.
     router_id
-        For the file's name and its first line.
+        Part of the file's name and of its first line.
     max_bytes
-        Of all that is kept: at half of it the file becomes `ROUTER.1.jsonl`, in place of an older one, and
-        another begins.
+        Bound on the two files that are kept. At half of it the file is renamed to `ROUTER.1.jsonl`, which replaces an
+        older one, and a new file begins.
     """
 
     def __init__(self, folder: Path, router_id: str, max_bytes: int):
@@ -82,7 +82,7 @@ class DecisionLog:
 
         Returns
         -------
-        Its number, for `answered`.
+        The decision's number, for `answered`.
         """
         self._num_decisions += 1
         self._put(
@@ -101,7 +101,7 @@ class DecisionLog:
         return self._num_decisions
 
     def answered(self, decision: int, explain: Explain) -> None:
-        """Record what came of a decision, at its first token."""
+        """Record the outcome of a decision, at the request's first token."""
         self._put(
             {
                 "outcome": decision,
@@ -113,11 +113,11 @@ class DecisionLog:
         )
 
     def resize(self, max_bytes: int) -> None:
-        """Keep so many bytes from now on; an older file that is larger stays until the next takes its place."""
+        """Set the bound. An older file that is larger stays until the next one replaces it."""
         self._max_file_bytes = max_bytes // 2
 
     def close(self) -> None:
-        """Write what is queued; nothing may be recorded afterwards."""
+        """Write all queued lines. Record no decision after that."""
         self._lines.put(None)
         self._thread.join()
 
@@ -136,12 +136,12 @@ class DecisionLog:
                 if more:
                     self._path.replace(self._older_path)
         except OSError as error:
-            logger.error("the decision log ends here: %s", error)
+            logger.error("decision log: writing failed, no further decisions are logged: %s", error)
             while self._lines.get() is not None:
                 self.num_dropped += 1
 
     def _fill(self, file: Any) -> bool:
-        """Write lines until the file is full; False when that was the last one."""
+        """Write lines until the file is full; return False after the last line of the log."""
         num_bytes = file.write(_encode(self._header | {"started": time.time()}))
         while num_bytes < self._max_file_bytes:
             line = self._lines.get()
@@ -155,28 +155,38 @@ class DecisionLog:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggedDecision:
-    """One decision as it is read back."""
+    """One decision read from a log.
+
+    Attributes
+    ----------
+    time_s
+        Seconds since 1970.
+    now_s
+        Time of the router's clock.
+    chosen
+        Replica.
+    outcome
+        The outcome's line, as the module's docstring describes it; None: no answer, or the log lacks it.
+    """
 
     router: str
     policy: str
-    time_s: float  # since 1970
-    now_s: float  # the router's clock
+    time_s: float
+    now_s: float
     attempt: int
     request: RouteRequest
     fleet: FleetView
-    chosen: str  # replica
-    outcome: (
-        dict[str, Any] | None
-    )  # see the module's text; None: no answer, or it is not in the log
+    chosen: str
+    outcome: dict[str, Any] | None
 
 
 def read(path: Path) -> Iterator[LoggedDecision]:
-    """The decisions of one file, in their order. A last line that was cut off is left out.
+    """Read the decisions of one file, in their order. An incomplete last line is ignored.
 
     Raises
     ------
     DecisionLogError
-        With the number of the line.
+        A line is not valid; the message contains its number.
     """
     waiting: dict[int, LoggedDecision] = {}
     outcomes: dict[int, dict[str, Any]] = {}
@@ -215,7 +225,7 @@ def _decision(entry: dict[str, Any], header: dict[str, Any]) -> LoggedDecision:
 
 
 def _copy(fleet: FleetView) -> dict[str, Any]:
-    """What the policy knew; arrays are copies, since the table goes on writing to its own."""
+    """Copy the values of a view, since the table keeps writing to its arrays."""
     facts = {name: getattr(fleet, name) for name in _FACTS}
     return facts | {"demand": fleet.demand._asdict()} | fleet.named()
 
@@ -241,4 +251,6 @@ def _decode(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         return dict(orjson.loads(line))
     except (ValueError, TypeError):
-        raise DecisionLogError(f"{path}: line {number} is no JSON object: {line[:80]!r}") from None
+        raise DecisionLogError(
+            f"{path}: line {number} is not a JSON object: {line[:80]!r}"
+        ) from None

@@ -1,16 +1,15 @@
-"""A recorded log of decisions, decided again by another policy: what would have changed.
+"""Decide the decisions of a log again with another policy, and report the differences.
 
-Each decision is made in the state that the recorded ones had led to: had the other policy been in charge, queues
-and caches would have come to differ, and so would its later choices. So the numbers are estimates, good for
-telling policies apart decision by decision, not for what a cluster would have done; `bench routersim` simulates
-that.
+Each decision is made in the state that the recorded decisions led to. With the other policy in charge, queues and
+caches would have become different, and so would its later choices. So the numbers are estimates: they compare policies
+decision by decision, and do not predict a cluster's behaviour. `python -m tests.perf routersim` simulates that.
 """
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,26 +20,34 @@ from quire.router.policy.fleet_view import FleetView
 from quire.router.policy.policy import Policy, RouteRequest
 
 _TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s")
-_TIE = 1e-6  # costs that differ by less are equal, as for `CostPolicy.tie_s`
+_TIE = 1e-6  # difference below which two costs are equal, as `CostPolicy.tie_s`
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One request on one replica, as the cost prices it."""
+    """One request on one replica, with the predictions of the cost.
+
+    Attributes
+    ----------
+    cached_tokens
+        On the device and in host memory.
+    ttft_s
+        Time to the first token: queue, prefill and copy from host memory.
+    """
 
     replica: str
-    cached_tokens: int  # predicted, on the device and in host memory
-    ttft_s: float  # predicted: queue, prefill and copy from host memory
+    cached_tokens: int
+    ttft_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Redecision:
-    """A recorded decision beside the one that another policy makes of the same knowledge.
+    """A recorded decision, and the decision of another policy from the same inputs.
 
     Attributes
     ----------
     is_tie
-        The recorded replica was as good to the other policy as the one that it drew.
+        The other policy chose another replica, at the same cost as the recorded one.
     """
 
     decision: LoggedDecision
@@ -54,8 +61,8 @@ class Redecision:
 
 
 @dataclass(slots=True)
-class Replay:
-    """All decisions of some logs, under one policy; see the module's text for what that says."""
+class ReplayResult:
+    """All decisions of some logs, decided again by one policy."""
 
     policy: str
     redecisions: list[Redecision] = field(default_factory=list)
@@ -69,25 +76,27 @@ class Replay:
         return sum(one.is_tie for one in self.redecisions)
 
     def largest_changes(self, limit: int) -> list[Redecision]:
-        """Changed placements whose predicted time to first token differs most."""
+        """Return the changed decisions, those with the largest difference in predicted time to first token first."""
         changed = [one for one in self.redecisions if one.is_changed]
         changed.sort(key=lambda one: -abs(one.replayed.ttft_s - one.recorded.ttft_s))
         return changed[:limit]
 
 
-def replay(decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed: int = 0) -> Replay:
-    """Decide again.
+def replay(
+    decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed: int = 0
+) -> ReplayResult:
+    """Decide recorded decisions again.
 
     Parameters
     ----------
     policy
-        Of `router.policy.by_name.make_policy`; one that prices nothing is priced by `slo`.
+        From `router.policy.by_name.make_policy`. Its placements are priced by its own cost, or by that of `slo`.
     seed
-        For its random ties.
+        For random choices between equal costs.
     """
     rng = random.Random(seed)
     pricing = policy if isinstance(policy, CostPolicy) else CostPolicy()
-    result = Replay(name)
+    result = ReplayResult(name)
     for decision in decisions:
         fleet, request = decision.fleet, decision.request
         ranking = policy.choose(request, fleet, decision.now_s, rng)
@@ -100,8 +109,8 @@ def replay(decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed:
     return result
 
 
-def report(result: Replay, limit: int = 10) -> str:
-    """The replay as text, with the largest changes."""
+def report(result: ReplayResult, limit: int = 10) -> str:
+    """Format the result as text, with the `limit` largest changes."""
     ones = result.redecisions
     if not ones:
         return "no decisions in the log"
@@ -114,17 +123,23 @@ def report(result: Replay, limit: int = 10) -> str:
         "",
         f"{'':34}{'recorded':>14}{result.policy:>18}",
         f"{'placements changed':34}{'':>14}{_share(result.num_changed, len(ones)):>18}",
-        f"{'  equal in cost, drawn otherwise':34}{'':>14}{_share(result.num_ties, len(ones)):>18}",
+        f"{'  another one of equal cost':34}{'':>14}{_share(result.num_ties, len(ones)):>18}",
     ]
-    for what, value, width in (
-        ("predicted cached tokens", lambda p: p.cached_tokens, 0),
-        ("predicted TTFT in ms", lambda p: 1000 * p.ttft_s, 1),
-    ):
+    figures: tuple[tuple[str, Callable[[Placement], float], int], ...] = (
+        ("predicted cached tokens", lambda placement: placement.cached_tokens, 0),
+        ("predicted TTFT in ms", lambda placement: 1000 * placement.ttft_s, 1),
+    )
+    for what, value, width in figures:
         columns = [
             np.array([value(getattr(one, side)) for one in ones], np.float64)
             for side in ("recorded", "replayed")
         ]
-        for name, reduced in (("mean", np.mean), ("p50", np.median), ("p99", _p99)):
+        reductions: tuple[tuple[str, Callable[[np.ndarray], float]], ...] = (
+            ("mean", np.mean),
+            ("p50", np.median),
+            ("p99", _p99),
+        )
+        for name, reduced in reductions:
             cells = (f"{reduced(column):,.{width}f}" for column in columns)
             lines.append("{:34}{:>14}{:>18}".format(f"{what}, {name}", *cells))
     outcomes = [one.decision.outcome for one in ones if one.decision.outcome is not None]
@@ -136,7 +151,7 @@ def report(result: Replay, limit: int = 10) -> str:
         lines.append(f"{'measured TTFT in ms, mean':34}{ttft_ms:>14,.1f}  {known}")
     changes = result.largest_changes(limit)
     if changes:
-        lines += ["", "largest changes of the predicted TTFT"]
+        lines += ["", "largest changes in predicted TTFT"]
         lines += [
             f"  prompt {one.decision.request.num_prompt_tokens:>7} tokens: "
             f"{_described(one.recorded)} -> {_described(one.replayed)}"
@@ -144,8 +159,8 @@ def report(result: Replay, limit: int = 10) -> str:
         ]
     lines += [
         "",
-        "An estimate: each decision is made in the state that the recorded decisions had led to, and",
-        "predictions are the cost's own terms. What differs later because of a change is not in it.",
+        "These are estimates: each decision is made in the state that the recorded decisions led to,",
+        "and predictions are the terms of the cost. Later effects of a changed decision are not included.",
     ]
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
-"""What a router remembers of its last decisions, for `GET /v1/router/explain`.
+"""The last decisions of a router, for `GET /v1/router/explain`.
 
-To remember one costs the decision an append: the ring holds the ranking as the policy made it, whose
-arrays are of that moment, and turns it into plain data only when somebody asks.
+Keeping a decision costs an append: the ring stores the policy's ranking with its arrays, and converts it to plain data
+when a client requests it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,43 @@ from quire.router.types import Explain
 
 
 class _Decision(NamedTuple):
+    """One decision.
+
+    Attributes
+    ----------
+    answer_id
+        The id in the client's answer.
+    attempt
+        1 for a request's first.
+    decided_s
+        Time of the router's clock.
+    explain
+        The stream's own object, which the stream updates with the outcome.
+    """
+
     request_id: str
-    answer_id: str  # what the client's answer carries
-    attempt: int  # 1 for a request's first
-    decided_s: float  # the router's clock
+    answer_id: str
+    attempt: int
+    decided_s: float
     num_prompt_tokens: int
     ranking: Ranking
-    explain: Explain  # the stream's own, which goes on learning what came of it
+    explain: Explain
 
 
 class DecisionRing:
     """The last `size` decisions of one router.
 
-    Holds what each replica cost and held for each of them: 32 bytes x `size` x replicas, 170 for decisions that left
-    some replicas out.
+    It takes 32 bytes per replica and decision (cost, wait, tokens held), and 170 for decisions that left some replicas
+    out.
 
     Parameters
     ----------
     router_id
-        Named in every answer: with several routers, who decided is part of why.
+        Part of every answer, since several routers decide independently.
     size
-        Decisions that are remembered; the oldest goes first. 0 remembers none.
+        Number of decisions to keep; the oldest is dropped first.
     clock
-        The one that `add` is given the time of, seconds.
+        The clock of `add`'s `now_s`, seconds.
     """
 
     def __init__(self, router_id: str, size: int, clock: Callable[[], float] = time.monotonic):
@@ -51,7 +65,7 @@ class DecisionRing:
         return self._decisions.maxlen or 0
 
     def resize(self, size: int) -> None:
-        """Remember so many from now on, of those that are there the last."""
+        """Change the number of decisions to keep; the newest ones stay."""
         self._decisions = deque(self._decisions, maxlen=size)
 
     def add(
@@ -63,16 +77,24 @@ class DecisionRing:
         explain: Explain,
         now_s: float,
     ) -> None:
-        """Remember a decision; `explain.attempts` counts it already."""
+        """Keep a decision, which `explain.attempts` already counts."""
         self._decisions.append(
             _Decision(
-                request_id, answer_id, explain.attempts, now_s, num_prompt_tokens, ranking, explain
+                request_id=request_id,
+                answer_id=answer_id,
+                attempt=explain.attempts,
+                decided_s=now_s,
+                num_prompt_tokens=num_prompt_tokens,
+                ranking=ranking,
+                explain=explain,
             )
         )
 
     def find(self, request_id: str) -> list[dict[str, Any]]:
-        """The decisions for one request, by its id or its answer's, first to last: one for each attempt and, where
-        a client used its id again, of each request."""
+        """Return the decisions for a request id or an answer id, oldest first.
+
+        There is one for each attempt, and for each request if a client used the same request id again.
+        """
         return [
             self._describe(decision)
             for decision in self._decisions
@@ -80,12 +102,12 @@ class DecisionRing:
         ]
 
     def last(self, limit: int) -> list[dict[str, Any]]:
-        """The last decisions, the newest first."""
+        """Return the last decisions, newest first."""
         newest = list(self._decisions)[: -limit - 1 : -1]
         return [self._describe(decision) for decision in newest]
 
     def _describe(self, decision: _Decision) -> dict[str, Any]:
-        """Plain data; see `cluster.http_answers.Decision` for what each field means."""
+        """Convert a decision to plain data; `cluster.http.http_answers.Decision` describes the fields."""
         explain, ranking = decision.explain, decision.ranking
         age_s = self._clock() - decision.decided_s
         is_last = explain.attempts == decision.attempt
@@ -99,7 +121,7 @@ class DecisionRing:
             "prompt_tokens": decision.num_prompt_tokens,
             "num_replicas": len(ranking.fleet),
             "ranking": [_describe_score(score) for score in ranking],
-            # A later attempt has overwritten what came of an earlier one.
+            # A later attempt overwrote the outcome of an earlier one.
             "outcome": _describe_outcome(explain) if is_last and explain.answered else None,
         }
 

@@ -1,1 +1,1 @@
-"""What this router knows of each replica: cache, load, speed, demand."""
+"""The replicas as this router knows them: cache, load, speed; and the demand."""

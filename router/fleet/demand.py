@@ -1,7 +1,7 @@
-"""What arrives at the fleet, learnt from this router's own decisions and the replicas' reports.
+"""The arriving requests, as averages of this router's own decisions and the replicas' reports.
 
-Exponential averages over `HORIZON_S`. A router that shares the fleet with others sees only its own
-part of the demand: `share` is that part, by what of the requests in flight are its own.
+The averages are exponential, over `HORIZON_S`. A router that shares the fleet with others sees only its own requests.
+`share`, its part of the requests in flight, scales the averages to the whole fleet.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import OrderedDict
 from quire.router.policy.fleet_view import Demand
 
 HORIZON_S = 30.0
-_LEAST_SHARE = 1 / 64
+_MIN_SHARE = 1 / 64
 _OUTPUT_WEIGHT = 0.01
-_MIN_STEPS = 32  # reports before the slope says anything
+_MIN_STEPS = 32  # reports before the slope is used
 _STEP_WEIGHT = 0.002
 
 
 class DemandMeter:
-    """Arrivals, prefill seconds and outputs of one router's requests."""
+    """Averages of one router's requests: arrivals, prefill seconds, outputs."""
 
     def __init__(self) -> None:
         self._arrivals = 0.0
@@ -36,14 +36,14 @@ class DemandMeter:
     def on_decision(
         self, prefill_s: float, tokens: float, work: float, share: float, now_s: float
     ) -> None:
-        """A request was placed.
+        """Count a request that was sent to a replica.
 
         Parameters
         ----------
         prefill_s, tokens, work
-            What it has to prefill, by our prediction.
+            Its predicted prefill, in seconds, tokens and work.
         share
-            Of the fleet's requests in flight, the part that is this router's.
+            This router's part of the fleet's requests in flight.
         """
         self._decay(now_s)
         self._arrivals += 1.0
@@ -54,11 +54,11 @@ class DemandMeter:
         self._share += _OUTPUT_WEIGHT * (share - self._share)
 
     def on_output(self, num_tokens: int) -> None:
-        """A request ended after so many tokens."""
+        """Count a request that ended after `num_tokens` tokens."""
         self._output_tokens += _OUTPUT_WEIGHT * (num_tokens - self._output_tokens)
 
     def on_step(self, kv_tokens: int, step_s: float) -> None:
-        """A replica reported the time of a decode step."""
+        """Count a replica's report of a decode step."""
         self._slope.add(kv_tokens, step_s)
 
     @property
@@ -66,22 +66,22 @@ class DemandMeter:
         return self._work / self._tokens if self._tokens > 0 else 1.0
 
     def demand(self, num_replicas: int, now_s: float) -> Demand:
-        """The averages, per replica, as of `now_s`."""
+        """Return the averages, per replica, as of `now_s`."""
         if self._first_s is None:
             return Demand(
                 output_tokens=self._output_tokens, decode_s_per_kv_token=self._slope.s_per_token
             )
         keep = math.exp((self._last_s - now_s) / HORIZON_S)
         seen_s = max(1.0, HORIZON_S * (1.0 - math.exp((self._first_s - now_s) / HORIZON_S)))
-        per_replica = keep / (seen_s * num_replicas * max(self._share, _LEAST_SHARE))
+        per_replica = keep / (seen_s * num_replicas * max(self._share, _MIN_SHARE))
         arrivals = max(self._arrivals, 1e-9)
         return Demand(
-            self._arrivals * per_replica,
-            min(0.99, self._prefill_s * per_replica),
-            self._prefill_s / arrivals,
-            self._prefill_s2 / arrivals,
-            self._output_tokens,
-            self._slope.s_per_token,
+            arrivals_per_s=self._arrivals * per_replica,
+            prefill_share=min(0.99, self._prefill_s * per_replica),
+            mean_prefill_s=self._prefill_s / arrivals,
+            mean_square_prefill_s2=self._prefill_s2 / arrivals,
+            output_tokens=self._output_tokens,
+            decode_s_per_kv_token=self._slope.s_per_token,
         )
 
     def _decay(self, now_s: float) -> None:
@@ -99,17 +99,16 @@ class DemandMeter:
 class StepSlope:
     """Least squares of decode step time over KV tokens, with exponential forgetting.
 
-    The slope is what one more token in the cache adds to a step: as much of it as the reports prove, three standard
-    errors below the estimate. A few noisy steps of an idle cluster would else make a replica that is a token
-    ahead look dearer than the prefill of a whole prompt elsewhere. It never says that an empty cache would
-    make a step take less than no time.
+    The slope is the time that one more KV token adds to a step. It is three standard errors below the estimate:
+    otherwise, after a few noisy steps of an idle cluster, one KV token more could cost more than the prefill of a whole
+    prompt elsewhere. It is at most the slope of a line through 0, since a step with an empty cache takes time.
     """
 
     def __init__(self) -> None:
         self._weight = 0.0
         # Running means, and variances and covariance around them.
         self._x = self._y = self._xx = self._xy = self._yy = 0.0
-        self._s_per_token: float | None = 0.0  # None: to be computed
+        self._s_per_token: float | None = 0.0  # None: not yet computed
 
     def add(self, kv_tokens: float, step_s: float) -> None:
         if step_s <= 0 or kv_tokens <= 0:
@@ -126,7 +125,8 @@ class StepSlope:
 
     @property
     def s_per_token(self) -> float:
-        if self._s_per_token is None:  # asked for once in a while, added to with every frame
+        # Computed when read: decisions read it less often than frames add to it.
+        if self._s_per_token is None:
             self._s_per_token = self._proven()
         return self._s_per_token
 
@@ -140,7 +140,7 @@ class StepSlope:
 
 
 class Followers:
-    """How often prefixes were asked for of late, by the hash at their end; the least recent go first."""
+    """Recent requests per prefix, by the routing hash at its end. The least recently used are dropped first."""
 
     def __init__(self, horizon_s: float = 60.0, max_prefixes: int = 65_536):
         self._horizon_s = horizon_s
@@ -148,7 +148,7 @@ class Followers:
         self._seen: OrderedDict[int, tuple[float, float]] = OrderedDict()  # hash -> (count, time)
 
     def count(self, prefix: int, now_s: float) -> float:
-        """Requests of the last horizon with this prefix, beyond one."""
+        """Return the requests of the last horizon with this prefix, less one."""
         count, then_s = self._seen.get(prefix, (0.0, now_s))
         return max(0.0, count * math.exp((then_s - now_s) / self._horizon_s) - 1.0)
 

@@ -1,9 +1,9 @@
-"""One replica's events brought into the index, in order, over a stream that may lose or delay frames.
+"""Apply one replica's cache events to the index, in order, over a stream that may lose or delay frames.
 
-A new attach stream brings a snapshot by itself; after a gap in seq, or when our digest is not the replica's,
-`Replay.take` says from where to ask for a resync. The answer is the missed batches or a snapshot in pages, and it may
-come after frames with newer batches: while it is awaited all batches are kept. The stale index goes on answering, since
-after a gap it is nearly right. A new epoch starts from nothing.
+A new attach stream begins with a snapshot. After a gap in the batch numbers, or when our digest differs from the
+replica's, `EventReplay.take` returns the batch after which to request a resync. The answer is the missed batches or a
+snapshot in pages. Frames with newer batches may arrive before it, so the replay keeps all batches until then. The stale
+index keeps answering matches, since after a gap it is nearly right. A new epoch starts from an empty index.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 from quire.protos.wire import CacheEvents, Frame
 from quire.router.index.prefix_index import PrefixIndex
 
-SNAPSHOT = -1  # as `Verdict.resync_from`: no batches will do
+SNAPSHOT = -1  # `ReplayCheck.resync_from`: request a snapshot
 _NO_HASHES = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a frame showed.
+class ReplayCheck:
+    """The replay compared with a frame.
 
     Attributes
     ----------
     agrees
-        Our replay is the replica's cache. Neither this nor a reason: the frame cannot tell.
+        The replay equals the replica's cache. If this is False and `reason` is empty, the frame cannot be compared.
     reason
-        Why it is not.
+        The difference.
     resync_from
-        It is time to ask for the batches after this one (`SNAPSHOT`: for a snapshot), or None.
+        Request the batches after this one now (`SNAPSHOT`: a snapshot); None: request nothing.
     """
 
     agrees: bool = False
@@ -38,15 +38,15 @@ class Verdict:
     resync_from: int | None = None
 
 
-class Replay:
-    """The replay of one replica; the index must know it.
+class EventReplay:
+    """The replay of one replica, which the index must contain.
 
     Parameters
     ----------
     max_kept_batches
-        Bound on the batches kept while a resync is awaited; beyond it they are dropped, and the gap asks for another.
+        Bound on the batches kept until a resync arrives. Beyond it they are dropped, and the gap causes another resync.
     resync_interval_s
-        Least time between two requests, answered or not.
+        Shortest time between two resync requests, answered or not.
     """
 
     def __init__(
@@ -56,36 +56,41 @@ class Replay:
         self._replica = replica
         self._max_kept_batches = max_kept_batches
         self._resync_interval_s = resync_interval_s
-        self._awaits_resync = True  # the attach stream begins with a snapshot
-        self._in_snapshot = False  # some of its pages are there, others follow
-        self._asked_s: float | None = None  # when a resync was asked for last
-        self._kept: dict[int, CacheEvents] = {}  # by seq, while a resync is awaited
+        # True at first: the attach stream begins with a snapshot.
+        self._awaits_resync = True
+        # Some pages of the snapshot have arrived, others follow.
+        self._in_snapshot = False
+        # Time of the last resync request.
+        self._asked_s: float | None = None
+        # Batches by seq, until the resync arrives.
+        self._kept: dict[int, CacheEvents] = {}
 
     def begin_stream(self) -> None:
-        """A new attach stream is open: a snapshot is on its way."""
+        """Begin a new attach stream, which brings a snapshot."""
         self._asked_s = None
         self._await_resync()
 
     def begin_epoch(self, epoch: str) -> None:
-        """Another engine: nothing of the old one holds. Its batches count from 1."""
+        """Drop the cache of the replica's former engine. The new one numbers its batches from 1."""
         self._index.reset(self._replica, epoch, 0, _NO_HASHES)
         self.begin_stream()
 
     def on_first_frame(self, now_s: float) -> None:
-        """The stream begins: the snapshot that opens it needs no asking."""
+        """Count the snapshot that opens the stream as requested now."""
         self._asked_s = now_s
 
     def expect_no_snapshot(self) -> None:
-        """The stream has had its snapshot, of an engine that is gone."""
+        """Expect no snapshot: the stream brought it before the replica's engine restarted."""
         self._awaits_resync = False
 
-    def take(self, frame: Frame, now_s: float) -> Verdict:
-        """Bring the index up to a frame, in the order of arrival."""
+    def take(self, frame: Frame, now_s: float) -> ReplayCheck:
+        """Apply a frame's events and snapshot page to the index. Call it in the order of arrival."""
         if not self._replay(frame):
-            return Verdict()
+            return ReplayCheck()
         seq = self._index.seq(self._replica)
-        if frame.events_seq < seq:  # it carries a snapshot, or a resync was faster than it
-            return Verdict()
+        # The frame carries a snapshot, or a resync overtook it.
+        if frame.events_seq < seq:
+            return ReplayCheck()
         if frame.events_seq > seq:
             reason, resync_from = f"replica is at batch {frame.events_seq}, replay at {seq}", seq
         elif self._differs(frame):
@@ -93,14 +98,14 @@ class Replay:
         else:
             self._awaits_resync = False
             self._kept.clear()
-            return Verdict(agrees=True)
+            return ReplayCheck(agrees=True)
         if not self._awaits_resync:
             self._await_resync()
             self._kept.update((batch.seq, batch) for batch in frame.events)
         if self._asked_s is not None and now_s - self._asked_s < self._resync_interval_s:
-            return Verdict(reason=reason)
+            return ReplayCheck(reason=reason)
         self._asked_s = now_s
-        return Verdict(reason=reason, resync_from=resync_from)
+        return ReplayCheck(reason=reason, resync_from=resync_from)
 
     def _await_resync(self) -> None:
         self._awaits_resync = True
@@ -108,10 +113,10 @@ class Replay:
         self._kept.clear()
 
     def _replay(self, frame: Frame) -> bool:
-        """Take in what can be; whether the index is at some batch, not within a snapshot."""
+        """Apply the batches and pages that can be applied; return False within a snapshot."""
         index = self._index
         if not self._awaits_resync:
-            # A page here is of a snapshot that something faster has made superfluous.
+            # A page that arrives here belongs to a snapshot that is no longer needed.
             for batch in frame.events:
                 index.apply(self._replica, frame.epoch, batch)
             return True
@@ -119,23 +124,23 @@ class Replay:
         if len(self._kept) > self._max_kept_batches:
             self._kept.clear()
         if frame.snapshot is not None:
-            self._take_page(frame)
+            self._take_page(frame, frame.snapshot)
         if self._in_snapshot:
             return False
-        while (batch := self._kept.get(index.seq(self._replica) + 1)) is not None:
-            index.apply(self._replica, frame.epoch, batch)
+        while (kept := self._kept.get(index.seq(self._replica) + 1)) is not None:
+            index.apply(self._replica, frame.epoch, kept)
         return True
 
-    def _take_page(self, frame: Frame) -> None:
+    def _take_page(self, frame: Frame, page: np.ndarray) -> None:
         if not self._in_snapshot:
             self._index.begin_reset(self._replica, frame.epoch, frame.events_seq)
             self._in_snapshot = True
-        self._index.extend_reset(self._replica, frame.snapshot, frame.host_snapshot)
+        self._index.extend_reset(self._replica, page, frame.host_snapshot)
         if not frame.snapshot_more:
             self._index.commit_reset(self._replica)
             self._in_snapshot = False
 
     def _differs(self, frame: Frame) -> bool:
-        """A cache that was not stored in full, for the index's bound, has no digest to compare."""
+        """Whether the digests differ. An index that dropped blocks at its bound has no digest to compare."""
         index, replica = self._index, self._replica
         return index.is_complete(replica) and index.digest(replica) != frame.digest

@@ -1,4 +1,4 @@
-"""Which replicas Serve says are running: where Serve's request router and our bus meet.
+"""The running replicas as Serve lists them, passed from Serve's request router to our bus.
 
 Serve pickles a `RequestRouter` class by value and makes the instance itself, in the process of the deployment that
 holds the handle, possibly in another thread. Only a module that is imported by reference is the same object on both
@@ -27,22 +27,22 @@ class Membership:
             self._set(members)
 
     def discard(self, member: str) -> None:
-        """Serve saw this replica's actor die."""
+        """Remove a replica after its actor died."""
         with self._lock:
             self._set(self._members - {member})
 
     def listen(self, listener: Listener) -> frozenset[str]:
         """Call `listener` with the members at every later change; return the members now.
 
-        There is one listener: a second takes the place of the first. It is called with the lock held, so that
-        it sees changes in their order; it must not block or call back.
+        There is one listener; a second call replaces it. The lock is held during the call, so that the listener sees
+        changes in their order. It must not block or call methods of this object.
         """
         with self._lock:
             self._listener = listener
             return self._members
 
     def unlisten(self, listener: Listener) -> None:
-        """Call `listener` no more; nothing when another one has taken its place."""
+        """Stop calling `listener`; do nothing if another listener replaced it."""
         with self._lock:
             if self._listener == listener:  # bound methods are equal, not identical
                 self._listener = None
@@ -59,6 +59,6 @@ _channels_lock = threading.Lock()
 
 
 def channel(name: str) -> Membership:
-    """The membership that goes by this name in this process; made on first use."""
+    """Return this process's membership of a name, made on first use."""
     with _channels_lock:
         return _channels.setdefault(name, Membership())

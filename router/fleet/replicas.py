@@ -1,7 +1,7 @@
-"""What this router knows of each replica: its cache, its load, our own requests on the way to it.
+"""All replicas of one router: their caches, their loads, our own requests on them.
 
-The table is fed with frames (`on_frame`) and asked for the fleet as a policy sees it (`fleet`); it starts nothing and
-reads no clock. `router/fleet/tracked_replica.py` draws the life of a replica here.
+`on_frame` feeds the table with frames, `fleet` returns the view that a policy decides from. The table starts no task
+and reads no clock. `router/fleet/tracked_replica.py` draws a replica's states.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, Frame, Load
+from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
+from quire.protos.wire import Frame, Load
 from quire.router.fleet.demand import DemandMeter, Followers
-from quire.router.fleet.event_replay import Replay
+from quire.router.fleet.event_replay import EventReplay
+from quire.router.fleet.prefill_speeds import FleetSpeeds
 from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.fleet.sessions import Sessions
-from quire.router.fleet.speeds import FleetSpeeds
 from quire.router.fleet.tracked_replica import ReplicaState, TrackedReplica
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.columns import COLUMN, ReplicaColumns
 from quire.router.policy.fleet_view import FleetView, prefill_work
 from quire.router.policy.policy import Ranking
+from quire.router.policy.replica_columns import COLUMN, PerColumn, ReplicaColumns
 from quire.router.types import ReplicaStatus
 
 
 @dataclass(frozen=True, slots=True)
 class FrameAction:
-    """What the caller has to do after a frame.
+    """The caller's tasks after a frame.
 
     Attributes
     ----------
     became_ready
         The replica takes requests from now on: this is the first frame of its attach stream.
     resync_from
-        Ask the replica for the event batches after this one (`replay.SNAPSHOT`: for a snapshot), or None.
+        Request the replica's event batches after this one (`event_replay.SNAPSHOT`: a snapshot); None: nothing.
     new_epoch
-        The engine behind the replica is another one: requests sent to the old one get no answer.
+        The replica's engine was replaced: requests sent to the former one get no answer.
     reason
-        Why our replay is not the replica's cache, for the log; empty when it is.
+        The difference between our replay and the replica's cache, for the log; empty if there is none.
     """
 
     became_ready: bool = False
@@ -54,27 +55,25 @@ class ReplicaTable:
     Parameters
     ----------
     submit_lag_s
-        A report cannot contain a request that we booked less than this long before the report
-        arrived: the time of the submit call and of the frame's way back.
+        Time of the submit call and of the frame's way back. A report cannot contain a request booked less than this
+        before the report arrived.
     lost_after_s
-        A replica that sends no frame for so long is lost. An idle one sends a heartbeat each
-        second; a busy one is silent during a step, and a step of a large chunk on a slow CPU takes
-        seconds.
+        Silence after which a replica is lost. An idle replica sends a heartbeat each second. A busy one is silent
+        during a step, and a step with a large chunk takes seconds on a slow CPU.
     resync_interval_s
-        Least time between two resync requests to one replica, answered or not.
+        Shortest time between two resync requests to one replica, answered or not.
     max_kept_batches
-        Event batches kept for one replica while a resync is awaited; beyond it they are dropped,
-        and the gap asks for another.
+        Event batches kept for one replica until a resync arrives. Beyond it they are dropped, and the gap causes
+        another resync.
     routing_block_tokens
-        Tokens that one hash stands for.
+        Tokens of a routing block.
     attention_context_tokens
-        Context at which attention costs as much as everything else of a token's prefill: the ratio
-        of their operations, 2 x parameters of a layer / (4 x width of its heads). 27,000 for an 8B
-        Llama, and much the same for others.
+        Context at which a token's attention costs as much as the rest of its prefill: the ratio of their operations,
+        2 x parameters of a layer / (4 x width of its heads). It is 27,000 for an 8B Llama, and similar for others.
     host_copy_s_per_token
-        To bring a token's KV from host memory to the device.
+        Seconds to copy a token's KV from host memory to the device.
     max_sessions
-        Sessions whose last replica is remembered; the least recent go first.
+        Sessions to remember the last replica of; the least recently used are dropped first.
     """
 
     def __init__(
@@ -99,10 +98,12 @@ class ReplicaTable:
         self._attention_context_tokens = attention_context_tokens
         self._host_copy_s_per_token = host_copy_s_per_token
         self._replicas: dict[str, TrackedReplica] = {}
-        self._num_with_weights: Counter[str] = Counter()  # replicas by `Hello.weights`
+        # `Hello.weights` -> number of replicas.
+        self._num_with_weights: Counter[str] = Counter()
         self._columns = ReplicaColumns()
         self._speeds = FleetSpeeds()
-        self._num_ours = 0  # our requests in flight
+        # Requests of this router in flight.
+        self._num_ours = 0
         self._demand = DemandMeter()
         self._followers = Followers()
         self._sessions = Sessions(max_sessions)
@@ -113,18 +114,22 @@ class ReplicaTable:
     # ---------------------------------------------------------------------------------- membership
 
     def add(self, replica: str, epoch: str, block_tokens: int = 0, weights: str = "") -> None:
-        """An attach stream to a replica, new or lost, is open; its first frame makes it ready.
+        """Add a replica after an attach stream to it was opened. It takes requests after its first frame.
 
         Parameters
         ----------
+        replica
+            A new replica, or a lost one.
         block_tokens
             Tokens in one of its KV blocks, 0 if not known.
         weights
-            `Hello.weights`: requests that began elsewhere may continue on it if theirs are equal.
+            `Hello.weights`. A request that began on another replica may continue here only if the weights are equal.
         """
         entry = self._replicas.get(replica)
         if entry is None:
-            replay = Replay(self.index, replica, self._max_kept_batches, self._resync_interval_s)
+            replay = EventReplay(
+                self.index, replica, self._max_kept_batches, self._resync_interval_s
+            )
             row = self._columns.add(replica)
             entry = self._replicas[replica] = TrackedReplica(replica, epoch, replay, row)
             replay.begin_epoch(epoch)
@@ -140,7 +145,7 @@ class ReplicaTable:
         self._write_row(entry)
 
     def remove(self, replica: str) -> None:
-        """A replica left for good; unknown ones are ignored."""
+        """Remove a replica; an unknown one is ignored."""
         entry = self._replicas.pop(replica, None)
         if entry is None:
             return
@@ -156,7 +161,7 @@ class ReplicaTable:
         self._speeds.expire()
 
     def set_draining(self, replica: str) -> None:
-        """No new requests, those in flight go on; an unknown replica is ignored."""
+        """Send the replica no new requests; an unknown one is ignored."""
         entry = self._replicas.get(replica)
         if entry is not None:
             entry.draining = True
@@ -164,14 +169,14 @@ class ReplicaTable:
             self._write_row(entry)
 
     def set_lost(self, replica: str) -> None:
-        """Its attach stream ended; an unknown replica is ignored."""
+        """Mark a replica as lost after its attach stream ended; an unknown one is ignored."""
         entry = self._replicas.get(replica)
         if entry is not None:
             entry.move_to(ReplicaState.LOST)
             self._write_row(entry)
 
     def expire(self, now_s: float) -> list[str]:
-        """Mark the replicas that have been silent for too long as lost, and name them."""
+        """Mark the replicas that have been silent for `lost_after_s` as lost, and return their names."""
         silent = [
             entry.name
             for entry in self._replicas.values()
@@ -185,20 +190,21 @@ class ReplicaTable:
         return self._replicas[replica].state
 
     def num_ready(self) -> int:
-        """Replicas that take requests, silence aside."""
+        """Return the number of replicas that take requests, silent ones included."""
         return sum(entry.is_ready() for entry in self._replicas.values())
 
     # -------------------------------------------------------------------------------------- frames
 
     def on_frame(self, replica: str, frame: Frame, now_s: float) -> FrameAction:
-        """Take in the events, load and snapshot page of a frame; its tokens are not looked at.
+        """Take in the events, load and snapshot page of a frame, without its tokens.
 
         Call it in the order of arrival. A frame of an unknown replica is ignored.
         """
         entry = self._replicas.get(replica)
         if entry is None:
             return FrameAction()
-        if entry.state is ReplicaState.LOST:  # only silent: its stream is the same
+        # The replica was silent, but its stream did not end.
+        if entry.state is ReplicaState.LOST:
             entry.resume()
         was_ready = entry.is_ready()
         if entry.seen_s is None:
@@ -219,7 +225,7 @@ class ReplicaTable:
         return FrameAction(became_ready, found.resync_from, new_epoch, found.reason)
 
     def _begin_epoch(self, entry: TrackedReplica, epoch: str) -> None:
-        """Another engine runs behind the replica."""
+        """Drop the state of the replica's former engine."""
         self._num_ours -= entry.bookings.num_in_flight
         entry.begin_epoch(epoch)
 
@@ -239,15 +245,16 @@ class ReplicaTable:
         now_s: float,
         session: str = "",
     ) -> RequestBooking:
-        """Count a request that was just sent to the best of a ranking.
+        """Count a request that was just sent to the best replica of a ranking.
 
-        Until its first token (`answered`) its blocks count as cached and its prefill as queued. Call
-        `on_frame` with the frame that carries the token first: then its events have taken the
-        booking's place. Every booking is given back with `end`.
+        Until its first token (`answered`) its blocks count as cached and its prefill as queued. Before `answered`, call
+        `on_frame` with the frame that carries the token, so that its events replace the booking's blocks. `end` each
+        booking.
         """
         best, fleet = ranking[0], ranking.fleet
         cached = best.cached_tokens + best.host_tokens
-        to_come = hashes[cached // self._routing_block_tokens :]  # the others it holds already
+        # The replica holds the blocks before these.
+        to_come = hashes[cached // self._routing_block_tokens :]
         booking = self._book(best.replica, to_come, num_prompt_tokens, cached, now_s)
         missing, work = booking.prefill_tokens, booking.work
         self._demand.on_decision(best.prefill_s, missing, work, self._share_of_requests(), now_s)
@@ -258,8 +265,10 @@ class ReplicaTable:
         return booking
 
     def book_fork(self, parent: RequestBooking, now_s: float) -> RequestBooking:
-        """Count a request with the prompt of one that is booked, sent to the same replica as its fork: it computes
-        the prompt's last token only. Its blocks are the parent's."""
+        """Count a fork of a booked request, sent to the same replica with the same prompt.
+
+        A fork computes only the prompt's last token. Its blocks are the parent's.
+        """
         num_tokens = parent.prompt_tokens
         return self._book(parent.replica, (), num_tokens, num_tokens - 1, now_s)
 
@@ -274,13 +283,13 @@ class ReplicaTable:
         entry = self._replicas[replica]
         missing = num_prompt_tokens - cached
         booking = RequestBooking(
-            entry.name,
-            entry.epoch,
-            num_prompt_tokens,
-            missing,
-            prefill_work(missing, cached, self._attention_context_tokens),
-            now_s,
-            self.index.book(entry.name, hashes),
+            replica=entry.name,
+            epoch=entry.epoch,
+            prompt_tokens=num_prompt_tokens,
+            prefill_tokens=missing,
+            work=prefill_work(missing, cached, self._attention_context_tokens),
+            booked_s=now_s,
+            index_booking=self.index.book(entry.name, hashes),
         )
         entry.bookings.add(booking)
         self._num_ours += 1
@@ -288,7 +297,7 @@ class ReplicaTable:
         return booking
 
     def answered(self, booking: RequestBooking, now_s: float) -> None:
-        """Its first token is here: the replica's own reports and events tell from now on."""
+        """Take a request's prefill and blocks out after its first token, since reports and events now contain them."""
         if booking.answered:
             return
         booking.answered = True
@@ -300,7 +309,7 @@ class ReplicaTable:
             self._write_row(entry)
 
     def end(self, booking: RequestBooking, now_s: float, num_output_tokens: int = 0) -> None:
-        """Give a booking back, with or without an answer; a second time does nothing."""
+        """End a booking, with or without an answer; a second call does nothing."""
         self.answered(booking, now_s)
         if booking.ended:
             return
@@ -317,8 +326,8 @@ class ReplicaTable:
         return entry if entry is not None and entry.epoch == booking.epoch else None
 
     def _share_of_requests(self) -> float:
-        """Of the requests in flight, how many are this router's."""
-        known = float(self._columns.columns[COLUMN.num_requests].sum())
+        """Return this router's part of the fleet's requests in flight, 0 to 1."""
+        known = float(self._columns.columns.num_requests.sum())
         return min(1.0, (self._num_ours + 1) / (known + 1))
 
     # --------------------------------------------------------------------------------------- views
@@ -342,30 +351,34 @@ class ReplicaTable:
         avoid: Set[str] = frozenset(),
         weights: str | None = None,
     ) -> FleetView:
-        """The replicas that can take a request with these routing hashes, as a policy sees them. Those that would
-        refuse it are among them only if all would.
+        """Return the replicas that can take a request, as a policy sees them.
+
+        Replicas that would refuse the request are left out, unless all would refuse it.
 
         Parameters
         ----------
-        weights
-            Only replicas with these; None: with any.
+        hashes
+            Routing hashes of the prompt.
         avoid
-            Replicas to leave out, unless that leaves none.
+            Replicas to leave out, unless no other is left.
+        weights
+            Return only replicas with these weights; None: with any.
         """
-        names, matrix = self._columns.names, self._columns.columns
+        names, columns = self._columns.names, self._columns.columns
         if self._speeds.is_stale(now_s):
             self._speeds.update((self._replicas[name].speed for name in names), now_s)
         speeds = self._speeds.s_per_work
         held, longest = self._held_tokens(hashes, num_prompt_tokens)
         kept = self._kept_rows(now_s, avoid, weights)
         if kept is not None:
-            # `matrix[:, kept]` would lay the columns of one replica side by side.
-            matrix, held, speeds = matrix.take(kept, axis=1), held.take(kept, axis=1), speeds[kept]
+            # `take` gives contiguous columns, `matrix[:, kept]` does not.
+            columns = PerColumn(*self._columns.matrix.take(kept, axis=1))
+            held, speeds = held.take(kept, axis=1), speeds[kept]
             names = [names[row] for row in kept.tolist()]
         prefix = int(hashes[longest - 1]) if longest else None
         return FleetView(
             replicas=names,
-            columns=matrix,
+            columns=columns,
             held=held,
             prefill_s_per_work=speeds,
             now_s=now_s,
@@ -379,12 +392,9 @@ class ReplicaTable:
         )
 
     def _kept_rows(self, now_s: float, avoid: Set[str], weights: str | None) -> np.ndarray | None:
-        """Rows of the replicas that `fleet` returns, ascending; None: of all."""
-        names, matrix, some_below = (
-            self._columns.names,
-            self._columns.columns,
-            self._columns.some_below,
-        )
+        """Return the rows of the replicas that `fleet` returns, ascending; None: all rows."""
+        names, columns = self._columns.names, self._columns.columns
+        some_below = self._columns.some_below
         heard_s = now_s - self.lost_after_s
         is_mixed = weights is not None and self._num_with_weights[weights] < len(self._replicas)
         if not names or not (
@@ -394,7 +404,8 @@ class ReplicaTable:
             or some_below(COLUMN.seen_s, heard_s)
         ):
             return None
-        full, out = matrix[COLUMN.num_places] < 1, matrix[COLUMN.seen_s] < heard_s
+        # Rows that would refuse the request, that take no requests, and that have other weights.
+        full, out = columns.num_places < 1, columns.seen_s < heard_s
         foreign = np.zeros(len(names), bool)
         if is_mixed:
             own = (self._replicas[name].weights == weights for name in names)
@@ -404,16 +415,17 @@ class ReplicaTable:
             out = out if (avoided | foreign).all() else avoided
         full |= out
         out = out if (full | foreign).all() else full
-        return (~(out | foreign)).nonzero()[0]
+        kept: np.ndarray = (~(out | foreign)).nonzero()[0]
+        return kept
 
     def _held_tokens(
         self, hashes: Sequence[int] | np.ndarray, num_prompt_tokens: int
     ) -> tuple[np.ndarray, int]:
-        """What each row holds of a prompt.
+        """Match a prompt with the cache of each replica.
 
         Returns
         -------
-        [2, rows] float64, tokens on its device, and further ones in host memory; and the blocks of the longest match.
+        [2, rows] float64, tokens on the device and further tokens in host memory; and the blocks of the longest match.
         """
         index, block = self.index, self._routing_block_tokens
         held = np.zeros((2, len(self._columns)))
@@ -438,21 +450,22 @@ class ReplicaTable:
         entry = self._replicas.get(replica) if replica is not None else None
         if entry is None:
             return -1
-        if names is self._columns.names:  # nobody is left out
+        # The same list: no replica is left out.
+        if names is self._columns.names:
             return entry.row
         return names.index(entry.name) if entry.name in names else -1
 
     def _write_row(self, entry: TrackedReplica) -> None:
-        """Bring a replica's columns up to what is known of it."""
+        """Write a replica's current values to the columns."""
         num_blocks = self.index.num_blocks(entry.name)
         self._columns.write(entry.row, entry.columns(num_blocks, self._host_copy_s_per_token))
 
     def num_routers(self) -> int:
-        """That share the replicas, as these report it; this one at least."""
+        """Return the number of routers that share the replicas, by their reports; at least 1."""
         return max((entry.load.num_routers for entry in self._replicas.values()), default=1)
 
     def statuses(self, now_s: float) -> list[ReplicaStatus]:
-        """Every replica, also those that take no requests."""
+        """Return the status of every replica, also of those that take no requests."""
         return [
             ReplicaStatus(
                 replica=entry.name,

@@ -1,7 +1,7 @@
 """This router's requests on one replica, from the decision to the end of each.
 
-A request's prefill counts as queued from the decision on. The first report that can contain the request takes it out of
-`unreported`, its first token takes it out of `unanswered`.
+A request's prefill counts as queued from the decision on. The first report that can contain the request ends its entry
+in `_unreported`, its first token ends its entry in `_unanswered`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ReplicaBookings:
     num_unreported, num_unanswered
         Requests that the last report cannot contain; requests without a first token.
     unreported_work, unanswered_work
-        Their prefill work.
+        Prefill work of these requests.
     unanswered_tokens
         Prompt tokens of the requests without a first token.
     head_s
-        Time since which the oldest of the requests without a first token has been that.
+        Time at which the oldest request without a first token became the oldest.
     """
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class ReplicaBookings:
 
     @property
     def head_work(self) -> float:
-        """Prefill work of the oldest request without a first token."""
+        """Prefill work of the oldest request without a first token; 0 if there is none."""
         return next(iter(self._unanswered)).work if self._unanswered else 0.0
 
     def add(self, booking: RequestBooking) -> None:
-        """Count a request that was sent at `booking.booked_s`, not before the one added last."""
+        """Add a request. Requests are added in the order of `booked_s`."""
         if not self._unanswered:
             self.head_s = booking.booked_s
         self._unreported[booking] = None
@@ -77,7 +77,7 @@ class ReplicaBookings:
         self._sum()
 
     def report(self, until_s: float) -> None:
-        """Take in a report that contains the requests booked until then."""
+        """Take in a report that contains the requests booked until `until_s`."""
         num_unreported = len(self._unreported)
         while self._unreported:
             oldest = next(iter(self._unreported))
@@ -88,15 +88,15 @@ class ReplicaBookings:
             self._sum()
 
     def answer(self, booking: RequestBooking, now_s: float) -> None:
-        """A request's first token arrived."""
+        """Take in a request's first token."""
         self._unreported.pop(booking, None)
         self._unanswered.pop(booking, None)
-        # The replica prefills one prompt after the other, the next one from now on.
+        # The replica prefills one prompt after the other, so the next one starts now.
         self.head_s = now_s
         self._sum()
 
     def end(self) -> None:
-        """A request ended that was answered before."""
+        """Count the end of a request after `answer`."""
         self.num_in_flight -= 1
 
     def clear(self) -> None:
@@ -107,7 +107,7 @@ class ReplicaBookings:
         self._sum()
 
     def _sum(self) -> None:
-        """Sum over all requests: adding and subtracting each would let rounding errors accumulate."""
+        """Recompute the sums: adding and subtracting each request would accumulate rounding errors."""
         self.unreported_work = sum(booking.work for booking in self._unreported)
         self.unanswered_work = sum(booking.work for booking in self._unanswered)
         self.unanswered_tokens = sum(booking.prompt_tokens for booking in self._unanswered)

@@ -1,4 +1,4 @@
-"""Which replica answered each session last."""
+"""The replica of each session's last request."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import OrderedDict
 
 
 class Sessions:
-    """Session -> replica of its last request; beyond `max_sessions` the least recent are dropped."""
+    """Session -> replica of its last request. Beyond `max_sessions` the least recently used are dropped."""
 
     def __init__(self, max_sessions: int):
         self._max_sessions = max_sessions
         self._replicas: OrderedDict[str, str] = OrderedDict()
 
     def replica(self, session: str) -> str | None:
-        """The replica of the session's last request; None: not known."""
+        """Return the replica of the session's last request; None: not known."""
         return self._replicas.get(session)
 
     def set_replica(self, session: str, replica: str) -> None:

@@ -1,13 +1,11 @@
 """One replica as this router sees it: its state, its last report, our requests on it.
 
-The states:
-
     add ──▶ SYNCING ──replay agrees──▶ ATTACHED ──set_draining──▶ DRAINING ──▶ remove
               ▲  ▲                        │
               │  └──gap, other digest─────┤
               └──add── LOST ◀──set_lost───┘
 
-`router/fleet/event_replay.py` says when the replay agrees, and what the router requests when it does not.
+`router/fleet/event_replay.py` compares the replay with the replica's digest, and requests a resync if they differ.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from dataclasses import dataclass, field
 
 from quire.protos.wire import Load
 from quire.router.fleet.demand import HORIZON_S
-from quire.router.fleet.event_replay import Replay
+from quire.router.fleet.event_replay import EventReplay
+from quire.router.fleet.prefill_speeds import MeasuredSpeed
 from quire.router.fleet.request_bookings import ReplicaBookings
-from quire.router.fleet.speeds import MeasuredSpeed
-from quire.router.policy.columns import PerColumn
+from quire.router.policy.replica_columns import PerColumn
 
 _EVICTION_HORIZON_S = 10.0
 
@@ -52,26 +50,26 @@ class TrackedReplica:
     Attributes
     ----------
     row
-        In `ReplicaColumns`.
+        Its row in `ReplicaColumns`.
     draining
-        Stays True when the attach stream is lost and another one begins.
+        Set until the replica is removed, also if its attach stream is lost and another one begins.
     load, report_s
-        The last report, and when it arrived; None: never.
+        The last report, and the time of its arrival; None: never.
     seen_s
-        Time of the last frame of this attach stream; None: it has brought none.
+        Time of the last frame of this attach stream; None: no frame yet.
     block_tokens
         Tokens in one of its KV blocks; 0: not known.
     weights
         `Hello.weights`.
     mean_kv_tokens
-        Of the decoding requests, mean over the reports of the last half minute.
+        KV tokens of the decoding requests, mean over the reports of the last half minute.
     removed_per_s, num_removed
-        Routing blocks that its cache evicts, as a rate and as the total at the last report.
+        Routing blocks that its cache evicts: the rate, and the total at the last report.
     """
 
     name: str
     epoch: str
-    replay: Replay
+    replay: EventReplay
     row: int
     state: ReplicaState = ReplicaState.SYNCING
     draining: bool = False
@@ -96,20 +94,20 @@ class TrackedReplica:
         self.state = state
 
     def resume(self) -> None:
-        """A new attach stream is open; it begins with a snapshot."""
+        """Begin a new attach stream, which brings a snapshot."""
         self.move_to(ReplicaState.DRAINING if self.draining else ReplicaState.SYNCING)
         self.seen_s = None
         self.replay.begin_stream()
 
     def begin_epoch(self, epoch: str) -> None:
-        """Drop all that is known of the replica's former engine."""
+        """Drop the state of the replica's former engine."""
         self.epoch = epoch
         self.replay.begin_epoch(epoch)
         self.bookings.clear()
         self.mean_kv_tokens = 0.0
 
     def is_ready(self) -> bool:
-        """Whether it takes requests. Before the first frame of the attach stream its tokens have no way to us."""
+        """Whether it takes requests. Before the attach stream's first frame, its tokens could not reach this router."""
         return self.seen_s is not None and self.state in (
             ReplicaState.SYNCING,
             ReplicaState.ATTACHED,
@@ -129,7 +127,7 @@ class TrackedReplica:
         elapsed_s = math.inf if self.report_s is None else max(0.0, now_s - self.report_s)
         if 0.0 < elapsed_s < math.inf:
             keep = math.exp(-elapsed_s / _EVICTION_HORIZON_S)
-            # A new epoch counts from 0.
+            # Clipped: a new epoch counts from 0.
             rate = max(0, num_removed - self.num_removed) / elapsed_s
             self.removed_per_s = keep * self.removed_per_s + (1.0 - keep) * rate
             self.num_removed = num_removed
@@ -140,7 +138,7 @@ class TrackedReplica:
         self.report_s = now_s
 
     def columns(self, num_blocks: int, host_copy_s_per_token: float) -> PerColumn[float]:
-        """What a policy may know of it.
+        """Return its values in `ReplicaColumns`.
 
         Parameters
         ----------
@@ -149,7 +147,7 @@ class TrackedReplica:
         """
         load, ours = self.load, self.bookings
         evicted_s = self.removed_per_s
-        # Little's law: a block stays in a full cache for the number of blocks over the rate at which they leave.
+        # Little's law: in a full cache, a block stays for the number of blocks divided by their eviction rate.
         age_s = num_blocks / evicted_s if evicted_s > 1e-3 else math.inf
         block = self.block_tokens
         free = (load.blocks_free + load.blocks_cached) * block if load.blocks_total else math.inf
@@ -174,11 +172,11 @@ class TrackedReplica:
         )
 
     def _num_places(self) -> float:
-        """Requests of ours that the replica takes before it refuses one, as far as can be known.
+        """Estimate how many further requests of ours the replica takes before it refuses one.
 
-        Requests sent since its report wait there too. In a long step the replica takes in nothing: its report may lack
-        requests sent long before, and never contains those that other routers have just sent. So this router never has
-        more requests without a first token there than its share of the replica's bound.
+        Requests sent since its last report wait there too. During a long step the replica takes in no requests, so the
+        report may lack requests sent long before it; and no report contains the requests that other routers have just
+        sent. So this router never has more requests without a first token there than its share of the replica's bound.
         """
         load = self.load
         if load.num_places is None:

@@ -1,1 +1,1 @@
-"""Which replica holds which block, by the replicas' own reports."""
+"""Which replica holds which block, from the replicas' own reports."""

@@ -1,33 +1,32 @@
-"""A hash table of 64-bit hashes to small numbers, in one numpy array, for millions of entries.
+"""A hash table from 64-bit hashes to small numbers, in one numpy array, for millions of entries.
 
-A Python dict of such hashes takes 110 bytes an entry, stops the caller for as long as it takes to grow, and is asked
-one hash at a time. This one takes less than half of that, grows a few buckets at a time, and answers for a whole prompt
-in one pass, in which the cache misses overlap.
+A Python dict takes 110 bytes per hash, stops the caller while it grows, and looks up one hash per call. This table
+takes less than half of that, grows a few buckets at a time, and looks up a whole prompt in one pass, in which the cache
+misses overlap.
 
 A bucket is a cache line, so that a look-up is one miss:
 
     bytes     0        40       60     64
              | 5 keys | 5 ids  | link |      keys uint64, 0: an empty place; ids int32
 
-    link      another line, for what did not fit; 0: there is none
+    link      index of another line, for entries that did not fit; 0: none
 
-*Linear hashing* (Litwin 1980). A bucket's number is the low bits of the mixed hash; buckets are split one after the
-other, and the number of bits goes up when all are:
+*Linear hashing* (Litwin 1980). The low bits of the mixed hash are the bucket's number. Buckets are split one after the
+other. When all are split, the numbers get one more bit:
 
     level = 4, split = 2        bucket   0   1 | 2   3 | 4   5
-                                        split  | not   | what left 0 and 1: bit 2 of the mixed hash was set
+                                        split  | not   | entries that left 0 and 1: bit 2 of the mixed hash is set
 
-    bucket of a hash: its low 3 bits, or, when there is no such bucket yet, its low 2
+    bucket of a hash: its low 3 bits, or its low 2 if no such bucket exists yet
 
-A bucket has 1.5 entries in the mean, twice as many if its turn to be split comes last: one of a hundred entries lies
-behind a link. The array is as large as it will ever be, lines for what overflows included; the system gives memory to
-the lines in use only.
+A bucket has 1.5 entries in the mean, and up to 3 just before its split. One entry in a hundred lies behind a link.
+The array has its final size from the start, lines for links included; the system commits memory only to lines in use.
 
-Who chooses prompts can choose their hashes, which are no secret; so a hash is mixed with a number that is, and no
-choice fills one bucket: multiplication by a secret, its high bits taken (Dietzfelbinger et al. 1997), in two rounds.
+A client that chooses prompts can choose their hashes, which are not secret. So the table mixes each hash with a secret
+number, and no choice of hashes fills one bucket: it multiplies with the secret and takes the high bits (Dietzfelbinger
+et al. 1997), in two rounds.
 
-Many hashes are looked up by `native/prefix.c`, if it was compiled, in a fraction of the time that numpy takes; what
-they say is the same.
+`native/prefix.c`, if it was compiled, looks up many hashes in a fraction of numpy's time, with the same results.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ import numpy as np
 from quire.router import compiled_router
 
 _U64 = np.uint64
-_KEYS = 5  # of a line
-_LINE, _LINE_SHIFT = 8, 3  # uint64 of a line
-_FIRST_ID, _LINK = 10, 15  # of the 16 int32 of a line
+_KEYS = 5  # per line
+_LINE, _LINE_SHIFT = 8, 3  # uint64 per line, and its logarithm
+_FIRST_ID, _LINK = 10, 15  # indices among the 16 int32 of a line
 _WORDS_SHIFT = 4
 _FIRST_BUCKETS = 64
-_LEAST_SPLIT = 64  # buckets: splitting them one at a time costs as much
+_MIN_SPLIT = 64  # buckets; splitting a single one takes the same time
 _ALL_BITS = 2**64 - 1
-# As arrays of no dimension: an operation takes them as they are, where a number costs it a conversion.
+# Zero-dimensional arrays: a numpy operation would have to convert a Python number.
 _SIGN_SHIFTS, _HALF = np.array(63), np.array(32, _U64)
 
-FULL = -1  # as a place: it needs a new line
+FULL = -1  # a place: the entry needs a new line
 
 
 def _buckets_for(entries: int) -> int:
-    """1.5 in each."""
+    """Return the number of buckets with 1.5 entries each."""
     return 2 * entries // 3
 
 
@@ -68,17 +67,18 @@ class BlockTable:
     """
 
     def __init__(self, max_entries: int):
-        # The lines of the buckets, then those behind links, none of which is kept empty.
+        # The lines of the buckets come first, then lines behind links, which are freed when empty.
         self._max_buckets = max(_FIRST_BUCKETS, _buckets_for(max_entries + 1))
-        self._next_line = self._max_buckets  # never used so far
-        self._free_lines: list[int] = []  # used before
+        # The first line that was never used, and free ones before it.
+        self._next_line = self._max_buckets
+        self._free_lines: list[int] = []
         self._lines = _zeros((self._max_buckets + max_entries, _LINE))
         self._words = self._lines.view(np.int32)
-        # For a few lines: `take` would first copy all of what is not contiguous.
+        # Views for access to single lines. `take` would copy them whole, since they are not contiguous.
         self._keys, self._ids = self._lines[:, :_KEYS], self._words[:, _FIRST_ID:_LINK]
         self._links = self._words[:, _LINK]
         self._flat_keys, self._flat_words = self._lines.reshape(-1), self._words.reshape(-1)
-        # Reading one element of a memoryview takes half the time of one of an array.
+        # Reading one element of a memoryview takes half the time of reading one of an array.
         self._key_view, self._word_view = memoryview(self._flat_keys), memoryview(self._flat_words)
         self._size = 0
         self._secret = random.SystemRandom().getrandbits(64) | 1
@@ -87,9 +87,11 @@ class BlockTable:
             lines=compiled_router.address(self._lines), secret=self._secret
         )
         self._native_address = ctypes.addressof(self.native)
-        self._said = np.empty((2, 0), np.int32)  # room for what the library says
-        self._said_addresses: tuple[int, ...] = ()
-        self._room_for(512)  # blocks: what the index asks for at once
+        # Output of `quire_find_runs`, reused.
+        self._runs_out = np.empty((2, 0), np.int32)
+        self._run_addresses: tuple[int, ...] = ()
+        # The most blocks that the index looks up at once.
+        self._room_for_runs(512)
         self._set_size(_FIRST_BUCKETS)
 
     def __len__(self) -> int:
@@ -97,7 +99,7 @@ class BlockTable:
 
     @property
     def num_links(self) -> int:
-        """Lines that hold what did not fit into its bucket."""
+        """Number of lines behind links."""
         return self._next_line - self._max_buckets - len(self._free_lines)
 
     # ----------------------------------------------------------------------------------- many hashes
@@ -112,7 +114,7 @@ class BlockTable:
 
         Returns
         -------
-        [n] int64 places, of no meaning for what is absent; [n] int32 ids, 0 where absent.
+        [n] int64 places, undefined for absent hashes; [n] int32 ids, 0 for absent hashes.
         """
         n, library = len(hashes), compiled_router.load()
         if library is not None:
@@ -125,27 +127,28 @@ class BlockTable:
         return self._find_by_numpy(hashes)
 
     def runs(self, hashes: np.ndarray) -> tuple[list[int], list[int]]:
-        """Where in a chain of hashes, [n] uint64, the ids change.
+        """Cut a chain of hashes, [n] uint64, into runs with the same id.
 
         Returns
         -------
-        The first hash of each run, ascending; and the id of all in it, 0: absent.
+        The index of each run's first hash, ascending; and each run's id, 0 for absent hashes.
         """
         library = compiled_router.load()
         if library is None:
             return self._runs_by_numpy(hashes)
         n = len(hashes)
         hashes = np.ascontiguousarray(hashes, _U64)
-        where = (compiled_router.address(hashes), n, *self._room_for(n))
+        where = (compiled_router.address(hashes), n, *self._room_for_runs(n))
         num_runs = library.quire_find_runs(self._native_address, *where)
-        starts, ids = self._said[:, :num_runs].tolist()
+        starts, ids = self._runs_out[:, :num_runs].tolist()
         return starts, ids
 
     def _runs_by_numpy(self, hashes: np.ndarray) -> tuple[list[int], list[int]]:
         if not len(hashes):
             return [], []
         ids = self._find_by_numpy(hashes)[1]
-        last = (ids[1:] != ids[:-1]).nonzero()[0]  # of each run but the last
+        # The last hash of each run but the last one.
+        last = (ids[1:] != ids[:-1]).nonzero()[0]
         return [0, *(end + 1 for end in last.tolist())], [*ids.take(last).tolist(), int(ids[-1])]
 
     def _find_by_numpy(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -159,20 +162,25 @@ class BlockTable:
         places[queries], ids[queries] = hits, found
         links = self._flat_words.take((lines << _WORDS_SHIFT) + _LINK)
         links[queries] = 0
-        for i in links.nonzero()[0].tolist():  # few
+        # About one key in a hundred.
+        for i in links.nonzero()[0].tolist():
             places[i], ids[i] = self.locate(int(keys[i]))
         return places, ids
 
-    def _room_for(self, n: int) -> tuple[int, ...]:
-        """Addresses of the rows of `_said`, which have room for n."""
-        if n > self._said.shape[1]:
-            self._said = np.empty((2, n), np.int32)
-            self._said_addresses = tuple(map(compiled_router.address, self._said))
-        return self._said_addresses
+    def _room_for_runs(self, n: int) -> tuple[int, ...]:
+        """Give the rows of `_runs_out` room for n runs, and return their addresses."""
+        if n > self._runs_out.shape[1]:
+            self._runs_out = np.empty((2, n), np.int32)
+            self._run_addresses = tuple(map(compiled_router.address, self._runs_out))
+        return self._run_addresses
 
     def _hits(self, keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where a key, [n] uint64, is in its line, [n] int64: [hits] int64, which key, ascending; [hits] int64, its
-        place."""
+        """Search each key ([n] uint64) in its line ([n] int64).
+
+        Returns
+        -------
+        [hits] int64 indices of the keys that were found, ascending; [hits] int64 places.
+        """
         equal = self._lines.take(lines, axis=0) == keys[:, None]
         equal[:, _KEYS:] = False
         hits = equal.ravel().nonzero()[0]
@@ -205,7 +213,7 @@ class BlockTable:
                 keys, ids, lines, places = keys[fits], ids[fits], lines[fits], places[fits]
             places += lines << _LINE_SHIFT
             self._flat_keys[places] = keys
-            # Of those that chose the same place one is there; the others choose again.
+            # Several keys may have chosen the same place. One was written, the others choose again.
             is_lost = self._flat_keys.take(places) != keys
             if not is_lost.any():
                 self._flat_words[_id_place(places)] = ids
@@ -215,11 +223,11 @@ class BlockTable:
             keys, ids, lines = keys[is_lost], ids[is_lost], lines[is_lost]
 
     def set_ids(self, places: np.ndarray, ids: np.ndarray) -> None:
-        """Change entries to other ids, [n] int32, all > 0; the places are from `find`."""
+        """Set the ids ([n] int32, all > 0) of entries at places that `find` returned."""
         self._flat_words[_id_place(places)] = ids
 
     def remove(self, hashes: np.ndarray, places: np.ndarray) -> None:
-        """Remove entries; arguments as `find` returned them."""
+        """Remove entries at places that `find` returned."""
         self._flat_keys[places] = 0
         self._flat_words[_id_place(places)] = 0
         self._size -= len(places)
@@ -236,7 +244,7 @@ class BlockTable:
 
         Returns
         -------
-        Its place, or the one for it, or `FULL`; and its id, 0 if it is absent.
+        The entry's place and its id. For an absent hash a free place, or `FULL`; and 0.
         """
         key = routing_hash or self._secret
         line, place = self._bucket(key), FULL
@@ -253,18 +261,18 @@ class BlockTable:
                 return place, 0
 
     def add(self, routing_hash: int, place: int, new_id: int) -> None:
-        """Add an entry that `locate` has just not found; the place is from it."""
+        """Add an entry that `locate` did not find, at the place that it returned."""
         self._put(routing_hash or self._secret, place, new_id)
         self._size += 1
         if self._size > self._grows_above:
             self._grow(0)
 
     def change(self, place: int, new_id: int) -> None:
-        """Give an entry another id; the place is from `locate`."""
+        """Set the id of an entry at a place that `locate` returned."""
         self._word_view[_id_place(place)] = new_id
 
     def delete(self, routing_hash: int, place: int) -> None:
-        """Remove an entry; the place is from `locate`."""
+        """Remove an entry at a place that `locate` returned."""
         self._size -= 1
         self._key_view[place] = self._word_view[_id_place(place)] = 0
         line = place >> _LINE_SHIFT
@@ -274,7 +282,7 @@ class BlockTable:
     # ---------------------------------------------------------------------------------------- a scan
 
     def scan(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Entries of the buckets [first, last), as keys (the hashes, but for that of 0), places and ids."""
+        """Return the entries of the buckets [first, last): keys (the hashes, except for hash 0), places and ids."""
         lines = linked = np.arange(first, last)
         while len(linked):
             links = self._links[linked]
@@ -293,17 +301,18 @@ class BlockTable:
         self._low, self._high = self._level - 1, 2 * self._level - 1
         self.native.num_buckets = num_buckets
         self.native.low, self.native.high = self._low, self._high
-        # As arrays for `_buckets`, see `_SIGN_SHIFTS`.
+        # Arrays for `_buckets`, for the reason given at `_SIGN_SHIFTS`.
         self._num, self._low_bits = np.array(num_buckets), np.array(self._low)
         self._high_bits = np.array(self._high, _U64)
-        # The bound on the entries holds at the last bucket.
+        # With all buckets in use the table grows no more: the caller's bound limits the entries.
         is_last = num_buckets == self._max_buckets
         self._grows_above = math.inf if is_last else 3 * num_buckets // 2
 
     def _buckets(self, keys: np.ndarray) -> np.ndarray:
-        """[n] int64."""
+        """Return the buckets of keys, [n] int64."""
         buckets = (self._mixed(keys) & self._high_bits).view(np.int64)
-        # All bits of those that are there, the low ones of the others: a sign, spread over the number.
+        # Mask: all bits where the bucket exists (a negative difference, its sign spread over all bits), else the low
+        # bits.
         bits = buckets - self._num
         bits >>= _SIGN_SHIFTS
         bits |= self._low_bits
@@ -318,10 +327,13 @@ class BlockTable:
         return bucket if bucket < self.num_buckets else mixed & self._low
 
     def _mixed(self, keys: np.ndarray) -> np.ndarray:
-        """uint64, of which the low bits are used. A bit of a product depends on the bits of its factors up to it: the
-        high ones, on all. Two rounds, since the swap leaves them in their order within a byte; and of a key whose low
-        bits are 0 few bits of the secret would be seen, if its high ones did not come there first, times the secret
-        lest somebody undo it."""
+        """Mix keys with the secret, [n] uint64; callers use the low bits.
+
+        A bit of a product depends on the lower bits of its factors, so the highest bits depend on all, and the byte
+        swap brings them to the low end. It keeps their order within a byte, hence two rounds. If the low bits of a key
+        are 0, the product depends on few bits of the secret: so the key's high bits are first folded into the low ones.
+        They are multiplied by the secret, so that a client cannot choose keys that undo the folding.
+        """
         product = keys >> _HALF
         product *= self._secret_factor
         product ^= keys
@@ -331,7 +343,7 @@ class BlockTable:
         return product.byteswap(inplace=True)
 
     def _as_keys(self, hashes: np.ndarray) -> np.ndarray:
-        """[n] uint64, none 0: that marks an empty place."""
+        """Replace hash 0, which marks an empty place, by the secret."""
         if len(hashes) and not hashes[hashes.argmin()]:
             return np.where(hashes == 0, self._secret_factor, hashes)
         return hashes
@@ -342,7 +354,7 @@ class BlockTable:
         self._key_view[place], self._word_view[_id_place(place)] = key, new_id
 
     def _append_line(self, line: int) -> int:
-        """Another line for a bucket."""
+        """Link another line to a bucket, and return its index."""
         if self._free_lines:
             new_line = self._free_lines.pop()
         else:
@@ -355,7 +367,7 @@ class BlockTable:
         return new_line
 
     def _free_if_empty(self, line: int, routing_hash: int) -> None:
-        """Give a line back that lies behind the bucket of this hash."""
+        """Free a line behind the bucket of this hash if it is empty."""
         if self._ids[line].any():
             return
         links, before = self._links, self._bucket(routing_hash or self._secret)
@@ -366,7 +378,7 @@ class BlockTable:
         self._free_lines.append(line)
 
     def _take_linked(self, bucket: int) -> list[tuple[int, int]]:
-        """Keys and ids of what lies behind a bucket; it is gone from there."""
+        """Remove the entries behind a bucket's link, and return their keys and ids."""
         entries = []
         line, self._links[bucket] = int(self._links[bucket]), 0
         while line:
@@ -379,16 +391,16 @@ class BlockTable:
         return entries
 
     def _grow(self, num_new: int) -> None:
-        """Split buckets until they are no fuller than they should be with so many more entries."""
+        """Split buckets until they have at most 1.5 entries in the mean, `num_new` further ones included."""
         if self._size + num_new <= self._grows_above:
             return
-        needed = max(_buckets_for(self._size + num_new), self.num_buckets + _LEAST_SPLIT)
+        needed = max(_buckets_for(self._size + num_new), self.num_buckets + _MIN_SPLIT)
         needed = min(self._max_buckets, needed)
         while self.num_buckets < needed:
             self._split(min(needed, 2 * self._level) - self.num_buckets)
 
     def _split(self, num: int) -> None:
-        """Split the next buckets, not beyond the last of this level."""
+        """Split the next buckets, at most up to the last of this level."""
         first, level = self.num_buckets - self._level, self._level
         old, new = slice(first, first + num), slice(first + level, first + level + num)
         keys, ids = self._keys[old], self._ids[old]
@@ -406,18 +418,22 @@ class BlockTable:
 
 
 def _id_place(place: np.ndarray | int) -> np.ndarray | int:
-    """Where an entry's id lies, in int32."""
+    """Return the index of an entry's id in the array as int32."""
     return 2 * place + _FIRST_ID - (place & (_LINE - 1))
 
 
 def _zeros(shape: tuple[int, int]) -> np.ndarray:
-    """uint64 zeros on huge pages where the system has them: of hundreds of look-ups each goes to another small page,
-    and to find these took a third of the time."""
+    """Return uint64 zeros, on huge pages where the system has them.
+
+    Each look-up of a prompt goes to another small page, and address translation took a third of the time.
+    """
     size = math.prod(shape) * _U64().itemsize
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        # Private: what could be shared with a child is a file to the system, and has small pages.
+    # Only Linux has it.
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Linux backs shared mappings by a file system, with small pages.
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
+        # Some kernels are built without huge pages.
+        with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     else:
         memory = mmap.mmap(-1, size)

@@ -1,8 +1,8 @@
-"""Who holds which block: hash -> set of replicas, the set as the bits of an int.
+"""Which holders have which block: hash -> set of holders, the set as the bits of an int.
 
-Blocks of the same holders share one set (hash-consing): the table maps a hash to the number of its set, and neighbours
-in a prompt are held by the same replicas exactly if their numbers are equal. There are never more sets than blocks, and
-usually one for thousands of them.
+Blocks with the same holders share one set (hash-consing). The table maps a hash to the number of its set, so two
+neighbours in a prompt have the same holders exactly if their numbers are equal. There are never more sets than blocks,
+and usually one for thousands of blocks.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import numpy as np
 
 from quire.router.index.block_table import BlockTable
 
-_FEW = 16  # hashes that are faster one by one than in arrays
-_SWEEP_BUCKETS = 128  # looked through in one step
+_FEW = 16  # up to this number, hashes are faster one by one than as an array
+_SWEEP_BUCKETS = 128  # in one step of a sweep
 _FIRST_SETS = 16
 
 
 class Change(NamedTuple):
-    """What became of a holder's blocks.
+    """The effect of storing or removing a holder's blocks.
 
     Attributes
     ----------
-    xor
-        XOR of the hashes whose sets are not what they were.
-    num_blocks
-        How many those are.
+    xor, num_blocks
+        XOR and number of the hashes with a changed set.
     has_room
-        False: some were not stored, for the bound.
+        False: some hashes were not stored, since the map is full.
     """
 
     xor: int
@@ -43,12 +41,12 @@ class HolderMap:
     Attributes
     ----------
     table
-        hash -> number of a set.
+        hash -> number of its set.
     masks
-        The sets by their number; 0 is the empty set, which all absent hashes have.
+        The sets by number; number 0 is the empty set, that of all absent hashes.
     sets
-        [numbers, words] uint64, the same as bits, for the compiled library, if `with_sets`; another array when they
-        need more room.
+        [numbers, words] uint64, the same sets for the compiled library, if `with_sets`. A new array when they need more
+        room.
     """
 
     def __init__(self, max_blocks: int, *, with_sets: bool = False):
@@ -57,22 +55,26 @@ class HolderMap:
         self._max_blocks = max_blocks
         self._with_sets = with_sets
         self._keep_sets(np.zeros((_FIRST_SETS, 1), np.uint64))
-        self._number_of: dict[int, int] = {0: 0}  # mask -> its number
-        self._num_blocks_of: list[int] = [0]  # by number; of 0 nobody counts them
-        self._free: list[int] = []  # numbers
-        self._next_bucket = 0  # of the sweep under way
-        self._swept_of = 0  # buckets that there were at its last step
+        # mask -> number
+        self._number_of: dict[int, int] = {0: 0}
+        # Blocks by number; the entry of number 0 is not used.
+        self._num_blocks_of: list[int] = [0]
+        # Free numbers.
+        self._free: list[int] = []
+        # The next bucket of the sweep, and the table's buckets at its last step.
+        self._next_bucket = 0
+        self._swept_of = 0
 
     def __len__(self) -> int:
         return len(self.table)
 
     @property
     def num_sets(self) -> int:
-        """Distinct sets of holders, the empty one included."""
+        """Number of distinct sets of holders, the empty one included."""
         return len(self._number_of)
 
     def widen(self, num_bits: int) -> None:
-        """Give `sets` words for so many bits."""
+        """Make the rows of `sets` at least `num_bits` long."""
         words = self.sets.shape[1]
         if num_bits > 64 * words:
             wider = np.zeros((len(self.sets), max(2 * words, -(-num_bits // 64))), np.uint64)
@@ -80,16 +82,16 @@ class HolderMap:
             self._keep_sets(wider)
 
     def runs(self, hashes: np.ndarray) -> Iterator[tuple[int, int, int]]:
-        """(first, end, number of the set) of neighbours in a chain, [n] uint64, that have the same holders."""
+        """Cut a chain, [n] uint64, into runs with the same holders: (first, end, number of the set)."""
         starts, numbers = self.table.runs(hashes)
         return zip(starts, [*starts[1:], len(hashes)], numbers, strict=True) if starts else iter(())
 
     def numbers(self, hashes: np.ndarray) -> np.ndarray:
-        """[n] int32, numbers of the sets of these hashes, [n] uint64."""
+        """Map hashes ([n] uint64) to the numbers of their sets ([n] int32)."""
         return self.table.find(hashes)[1]
 
     def store(self, bit: int, hashes: np.ndarray) -> Change:
-        """Add a holder to the sets of hashes, [n] uint64; one may be named twice."""
+        """Add a holder to the sets of hashes, [n] uint64, which may contain duplicates."""
         if len(hashes) <= _FEW:
             return self._change_few(hashes, bit, 0)
         hashes = _distinct(hashes)
@@ -105,18 +107,18 @@ class HolderMap:
         return Change(xor, num_changed, has_room)
 
     def remove(self, bit: int, hashes: np.ndarray) -> Change:
-        """Take a holder out of the sets of hashes, [n] uint64; one may be named twice."""
+        """Remove a holder from the sets of hashes, [n] uint64, which may contain duplicates."""
         if len(hashes) <= _FEW:
             return self._change_few(hashes, 0, bit)
         hashes = _distinct(hashes)
         return Change(*self._change_many(hashes, *self.table.find(hashes), 0, bit), True)
 
     def sweep(self, dead: int) -> bool:
-        """Take dead holders out of the sets of the next buckets; True when those were the last."""
+        """Remove dead holders from the sets of the next buckets; return True after the last buckets."""
         num_buckets = self.table.num_buckets
         if not self._next_bucket:
             self._swept_of = num_buckets
-        # What the table has grown by since the last step comes on top: the end does not run away.
+        # Add the buckets by which the table has grown since the last step, so that the sweep ends.
         grown, self._swept_of = num_buckets - self._swept_of, num_buckets
         last = min(self._next_bucket + _SWEEP_BUCKETS + grown, num_buckets)
         self._change_many(*self.table.scan(self._next_bucket, last), 0, dead)
@@ -155,7 +157,7 @@ class HolderMap:
     def _change_many(
         self, hashes: np.ndarray, places: np.ndarray, numbers: np.ndarray, added: int, removed: int
     ) -> tuple[int, int]:
-        """Change the sets of distinct hashes that were found; the first two of `Change`."""
+        """Change the sets of distinct hashes that `find` returned; return `Change.xor` and `Change.num_blocks`."""
         distinct, which, counts = _groups(numbers)
         new_of: dict[int, int] = {}
         for number, num_blocks in zip(distinct, counts, strict=True):
@@ -172,7 +174,8 @@ class HolderMap:
         if not ends.all():
             stays = ~ends
             table.set_ids(places[stays], new_numbers[stays])
-        if added:  # last, since it moves others
+        # Inserting moves other entries, so it comes last.
+        if added:
             table.insert(hashes[ends], new_numbers[ends])
         else:
             table.remove(hashes[ends], places[ends])
@@ -180,7 +183,7 @@ class HolderMap:
         return int(np.bitwise_xor.reduce(hashes)), len(hashes)
 
     def _number(self, mask: int) -> int:
-        """The number of a set, a new one if need be; `_release` takes it back if no block has it."""
+        """Return the number of a set, a new one if needed. `_release` frees it if no block uses it."""
         number = self._number_of.get(mask)
         if number is None:
             if self._free:
@@ -198,7 +201,7 @@ class HolderMap:
     def _write_set(self, number: int, mask: int) -> None:
         self.widen(mask.bit_length())
         if number == len(self.sets):
-            # Zeros of the system, which are written only where there is something to copy.
+            # The system commits memory of `zeros` only where it is written.
             more = np.zeros((2 * number, self.sets.shape[1]), np.uint64)
             more[:number] = self.sets
             self._keep_sets(more)
@@ -211,7 +214,7 @@ class HolderMap:
         self._set_view = memoryview(sets.reshape(-1)).cast("B")
 
     def _release(self, new_of: dict[int, int]) -> None:
-        """Sets that a change may have left without blocks give up their numbers."""
+        """Free the numbers of sets that a change left without blocks."""
         for number in {*new_of, *new_of.values()}:
             if number and not self._num_blocks_of[number]:
                 del self._number_of[self.masks[number]]
@@ -220,7 +223,7 @@ class HolderMap:
 
 
 def _groups(numbers: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:
-    """The distinct values, [n] which of them each is, and how often each is there."""
+    """Return the distinct values, [n] the index of each number's value among them, and the count of each value."""
     if len(numbers) and (numbers == numbers[0]).all():
         return [int(numbers[0])], np.zeros(len(numbers), np.int64), [len(numbers)]
     distinct, which, counts = np.unique(numbers, return_inverse=True, return_counts=True)
@@ -228,7 +231,7 @@ def _groups(numbers: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:
 
 
 def _distinct(hashes: np.ndarray) -> np.ndarray:
-    """Without repetitions, in the order of the first of each."""
+    """Remove duplicates, and keep the order of first occurrences."""
     ordered = np.sort(hashes)
     if not (ordered[1:] == ordered[:-1]).any():
         return hashes

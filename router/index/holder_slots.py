@@ -1,10 +1,10 @@
-"""The holders of blocks, and the slot (bit number) that each has in every set of holders.
+"""The holders of blocks, and the slot (bit number) of each in every set of holders.
 
     take ──▶ make_live ──▶ retire ──▶ swept out of all sets ──▶ free, taken again
     (staged)               (dead)
 
-A dead bit stays in the sets until the sweep has passed them: it is not among `live`, so no match finds it. Dropping a
-holder, or all its blocks, is therefore O(1).
+A dead bit stays in the sets until the sweep reaches them. It is not in `live`, so no match finds it. So dropping a
+holder, or all its blocks, is O(1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.router.index.bookings import Counts
+from quire.router.index.booked_blocks import Counts
 from quire.router.index.holder_map import HolderMap
 
 
@@ -30,13 +30,15 @@ class Holder:
     gpu_xor, host_xor
         XOR of the confirmed hashes in the replica's `gpu` tier, and in its `host` tier.
     num_removed
-        Evictions from its `gpu` tier that were replayed.
+        Replayed evictions from its `gpu` tier.
     complete
         False: a block was not stored, since the index was full.
+    booked
+        The counts of its booked blocks.
     begun
         First hash of a booking -> the latest booking that begins with it.
     row
-        Where `PrefixIndex.match_into` writes; -1: nowhere.
+        Index that `PrefixIndex.match_into` writes to; -1: none.
     """
 
     replica: str
@@ -57,14 +59,14 @@ class Holder:
 
 @dataclass(slots=True, eq=False)
 class Booking:
-    """Optimistic entries of one request on one replica; given back with `PrefixIndex.unbook`.
+    """Optimistic entries of one request on one replica, until `PrefixIndex.unbook`.
 
     Attributes
     ----------
     hashes
-        Those that the holder's counts contain.
+        Booked hashes.
     chain
-        The same, [blocks] uint64, for comparison with a prompt's.
+        The same, [blocks] uint64, for comparison with a prompt's hashes.
     """
 
     holder: Holder
@@ -74,16 +76,16 @@ class Booking:
 
 
 class HolderSlots:
-    """Gives slots to holders, and takes dead ones out of the sets of `maps`.
+    """Assign slots to holders, and remove dead holders from the sets of `maps`.
 
     Attributes
     ----------
     live
         Bits of the holders that a match may find.
     row_by_slot
-        [slots] int64, `Holder.row` of the live ones; another array when there are more slots.
+        [slots] int64, `Holder.row` of the live holders; a new array when it grows.
     num_slots
-        Slots given so far, reused ones counted once.
+        Distinct slots assigned so far.
     """
 
     def __init__(self, maps: Sequence[HolderMap]):
@@ -93,13 +95,13 @@ class HolderSlots:
         self._maps = maps
         self._by_slot: dict[int, Holder] = {}
         self._free: list[int] = []  # heap
-        # Dead bits that wait for the next sweep; those of the sweep under way, and the maps that it has not finished.
+        # Dead bits that wait for the next sweep; those of the current sweep, and the maps that it has not finished.
         self._retired = 0
         self._sweeping = 0
         self._unswept: list[HolderMap] = []
 
     def take(self) -> int:
-        """Return a free slot, the lowest first."""
+        """Take the lowest free slot."""
         if self._free:
             return heapq.heappop(self._free)
         self.num_slots += 1
@@ -111,7 +113,7 @@ class HolderSlots:
         return Holder(replica, epoch, seq, slot, 1 << slot)
 
     def make_live(self, holder: Holder) -> None:
-        """Let matches find the holder."""
+        """Add a holder to those that matches find."""
         while holder.slot >= len(self.row_by_slot):
             more = np.full(len(self.row_by_slot), -1, np.int64)
             self.row_by_slot = np.concatenate([self.row_by_slot, more])
@@ -120,13 +122,13 @@ class HolderSlots:
         self.live |= holder.bit
 
     def retire(self, holder: Holder) -> None:
-        """Give up a live holder's slot; the holder may get another one."""
+        """Retire a live holder's slot; the holder may get another one."""
         del self._by_slot[holder.slot]
         self.live &= ~holder.bit
         self._retired |= holder.bit
 
     def retire_staged(self, holder: Holder) -> None:
-        """Give up the slot of a holder that was never live."""
+        """Retire the slot of a holder that was never live."""
         self._retired |= holder.bit
 
     def set_row(self, holder: Holder, row: int) -> None:
@@ -134,21 +136,21 @@ class HolderSlots:
         self.row_by_slot[holder.slot] = row
 
     def holders(self, mask: int) -> Iterator[Holder]:
-        """The live holders with these bits."""
+        """Iterate over the live holders with these bits."""
         while mask:
             bit = mask & -mask
             yield self._by_slot[bit.bit_length() - 1]
             mask ^= bit
 
     def rows(self, mask: int) -> np.ndarray:
-        """[holders] int64, the rows of many live holders, without those that have none."""
+        """Return the rows of many live holders, [rows] int64; holders without a row are left out."""
         packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
         rows = self.row_by_slot[bits.nonzero()[0]]
         return rows[rows >= 0]
 
     def sweep_step(self) -> None:
-        """Clear the dead bits of the next buckets; after the last ones their slots are free again."""
+        """Clear the dead bits of the next buckets; after the last buckets, free their slots."""
         if not self._sweeping:
             self._sweeping, self._retired = self._retired, 0
             self._unswept = list(self._maps) if self._sweeping else []

@@ -1,8 +1,9 @@
-"""The walk of `PrefixIndex.match_into` by the compiled library, over what lies in arrays."""
+"""`PrefixIndex.match_into` in the compiled library."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,15 +12,33 @@ from quire.router.index.holder_map import HolderMap
 from quire.router.index.holder_slots import HolderSlots
 
 
+class FoundMatch(NamedTuple):
+    """The longest match of a chain of hashes, and the blocks at which shorter matches end.
+
+    Attributes
+    ----------
+    num_blocks
+        Blocks of the longest match.
+    end_hashes, end_blocks, end_sets
+        Blocks that at least one holder of all blocks before lacks: their hashes, their indices in the chain,
+        ascending, and the numbers of their holders' sets.
+    """
+
+    num_blocks: int
+    end_hashes: list[int]
+    end_blocks: list[int]
+    end_sets: list[int]
+
+
 class NativeMatch:
-    """What `quire_match` reads, kept in step with the index.
+    """The arguments of `quire_match`, kept up to date with the index.
 
     Parameters
     ----------
     confirmed
         hash -> holders, as bits of their slots.
     slots
-        Which holders a match may find, and their rows.
+        The holders that a match may find, and their rows.
     """
 
     def __init__(self, confirmed: HolderMap, slots: HolderSlots):
@@ -28,44 +47,43 @@ class NativeMatch:
             table=ctypes.addressof(confirmed.table.native),
         )
         self._address = ctypes.addressof(self._holders)
-        self._sets: np.ndarray | None = None  # whose address the struct has
-        self._make_room(512)  # blocks: most prompts
-        # What the arrays below were made from.
+        # The array that the struct points to.
+        self._sets: np.ndarray | None = None
+        # Blocks of most prompts.
+        self._make_room(512)
+        # The values of `slots` that the struct was written from.
         self._live, self._rows = -1, slots.row_by_slot
 
     def into(
         self,
-        library: ctypes.PyDLL,
+        library: ctypes.CDLL,
         hashes: np.ndarray,
         block: float,
         most: float,
         depths: np.ndarray,
-    ) -> tuple[int, list[int]]:
-        """As `PrefixIndex.match_into`, bookings aside.
-
-        Returns
-        -------
-        The longest match, in blocks; and the hashes that some do not hold who hold all before them: `ends` says more
-        of them.
-        """
-        n, sets, address = len(hashes), self._confirmed.sets, compiled_router.address
+    ) -> FoundMatch:
+        """Do the work of `PrefixIndex.match_into`, without bookings."""
+        address = compiled_router.address
         if self._slots.live is not self._live or self._slots.row_by_slot is not self._rows:
             self._pack_live()
-            sets = self._confirmed.sets
+        sets = self._confirmed.sets
         if sets is not self._sets:
             self._sets = sets
             self._holders.sets, self._holders.words = address(sets), sets.shape[1]
+        n = len(hashes)
         if n > len(self._hashes):
             self._make_room(n)
         rows = (address(depths), len(depths))
-        said = library.quire_match(
+        packed = library.quire_match(
             self._address, address(hashes), n, block, most, *rows, self._ends_address
         )
-        return said & 0xFFFFFFFF, self._hashes[: said >> 32].tolist()
-
-    def ends(self, num: int) -> tuple[list[int], list[int]]:
-        """The last `into` found so many: their blocks' numbers, ascending, and those of the sets that hold them."""
-        return self._blocks[:num].tolist(), self._ids[:num].tolist()
+        num_blocks, num_ends = packed & 0xFFFFFFFF, packed >> 32
+        return FoundMatch(
+            num_blocks,
+            self._hashes[:num_ends].tolist(),
+            self._blocks[:num_ends].tolist(),
+            self._ids[:num_ends].tolist(),
+        )
 
     def _pack_live(self) -> None:
         """Write the live bits as words, and the address of the rows, to the struct."""
@@ -80,7 +98,11 @@ class NativeMatch:
         self._holders.rows = compiled_router.address(self._rows)
 
     def _make_room(self, num_ends: int) -> None:
-        rooms = np.empty(num_ends, np.uint64), *np.empty((2, num_ends), np.int32)
-        self._ends = compiled_router.Ends(*map(compiled_router.address, rooms))
+        hashes = np.empty(num_ends, np.uint64)
+        blocks, ids = np.empty((2, num_ends), np.int32)
+        self._ends = compiled_router.Ends(
+            *(compiled_router.address(room) for room in (hashes, blocks, ids))
+        )
         self._ends_address = ctypes.addressof(self._ends)
-        self._hashes, self._blocks, self._ids = map(memoryview, rooms)
+        self._hashes, self._blocks = memoryview(hashes), memoryview(blocks)
+        self._ids = memoryview(ids)

@@ -1,20 +1,19 @@
 """Which replica holds which prefix: an exact replay of the replicas' cache events, plus bookings.
 
-A prompt is a chain of routing hashes (`quire.protos.wire.RoutingHasher`), one for each 64-token
-prefix. The index maps a hash to the replicas that hold it, as the bits of an int:
+A prompt is a chain of routing hashes (`quire.protos.routing_hash.RoutingHasher`), one for each 64-token prefix. The index
+maps a hash to the replicas that hold it, as the bits of an int:
 
-    confirmed   hash -> mask    what the replicas' own events say, in whichever tier
-    host        hash -> mask    those of them that are in the replica's `host` tier
-    booked      hash -> mask    requests on their way or in prefill
+    confirmed   hash -> mask    blocks in any tier, by the replicas' own events
+    host        hash -> mask    the confirmed blocks in the replica's `host` tier
+    booked      hash -> mask    blocks of requests on their way or in prefill
 
     prompt      h0     h1     h2     h3
     mask        0b111  0b111  0b101  0b001      blocks matched: replica 0: 4, 1: 2, 2: 3
 
-The first two are a `HolderMap` each: a prompt's blocks are looked up in one pass, and what is left to
-do is to look at the few places where the holders change. So the order in which a replica evicts does
-not matter, neither to the result nor to its time.
+The first two are a `HolderMap` each. A match looks up a prompt's blocks in one pass, and then handles only the few
+places where the holders change. So neither its result nor its time depends on the order in which a replica evicts.
 
-Dropping a replica, or all it held, is O(1): `router/index/holder_slots.py` gives it another bit, and sweeps the dead
+Dropping a replica, or all its blocks, is O(1): `router/index/holder_slots.py` gives it another bit, and sweeps the dead
 bits a little after each later update.
 """
 
@@ -26,19 +25,20 @@ from itertools import repeat
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents, tier_digest
+from quire.protos.routing_hash import tier_digest
+from quire.protos.wire import CacheEvents
 from quire.router import compiled_router
-from quire.router.index.bookings import BookedBlocks
+from quire.router.index.booked_blocks import BookedBlocks
 from quire.router.index.holder_map import HolderMap
 from quire.router.index.holder_slots import Booking, Holder, HolderSlots
-from quire.router.index.native_match import NativeMatch
+from quire.router.index.native_match import FoundMatch, NativeMatch
 
-_FEW_BITS = 8  # more replicas than these are cheaper to write as an array
-# Of a prompt with bookings, before it is walked with masks: each takes a tenth of that.
+# More replicas than this are faster to write as an array.
+_FEW_BITS = 8
+# Comparisons of a prompt with bookings before the match walks with masks instead. Each takes a tenth of that walk.
 _MAX_COMPARISONS = 8
-_WINDOW = (
-    512  # blocks of a prompt that are looked up at a time: most prompts, and an end for the rest
-)
+# Blocks of a prompt to look up at a time: all blocks of most prompts, and a bound for the rest.
+_WINDOW = 512
 _NO_HASHES = np.empty(0, np.uint64)
 
 
@@ -48,10 +48,9 @@ class PrefixIndex:
     Parameters
     ----------
     max_blocks
-        Bound on distinct confirmed hashes, and so on the memory: 43 bytes each, and a set of holders
-        where the neighbours have others. At the bound a hash that no replica holds yet is not stored:
-        predictions are then too small, never too large, and `is_complete` is False for the replica
-        until its next snapshot.
+        Bound on distinct confirmed hashes, and so on the memory: 43 bytes each, and a set where neighbours have
+        different holders. At the bound a hash that no replica holds yet is not stored. Then predictions are too small,
+        never too large, and `is_complete` is False for the replica until its next snapshot.
     max_booked_blocks
         Bound on booked (replica, hash) pairs. At the bound only the first blocks of a request are
         booked.
@@ -67,45 +66,46 @@ class PrefixIndex:
         self._host = HolderMap(max_blocks)
         self._booked = BookedBlocks(max_booked_blocks)
         self._holders: dict[str, Holder] = {}
-        # Snapshots under way, not yet live.
+        # Holders of unfinished snapshots, not yet live.
         self._staged: dict[str, Holder] = {}
         self._slots = HolderSlots([self._host, self._confirmed])
         self._native_match = NativeMatch(self._confirmed, self._slots)
 
     def __len__(self) -> int:
-        """Distinct confirmed hashes stored, dead ones that are not swept yet included."""
+        """Number of distinct confirmed hashes, those of dead holders included until they are swept."""
         return len(self._confirmed)
 
     # ---------------------------------------------------------------------------------- membership
 
     def add_replica(self, replica: str) -> None:
-        """Start to index a replica, empty and of no epoch.
+        """Add a replica without blocks and without an epoch.
 
         Raises
         ------
         ValueError
-            The replica is already there.
+            The index already has the replica.
         """
         if replica in self._holders:
             raise ValueError(f"replica {replica!r} is already indexed")
         self._make_live(self._slots.new_holder(replica, "", 0))
 
     def remove_replica(self, replica: str) -> None:
-        """Forget a replica, its blocks and its bookings; unknown ones are ignored."""
+        """Remove a replica with its blocks and bookings; an unknown one is ignored."""
         self._drop_staged(replica)
         holder = self._holders.pop(replica, None)
         if holder is None:
             return
         holder.alive = False
         self._booked.drop(holder.booked, holder.bit)
-        holder.begun.clear()  # they name it in turn
+        # The bookings refer to the holder, so this breaks a cycle.
+        holder.begun.clear()
         self._slots.retire(holder)
 
     def epoch(self, replica: str) -> str:
         return self._holders[replica].epoch
 
     def seq(self, replica: str) -> int:
-        """Sequence number of the last event batch that is in the index."""
+        """Sequence number of the last event batch that was applied."""
         return self._holders[replica].seq
 
     def digest(self, replica: str) -> int:
@@ -119,15 +119,15 @@ class PrefixIndex:
 
     @property
     def num_host_blocks(self) -> int:
-        """Distinct hashes that some replica holds in its `host` tier."""
+        """Number of distinct hashes in the `host` tiers of all replicas."""
         return len(self._host)
 
     def num_removed(self, replica: str) -> int:
-        """Routing blocks that left the replica's `gpu` tier, by the events replayed in this epoch."""
+        """Number of routing blocks evicted from the replica's `gpu` tier in this epoch."""
         return self._holders[replica].num_removed
 
     def is_complete(self, replica: str) -> bool:
-        """Whether everything that the replica reported was stored (see `max_blocks`)."""
+        """Whether all blocks that the replica reported are stored (see `max_blocks`)."""
         return self._holders[replica].complete
 
     # -------------------------------------------------------------------------------------- events
@@ -137,9 +137,8 @@ class PrefixIndex:
 
         Returns
         -------
-        False when the batch cannot follow what is there (unknown replica, another epoch, a gap in
-        seq): the caller must resynchronise. A batch that was applied before is True and changes
-        nothing.
+        False if the batch does not follow the last one (unknown replica, another epoch, a gap in seq): the caller must
+        request a resync. True if it was applied, now or before.
         """
         holder = self._holders.get(replica)
         if holder is None or holder.epoch != epoch or events.seq > holder.seq + 1:
@@ -165,41 +164,40 @@ class PrefixIndex:
         hashes: np.ndarray,
         host_hashes: np.ndarray = _NO_HASHES,
     ) -> None:
-        """Replace all that is known of a replica by a snapshot.
+        """Replace a replica's blocks by a snapshot.
 
-        Bookings survive when the epoch is the same and are dropped when it is another.
+        Its bookings stay if the epoch is the same, and are dropped otherwise.
 
         Parameters
         ----------
         hashes
             [n] uint64, all routing hashes in the replica's `gpu` tier after event batch `seq`.
         host_hashes
-            [m] uint64, those in its `host` tier.
+            [m] uint64, the routing hashes in its `host` tier.
         """
         self.begin_reset(replica, epoch, seq)
         self.extend_reset(replica, hashes, host_hashes)
         self.commit_reset(replica)
 
     def begin_reset(self, replica: str, epoch: str, seq: int) -> None:
-        """Start a snapshot that comes in pages; until `commit_reset` the old state answers."""
+        """Start a snapshot in pages. Until `commit_reset`, matches use the old blocks."""
         self._drop_staged(replica)
         self._staged[replica] = self._slots.new_holder(replica, epoch, seq)
 
     def extend_reset(
         self, replica: str, hashes: np.ndarray, host_hashes: np.ndarray = _NO_HASHES
     ) -> None:
-        """Add one page of the snapshot under way."""
+        """Add a page of the snapshot."""
         staged = self._staged[replica]
         staged.gpu_xor ^= self._store(staged, hashes)
         self._store_host(staged, host_hashes)
 
     def commit_reset(self, replica: str) -> None:
-        """Put the snapshot in the place of what was known."""
+        """Replace the replica's blocks by the snapshot."""
         staged = self._staged.pop(replica)
         old = self._holders.get(replica)
         if old is not None and old.epoch == staged.epoch:
-            # The holder object stays, since bookings point to it; it takes over the slot and the
-            # counts.
+            # Bookings refer to the old holder, so it stays and takes over the slot and the counts.
             self._booked.move(old.booked, old.bit, staged.bit)
             self._slots.retire(old)
             for name in ("seq", "slot", "bit", "gpu_xor", "host_xor", "num_blocks", "complete"):
@@ -215,12 +213,12 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------ bookings
 
     def book(self, replica: str, hashes: Sequence[int] | np.ndarray) -> Booking:
-        """Count a request's prefix as present on the replica, until `unbook`.
+        """Count a request's blocks as held by the replica, until `unbook`.
 
         Raises
         ------
         KeyError
-            The replica is not indexed.
+            The index does not have the replica.
         """
         holder = self._holders[replica]
         chain = np.array(hashes, np.uint64)
@@ -231,7 +229,7 @@ class PrefixIndex:
         return booking
 
     def unbook(self, booking: Booking) -> None:
-        """Give a booking back; a second time, or after the replica went, does nothing."""
+        """End a booking; do nothing if it has ended or the replica was removed."""
         holder = booking.holder
         if not booking.active or not holder.alive:
             return
@@ -243,7 +241,7 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------ matching
 
     def match(self, hashes: Sequence[int] | np.ndarray) -> dict[str, int]:
-        """Longest prefix of a prompt that each replica holds or will hold, in routing blocks.
+        """Return the longest prefix of a prompt that each replica holds or will hold, in routing blocks.
 
         Parameters
         ----------
@@ -252,7 +250,7 @@ class PrefixIndex:
 
         Returns
         -------
-        replica -> blocks > 0; replicas without the first block are left out.
+        replica -> blocks, > 0; replicas without the first block are left out.
         """
         depths: dict[str, int] = {}
         for depth, mask in self.match_masks(hashes):
@@ -260,7 +258,7 @@ class PrefixIndex:
         return depths
 
     def set_row(self, replica: str, row: int) -> None:
-        """Let `match_into` write the replica's matches to this place."""
+        """Set the index that `match_into` writes the replica's matches to."""
         self._slots.set_row(self._holders[replica], row)
 
     def match_into(
@@ -270,12 +268,12 @@ class PrefixIndex:
         block: float = 1.0,
         most: float = math.inf,
     ) -> int:
-        """As `match`, to the rows of `set_row`; who has none is not written.
+        """Write the matches of `match` to the rows of `set_row`; replicas without a row are left out.
 
         Parameters
         ----------
         depths
-            [rows] float64 zeros; replicas that match get `block` for each of their blocks, at most `most`.
+            [rows] float64 zeros; a match writes `block` times its blocks, at most `most`.
 
         Returns
         -------
@@ -284,18 +282,19 @@ class PrefixIndex:
         library = compiled_router.load()
         if library is not None:
             chain = np.ascontiguousarray(hashes, np.uint64)
-            blocks, ends = self._native_match.into(library, chain, block, most, depths)
-            # It knows nothing of bookings, but where some end they may go on by one.
-            if self._booked.masks.keys().isdisjoint(ends):
+            found = self._native_match.into(library, chain, block, most, depths)
+            blocks = found.num_blocks
+            # The library does not know the bookings, and a booking may continue a match where it ended.
+            if self._booked.masks.keys().isdisjoint(found.end_hashes):
                 return blocks
-            followed = self._booked_beyond(chain, ends)
+            followed = self._booked_beyond(chain, found)
             if followed is not None:
-                for holder, depth in followed:
+                for holder, num_blocks in followed:
                     if holder.row >= 0:
-                        depths[holder.row] = min(depth * block, most)
-                    blocks = max(blocks, depth)
+                        depths[holder.row] = min(num_blocks * block, most)
+                    blocks = max(blocks, num_blocks)
                 return blocks
-        # Who is in `depths` already gets as much or more.
+        # Replicas that the library has written get as many blocks or more.
         blocks = 0
         for blocks, mask in self.match_masks(hashes):
             depth = min(blocks * block, most)
@@ -310,14 +309,14 @@ class PrefixIndex:
     def host_blocks_into(
         self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray, blocks: np.ndarray
     ) -> None:
-        """Of what `match_into` found, count the blocks that are in the `host` tier.
+        """Count the matched blocks in the `host` tier.
 
         Parameters
         ----------
         depths
-            [rows] as `match_into` left them, in blocks.
+            [rows] matches in blocks, as `match_into` wrote them.
         blocks
-            [rows] zeros; gets the counts.
+            [rows] zeros; the counts are written here.
         """
         chain = np.asarray(hashes, np.uint64)[: int(depths.max(initial=0))]
         for first, end, number in self._host.runs(chain):
@@ -326,25 +325,27 @@ class PrefixIndex:
                     blocks[holder.row] += max(0, min(end, depths[holder.row]) - first)
 
     def _booked_beyond(
-        self, chain: np.ndarray, ends: Sequence[int]
+        self, chain: np.ndarray, found: FoundMatch
     ) -> list[tuple[Holder, int]] | None:
-        """(holder, blocks) of those who match more of a chain by their bookings than `NativeMatch.into` has just found;
-        None: to follow them would take longer than a walk with masks.
+        """Return (holder, blocks) for each holder that matches more of a chain by its bookings than by its own blocks.
+
+        None: a walk with masks is needed, or is faster.
 
         Parameters
         ----------
-        ends
-            Hashes where it found that some end.
+        found
+            The match of the same chain without bookings.
         """
         masks, booked, alive = self._confirmed.masks, self._booked.masks, self._slots.live
         followed: list[tuple[Holder, int]] = []
         left = _MAX_COMPARISONS
-        for end, first, number in zip(ends, *self._native_match.ends(len(ends)), strict=True):
+        ends = zip(found.end_hashes, found.end_blocks, found.end_sets, strict=True)
+        for end, first, number in ends:
             lost = alive & ~masks[number]
             alive ^= lost
             rest = chain[first:]
             for holder in self._slots.holders(lost & booked.get(end, 0)):
-                # A request books from where the match of its prompt ends, and its replica confirms from there on.
+                # A request books the blocks after the match of its prompt, and its replica confirms them in order.
                 begins_here = holder.begun.get(end)
                 bookings = holder.begun.values() if begins_here is None else (begins_here,)
                 left -= len(bookings)
@@ -353,18 +354,20 @@ class PrefixIndex:
                 depth = first
                 for booking in bookings:
                     depth = max(depth, first + _num_common(booking.chain, rest))
+                # The booking of this block was replaced in `begun` by another one.
                 if depth == first:
-                    return None  # by one that another has the place of
+                    return None
                 if depth < len(chain):
                     following = chain.item(depth)
                     _, held_by = self._confirmed.table.locate(following)
+                    # The match continues, by another booking or an older block.
                     if following in holder.booked or masks[held_by] & holder.bit:
-                        return None  # by another booking, or what was there before it
+                        return None
                 followed.append((holder, depth))
         return followed
 
     def match_masks(self, hashes: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-        """As `match`, by slots: (blocks, mask of the replicas that match so many), ascending."""
+        """Return the matches of `match` by slots: (blocks, mask of the replicas with this match), ascending."""
         chain = np.asarray(hashes, np.uint64)
         groups: list[tuple[int, int]] = []
         alive = self._slots.live
@@ -379,9 +382,9 @@ class PrefixIndex:
     def _walk(
         self, window: np.ndarray, start: int, alive: int, groups: list[tuple[int, int]]
     ) -> int:
-        """Match blocks from `start` on against those who hold all before them.
+        """Match the blocks from `start` on with the holders of all blocks before (`alive`).
 
-        Adds who stops where to the groups, and returns who is left.
+        Add the holders that stop at a block to `groups`, and return the mask of the others.
         """
         masks, booked = self._confirmed.masks, self._booked.masks
         for first, end, number in self._confirmed.runs(window):
@@ -392,7 +395,8 @@ class PrefixIndex:
             if kept != lost and start + first:
                 groups.append((start + first, lost ^ kept))
             alive ^= lost ^ kept
-            if kept:  # by bookings alone, which may end within the run
+            # These holders have bookings only, which may end within the run.
+            if kept:
                 later = window[first + 1 : end].tolist()
                 alive = self._walk_booked(later, start + first + 1, alive, kept, groups)
             if not alive:
@@ -407,7 +411,7 @@ class PrefixIndex:
         only_booked: int,
         groups: list[tuple[int, int]],
     ) -> int:
-        """As `_walk`, where some hold nothing but what they have booked, and all others everything."""
+        """Do the work of `_walk` in a run that the holders in `only_booked` hold by bookings alone."""
         for depth, mask in enumerate(map(self._booked.masks.get, chain, repeat(0)), start):
             kept = only_booked & mask
             if kept != only_booked:
@@ -421,7 +425,7 @@ class PrefixIndex:
     # --------------------------------------------------------------------------------------- state
 
     def _store(self, holder: Holder, hashes: np.ndarray) -> int:
-        """Set the holder's bit for these hashes; returns the XOR of those for which it was not set."""
+        """Set the holder's bit for hashes; return the XOR of the hashes that did not have it."""
         if not len(hashes):
             return 0
         change = self._confirmed.store(holder.bit, hashes)
@@ -430,7 +434,7 @@ class PrefixIndex:
         return change.xor
 
     def _remove(self, holder: Holder, hashes: np.ndarray) -> int:
-        """Clear the holder's bit for these hashes; returns the XOR of those for which it was set."""
+        """Clear the holder's bit for hashes; return the XOR of the hashes that had it."""
         if not len(hashes):
             return 0
         change = self._confirmed.remove(holder.bit, hashes)
@@ -438,24 +442,25 @@ class PrefixIndex:
         return change.xor
 
     def _store_host(self, holder: Holder, hashes: np.ndarray) -> None:
-        """As `_store`, of the `host` tier."""
+        """Store hashes of the `host` tier."""
         if not len(hashes):
             return
         holder.host_xor ^= self._store(holder, hashes)
-        if not holder.complete:  # some may have been dropped at the bound
+        # Some hashes may have been dropped at the bound.
+        if not holder.complete:
             masks = self._confirmed.masks
             kept = [masks[i] & holder.bit != 0 for i in self._confirmed.numbers(hashes).tolist()]
             hashes = hashes[np.array(kept)]
         self._host.store(holder.bit, hashes)
 
     def _remove_host(self, holder: Holder, hashes: np.ndarray) -> None:
-        """As `_remove`, of the `host` tier."""
+        """Remove hashes of the `host` tier."""
         if len(hashes):
             holder.host_xor ^= self._remove(holder, hashes)
             self._host.remove(holder.bit, hashes)
 
     def _clear(self, holder: Holder) -> None:
-        """The replica holds nothing any more; bookings stay, their blocks are still to come."""
+        """Drop all blocks of a replica. Its bookings stay, since their blocks are yet to come."""
         self._slots.retire(holder)
         slot = self._slots.take()
         self._booked.move(holder.booked, holder.bit, 1 << slot)
@@ -475,11 +480,12 @@ class PrefixIndex:
 
 
 def _num_common(booked: np.ndarray, rest: np.ndarray) -> int:
-    """How many blocks of the rest of a chain, not empty, follow each other in what is booked, from its first on."""
+    """Return the number of blocks at the start of `rest`, not empty, that are consecutive in `booked`."""
     if booked[0] != rest[0]:
         start = int((booked == rest[0]).argmax())
+        # `argmax` found no True.
         if not start:
-            return 0  # it is not there
+            return 0
         booked = booked[start:]
     num = min(len(booked), len(rest))
     differs = booked[:num] != rest[:num]

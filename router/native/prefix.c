@@ -1,15 +1,15 @@
-/* What a routing decision does for each block of its prompt: its hash, the bucket that has it, and who holds it.
+/* The work of a routing decision for each block of its prompt: its hash, its bucket in the table, its holders.
 
-   One thread, no allocation, and the caller keeps the interpreter's lock: a prompt of 16,000 tokens takes some tens of
-   microseconds. Layouts are those of `quire/router/index/block_table.py`, the hash is that of `RoutingHasher` in
-   `quire/protos/wire.py`; both have the same in numpy. The match is that of `PrefixIndex`, which has it in Python. */
+   It runs in one thread, allocates nothing, and the caller keeps the GIL: a prompt of 16,000 tokens takes some tens of
+   microseconds. `quire/router/index/block_table.py` describes the layouts and has the look-up in numpy,
+   `RoutingHasher` in `quire/protos/wire.py` has the hash in numpy, `PrefixIndex` has the match in Python. */
 #include <stdint.h>
 
 #define QUIRE_ROUTER_ABI 5
 
 enum {
     BLOCK_TOKENS = 64, /* wire.ROUTING_BLOCK_TOKENS */
-    AHEAD = 16,        /* lookups whose cache lines are on their way: more than a core has misses in flight */
+    AHEAD = 16,        /* lookups with a prefetch in progress: more than a core's cache misses in flight */
 };
 
 int64_t quire_router_abi(void) { return QUIRE_ROUTER_ABI; }
@@ -22,9 +22,9 @@ static uint64_t splitmix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* hashes[i] of the first 64 (i + 1) tokens; tokens [64 blocks] non-negative; weights [64 blocks], their lower and upper
-   halves; and the weights' sums over each block, [blocks]. No vector unit below AVX-512 multiplies 64 bits, but all
-   multiply 32 by 32: with w = 2^32 h + l
+/* Compute hashes[i], the hash of the first 64 (i + 1) tokens, from tokens [64 blocks], non-negative; weights
+   [64 blocks], their lower and upper halves; and the weights' sums over each block, [blocks]. Vector units below
+   AVX-512 cannot multiply 64 bits, but all multiply 32 by 32 bits: with w = 2^32 h + l
 
        sum w (t + 1) = sum w + sum l t + 2^32 sum h t      modulo 2^64 */
 struct halves {
@@ -56,7 +56,7 @@ static inline __attribute__((always_inline)) void hash_all(uint64_t (*sum_of)(co
 #ifdef __x86_64__
 #include <immintrin.h>
 
-/* The multiplication takes every other 32 bits; left to itself the compiler brings them there one pair at a time. */
+/* The multiplication reads every other 32 bits. The compiler would move them there one pair at a time. */
 __attribute__((target("avx2"))) static inline uint64_t sum_of_products_avx2(const uint32_t *t, const struct halves w) {
     __m256i low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, high[2] = {low[0], low[0]};
     for (int64_t i = 0; i < BLOCK_TOKENS; i += 8) {
@@ -95,19 +95,19 @@ void quire_prefix_hashes(const int32_t *tokens, const uint32_t *lower, const uin
 
 enum { KEYS = 5 }; /* of a line */
 
-/* A bucket, or what did not fit into it: a cache line. */
+/* A bucket, or entries that did not fit into it: a cache line. */
 struct line {
     uint64_t keys[KEYS]; /* 0: an empty place */
     int32_t ids[KEYS];
-    int32_t link; /* number of another line, 0: there is none */
+    int32_t link; /* index of another line, 0: none */
 };
 
 /* Mirrored in `quire/router/compiled_router.py`. */
 struct block_table {
     const struct line *lines;
     uint64_t num_buckets;
-    uint64_t low, high; /* masks of a bucket's number: the second, or the first if there is no such bucket yet */
-    uint64_t secret; /* hashes are mixed with it; and the key of the hash 0 */
+    uint64_t low, high; /* masks of a bucket's number: high, or low if no such bucket exists yet */
+    uint64_t secret; /* factor that hashes are mixed with; also the key of hash 0 */
 };
 
 static uint64_t key_of(const struct block_table *table, uint64_t hash) { return hash ? hash : table->secret; }
@@ -118,20 +118,20 @@ static const struct line *bucket_of(const struct block_table *table, uint64_t ke
     return table->lines + (bucket < table->num_buckets ? bucket : mixed & table->low);
 }
 
-/* A look-up is a cache miss and little else, so it is begun long before. As a function of its own GCC takes it for one
-   without an effect, and leaves its calls out. */
+/* A look-up is mostly a cache miss, so its line is prefetched. Inlined, since GCC treats it as a function without an
+   effect and would remove its calls. */
 static inline __attribute__((always_inline)) void begin_look_up(const struct block_table *table, uint64_t hash) {
     __builtin_prefetch(bucket_of(table, key_of(table, hash)));
 }
 
 enum { LINE = 8 }; /* places are 64-bit words: 8 in a line */
 
-/* The id of a hash, 0 if it is absent, and where it is. */
+/* Return the id of a hash, 0 if it is absent, and its place. */
 static int32_t look_up(const struct block_table *table, uint64_t hash, int64_t *place) {
     uint64_t key = key_of(table, hash);
     const struct line *line = bucket_of(table, key);
     for (;;) {
-        unsigned hits = 0; /* no branch for each: where a key lies nobody can foretell */
+        unsigned hits = 0; /* no branch per key: the position of a key is not predictable */
         for (int k = 0; k < KEYS; k++) hits |= (unsigned)(line->keys[k] == key) << k;
         if (hits) {
             int k = __builtin_ctz(hits);
@@ -143,7 +143,7 @@ static int32_t look_up(const struct block_table *table, uint64_t hash, int64_t *
     }
 }
 
-/* ids, places [n]: 0 and a place of no meaning for what is absent. */
+/* Write ids, places [n]; for absent hashes id 0 and an undefined place. */
 void quire_find_blocks(const struct block_table *table, const uint64_t *hashes, int64_t n, int32_t *ids,
                        int64_t *places) {
     for (int64_t i = -AHEAD; i < n; i++) {
@@ -154,8 +154,8 @@ void quire_find_blocks(const struct block_table *table, const uint64_t *hashes, 
     }
 }
 
-/* Neighbours of one id are a run: where each begins and its id, 0 for what is absent, to `starts` and `ids`, [n]; how
-   many they are. */
+/* Cut hashes into runs with the same id. Write each run's first index and id (0 for absent hashes) to `starts` and
+   `ids`, [n]; return the number of runs. */
 int64_t quire_find_runs(const struct block_table *table, const uint64_t *hashes, int64_t n, int32_t *starts,
                         int32_t *ids) {
     int64_t num_runs = 0, place;
@@ -170,18 +170,18 @@ int64_t quire_find_runs(const struct block_table *table, const uint64_t *hashes,
     return num_runs;
 }
 
-/* Who holds what, as bits of the replicas' slots. Mirrored in `quire/router/compiled_router.py`. */
+/* The holders of each block, as bits of the replicas' slots. Mirrored in `quire/router/compiled_router.py`. */
 struct holders {
     const struct block_table *table; /* hash -> number of a set */
     const uint64_t *sets;            /* [sets, words] */
     int64_t words;
-    const uint64_t *live; /* [live_words], not more than of a set: who may be found */
+    const uint64_t *live; /* [live_words], at most `words`: holders that a match may find */
     int64_t live_words;
     const int64_t *rows; /* [64 live_words] of the slots, -1: none */
-    uint64_t *alive;     /* [live_words], room for what follows */
+    uint64_t *alive;     /* [live_words], scratch: holders of all blocks so far */
 };
 
-/* What is written to: [num] by row. */
+/* The output, [num] by row. */
 struct depths {
     double *of_row;
     int64_t num;
@@ -195,16 +195,16 @@ static void write_depth(const struct holders *holders, int64_t word, uint64_t bi
     }
 }
 
-/* The blocks of a chain that some do not hold who hold all before: [room] each, as many as a chain has blocks. Mirrored
-   in `quire/router/compiled_router.py`. */
+/* The blocks of a chain that at least one holder of all blocks before lacks: arrays with one entry per block of the
+   chain. Mirrored in `quire/router/compiled_router.py`. */
 struct ends {
     uint64_t *hashes;
-    int32_t *blocks, *ids; /* where they are in the chain, and the sets that do hold them */
+    int32_t *blocks, *ids; /* their indices in the chain, and the numbers of their holders' sets */
 };
 
-/* How much of a chain of hashes each replica holds from its first block on: `block` for each, at most `most`, to its
-   row of `of_row`, [num_rows], which were 0. Returns the longest match in blocks, and in the upper half the number of
-   ends. */
+/* Match a chain of hashes with each replica's blocks, from the first block on. Write `block` times the matched blocks,
+   at most `most`, to the replica's row of `of_row`, [num_rows] zeros. Return the longest match in blocks, and in the
+   upper half the number of ends. */
 int64_t quire_match(const struct holders *holders, const uint64_t *hashes, int64_t n, double block, double most,
                     double *of_row, int64_t num_rows, const struct ends *ends) {
     const struct depths depths = {of_row, num_rows};

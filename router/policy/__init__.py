@@ -1,1 +1,1 @@
-"""Where a request goes: pure functions over a view of the fleet."""
+"""Routing policies: functions from a request and a view of the fleet to a ranking of the replicas."""

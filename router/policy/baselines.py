@@ -1,4 +1,4 @@
-"""Policies that other routers use, for comparison with the cost of `router/policy/cost.py`."""
+"""Policies of other routers, for comparison with the cost of `router/policy/cost.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.router.policy.policy import Ranking, RouteRequest, rank
 
 
 class RoundRobin:
-    """Each replica in turn."""
+    """Choose each replica in turn."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -26,7 +26,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Fewest requests in flight."""
+    """Choose the replica with the fewest requests in flight."""
 
     def choose(
         self, request: RouteRequest, fleet: FleetView, now_s: float, rng: random.Random
@@ -35,7 +35,7 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """The less loaded of two at random (Mitzenmacher 2001), which is Ray Serve's own rule."""
+    """Choose the less loaded of two random replicas (Mitzenmacher 2001), as Ray Serve does."""
 
     def choose(
         self, request: RouteRequest, fleet: FleetView, now_s: float, rng: random.Random
@@ -44,14 +44,14 @@ class PowerOfTwo:
         if n <= 2:
             return rank("power_of_two", fleet, fleet.num_requests.copy(), rng)
         drawn = rng.sample(range(n), 2)
-        # The rest are fall-backs for when both refuse.
+        # The others follow as fall-backs if both refuse.
         cost = fleet.num_requests + (1.0 + fleet.num_requests.max())
         cost[drawn] = fleet.num_requests[drawn]
         return rank("power_of_two", fleet, cost, rng)
 
 
 class PrefixAffinity:
-    """The longest prefix held on the device, whatever the load; among equals the least loaded."""
+    """Choose the replica with the longest prefix on its device; among equals, the one with the fewest requests."""
 
     def choose(
         self, request: RouteRequest, fleet: FleetView, now_s: float, rng: random.Random

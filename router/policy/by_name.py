@@ -25,12 +25,12 @@ POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
 
 
 def make_policy(name: str, **weights: Any) -> Policy:
-    """The policy of a name, with its weights.
+    """Make a policy by its name, with its weights.
 
     Raises
     ------
     ValueError
-        No policy has the name, or it has no such weight.
+        No policy has the name, or the policy has no such weight.
     """
     if name not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")

@@ -1,50 +1,51 @@
-"""The cost of a request on each replica: the seconds that it costs everybody (DESIGN §5).
+"""The cost of a request on each replica: the seconds that it costs all requests together.
 
     cost = W + P + H + eta n P + Q(P, W + P) + delta D + E + M - V
 
-    W  seconds of prefill queued before it: the report, less the time since, plus our bookings that
-       the report cannot contain; and never less than what our own unanswered requests still need
-    P  seconds to prefill what the replica does not hold, at its measured speed; H: to copy what it
-       holds in host memory
-    eta n P    the n requests in flight wait while the new prompt is prefilled
-    Q          delay of later arrivals, below
-    delta D    slow-down of decoding, below
-    E          what its blocks push out of a full cache, by the chance that it were used again
-    M          wait for KV memory to become free
-    V          what one more copy of a prefix in demand will save its followers, below
+    W        wait for the prefill queued before it: the last report, less the time since, plus our bookings that
+             the report cannot contain; at least what our own unanswered requests still need
+    P        prefill of the tokens that the replica does not hold, at its measured speed
+    H        copy of the tokens that it holds in host memory
+    eta n P  wait of the n requests in flight while the new prompt is prefilled
+    Q        delay of later arrivals, below
+    delta D  slow-down of decoding, below
+    E        prefill of the blocks evicted for it from a full cache, by the chance that they would be used again
+    M        wait for KV memory to become free
+    V        time that one more copy of a prefix in demand saves its followers, below
 
-The smallest cost wins. Hot prefixes so copy themselves, slow replicas price themselves out, and
-without reuse what is left is a load balancer.
+The replica with the smallest cost gets the request. So prefixes in demand are copied, slow replicas get few requests,
+and without shared prefixes the policy is a load balancer.
 
-**Q.** In an M/G/1 queue a job of P seconds behind W delays those who arrive in what is left of the
-busy period: lambda P (W + P) / (1 - rho). Behind a router they do not all arrive: while a replica is
-busy, requests that are not bound to it go elsewhere, so that only a window of a few mean prefills
-counts. With w = W + P and the window w0 = `window_prefills` times the mean prefill,
+**Q.** In an M/G/1 queue, a job of P seconds behind W delays the arrivals of the rest of the busy period:
+lambda P (W + P) / (1 - rho). Behind a router fewer arrive: while a replica is busy, requests that are not bound to it
+go elsewhere, so only a window of a few mean prefills counts. With w = W + P and the window w0 = `window_prefills` times
+the mean prefill,
 
     Q = kappa lambda / (1 - rho) P w / (1 + w / w0)
 
-With `kappa` = 2 that is, at w = w0, what the busy period alone would say.
+With `kappa` = 2, Q at w = w0 equals the delay of the busy period alone.
 
-**D.** A step reads the KV cache of every request that decodes. So all steps of this one, m in the mean,
-are longer by the KV of those that decode along with it. That is foretold by its mean of the last half
-minute, a few outputs long: what runs at this moment will have ended, and where conversations come back to,
-they do so again. And the steps of the n requests that are there now are longer by this one's KV
-for as long as they overlap: m / 2 steps in the mean, whatever the distribution S of the lengths. One that
-is met on its way has more than k steps left with probability (1 / m) int_k^inf S, and the integral of that
-times S(k) is m / 2. Those who come later choose for themselves. With b the seconds by which a token of KV
-lengthens a step, and T the tokens of the prompt,
+**D.** A step reads the KV cache of every decoding request. So each step of this request, m steps in the mean, takes
+longer by the KV of the requests that decode at the same time. Their predicted KV is the mean of the last half minute,
+a few outputs long: the requests that decode now will have ended, and a replica that conversations return to keeps
+getting them. In the other direction, the steps of the n requests in flight take longer by this request's KV while they
+overlap with it: m / 2 steps in the mean, for every distribution S of the lengths. A request met at a random step has
+more than k steps left with probability (1 / m) int_k^inf S, and the integral of that times S(k) is m / 2. Later
+requests choose a replica by its load at that time. With b the seconds by which one KV token lengthens a step, and T the
+tokens of the prompt,
 
     D = m b (KV + n T / 2)
 
 **V.** While k replicas hold a prefix, its followers wait for the best of k: about Wq / k, with the
-Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves each of them
-Wq / (k (k + 1)); `FleetView.followers` is their number of late, an estimate of how many are to come.
+Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves each follower Wq / (k (k + 1)).
+`FleetView.followers` is the number of recent requests with the prefix, an estimate of the number to come.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -57,33 +58,33 @@ _MAX_SHARE = 0.95  # bounds 1 / (1 - rho)
 
 @dataclass(frozen=True, slots=True)
 class CostPolicy:
-    """The cost above; the defaults are the preset `slo`, for time-to-first-token objectives.
+    """The policy that chooses the smallest cost. The defaults are the preset `slo`, for the time to the first token.
 
     Attributes
     ----------
     eta, kappa, delta, eviction, memory, copies
-        Weights of the terms eta n P, Q, delta D, E, M and V. Where only the mean of all delays
-        counts the derivation says 1, and of `kappa` 2.
+        Weights of the terms eta n P, Q, delta D, E, M and V. To minimize the mean of all delays, the derivation gives 1
+        for each, and 2 for `kappa`.
     window_prefills
-        See Q.
+        Length of the window w0, in mean prefills.
     reuse_s
-        Typical time between two uses of a block, for E.
+        Mean time between two uses of a block, for E.
     stickiness
-        A session's last replica is cheaper by this fraction of P: it decides among near equals.
+        Fraction of P by which a session's last replica is cheaper. It decides between nearly equal costs.
     stale_after_s
-        Of replicas with older reports only two, drawn at random, compete: or every router would send
-        all it has to the one that looked idle last. Above the longest heartbeat interval.
+        Age above which a report is stale; longer than the longest heartbeat interval. Of the replicas with stale
+        reports only two, drawn at random, compete. Otherwise all routers would send all requests to one replica, the
+        one with the shortest queue in its last report.
     max_decay_s
-        A reported queue is taken to shrink with time for at most so long: the longest heartbeat
-        interval. Longer silence is no evidence of progress.
+        Longest time for which a reported queue counts as shrinking: the longest heartbeat interval. Longer silence is
+        no evidence of progress.
     speed_noise
-        Speeds within this fraction of the median are taken as equal to it. A measured speed moves
-        with the lengths of the prompts it was measured on; without this, the luckiest replica would
-        get every request that finds the cluster idle.
+        Fraction of the median within which a measured speed counts as equal to the median. A measurement depends on the
+        lengths of the prompts. Without this, one replica would get every request that arrives at an idle cluster.
     fallback_prefill_s_per_work
         Speed used while no replica has measured its own.
     tie_s
-        Costs that differ by less are equal, and chance decides.
+        Difference below which two costs are equal; the choice between them is random.
     """
 
     eta: float = 0.1
@@ -123,7 +124,13 @@ class CostPolicy:
         self._put_stale_last(fleet, cost, rng)
         rows = ranked_rows(cost, rng, self.tie_s)
         return Ranking(
-            self.name, fleet, rows.tolist(), cost, terms.wait_s, Terms._fields, terms.of_rows(rows)
+            policy=self.name,
+            fleet=fleet,
+            rows=rows.tolist(),
+            cost_s=cost,
+            wait_s=terms.wait_s,
+            term_names=Terms._fields,
+            terms=terms.of_rows(rows),
         )
 
     def _prices(self, request: RouteRequest, fleet: FleetView) -> Prices:
@@ -147,7 +154,7 @@ class CostPolicy:
         )
 
     def _s_per_work(self, fleet: FleetView) -> np.ndarray:
-        """[n] float64, seconds of a unit of prefill work; the prior where nothing else is measured."""
+        """[n] float64, seconds of a unit of prefill work; the prior where no other speed is measured."""
         prior = fleet.prior_s_per_work or self.fallback_prefill_s_per_work
         measured = fleet.prefill_s_per_work
         is_prior = np.abs(measured - prior) <= self.speed_noise * prior
@@ -155,7 +162,7 @@ class CostPolicy:
         return np.where(is_prior, prior, measured)
 
     def _put_stale_last(self, fleet: FleetView, cost: np.ndarray, rng: random.Random) -> None:
-        """Put all but two of the replicas with stale reports behind all others, in their order."""
+        """Raise the costs of all but two replicas with stale reports above all others, keeping their order."""
         reports_s = fleet.report_s
         if fleet.now_s - reports_s[reports_s.argmin()] <= self.stale_after_s:
             return
@@ -165,6 +172,7 @@ class CostPolicy:
             cost[out] += 1.0 + cost.max()
 
 
-def e2e_policy(**weights: float) -> CostPolicy:
-    """The preset `e2e`, for the time to the last token: others' delays and decoding count for more."""
-    return CostPolicy(**({"eta": 0.3, "delta": 1.0, "name": "e2e"} | weights))
+def e2e_policy(**weights: Any) -> CostPolicy:
+    """Return the preset `e2e`, for the time to the last token: other requests' delays and decoding weigh more."""
+    preset: dict[str, Any] = {"eta": 0.3, "delta": 1.0, "name": "e2e"}
+    return CostPolicy(**preset | weights)

@@ -1,8 +1,7 @@
 """The terms of the cost, each for all replicas at once. `router/policy/cost.py` derives them.
 
-A decision runs some forty numpy operations on one number per replica. Each takes half a microsecond to start, as long
-as its work on a thousand replicas. So operations write to the arrays of earlier ones where they can, and a term that is
-0 on every replica (a full cache, a copy from host memory) is not computed.
+A decision runs about forty numpy operations on arrays with one number per replica. With a thousand replicas, half of
+their time is call overhead. So a term that is 0 on every replica, such as a copy from host memory, is not computed.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _HEAD_DONE = 0.9
 
 @dataclass(slots=True, kw_only=True)
 class Prices:
-    """Factors of the terms that are the same on every replica.
+    """Factors of the terms that are the same on every replica. `router/policy/cost.py` defines the symbols.
 
     Attributes
     ----------
     prompt_tokens
         T.
     max_decay_s
-        Most by which a reported queue has shrunk since the report.
+        Upper bound of the time by which a reported queue has shrunk since the report.
     interference
         eta.
     later
@@ -36,7 +35,7 @@ class Prices:
     later_per_window_s
         1 / w0; 0: no arrivals.
     decode_s_per_token
-        delta m b: seconds of all steps of a mean output for each token of KV that they read, weighted.
+        delta m b: seconds of all steps of a mean output for each KV token that they read, times the weight.
     reuse_s
         Mean time between two uses of a block.
     eviction, memory
@@ -44,7 +43,7 @@ class Prices:
     output_s_per_token
         m b: as `decode_s_per_token`, without the weight.
     copies_s
-        Seconds that all followers would save if k (k + 1) were 1.
+        Seconds that all followers of the prefix save, times k (k + 1).
     """
 
     prompt_tokens: int
@@ -61,7 +60,7 @@ class Prices:
 
 
 class Terms(NamedTuple):
-    """Seconds on each replica, [n] float64; None: 0 on every replica. The cost is their sum."""
+    """The terms, [n] float64 seconds each; None: 0 on every replica. The cost is their sum."""
 
     wait_s: np.ndarray
     prefill_s: np.ndarray
@@ -74,21 +73,21 @@ class Terms(NamedTuple):
     copy_value_s: np.ndarray | None
 
     def total_s(self) -> np.ndarray:
-        """[n] float64."""
-        total = self.wait_s + self.prefill_s
+        """Return the sum of all terms, [n] float64."""
+        total: np.ndarray = self.wait_s + self.prefill_s
         for term in self[2:]:
             if term is not None:
                 total += term
         return total
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Terms of some replicas: rows [m] integers -> [m, terms] float64."""
+        """Map rows ([m] integers) to their terms ([m, terms] float64)."""
         zeros = np.zeros(len(rows))
         return np.array([zeros if term is None else term.take(rows) for term in self]).T
 
 
 def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
-    """Price a request on each replica.
+    """Compute the terms of a request on each replica.
 
     Parameters
     ----------
@@ -122,7 +121,7 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
 
 
 def _wait(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> np.ndarray:
-    """W: prefill still queued, by the report and by our own unanswered requests."""
+    """W: prefill still queued, the larger of the report and our own unanswered requests."""
     reported = fleet.reported_work * s_per_work
     reported -= np.minimum(fleet.report_age_s, prices.max_decay_s)
     np.maximum(reported, 0.0, out=reported)
@@ -133,13 +132,14 @@ def _wait(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> np.ndarra
     np.minimum(head_done, fleet.head_age_s, out=head_done)
     ours = fleet.unanswered_work * s_per_work
     ours -= head_done
-    return np.maximum(reported, ours, out=ours)
+    wait: np.ndarray = np.maximum(reported, ours, out=ours)
+    return wait
 
 
 def _later(wait: np.ndarray, prefill: np.ndarray, prices: Prices) -> np.ndarray:
     """Q: delay of later arrivals, behind a window of W + P."""
     window = wait + prefill
-    bounded = window * prices.later_per_window_s
+    bounded: np.ndarray = window * prices.later_per_window_s
     bounded += 1.0
     np.divide(window, bounded, out=bounded)
     bounded *= prefill
@@ -149,7 +149,7 @@ def _later(wait: np.ndarray, prefill: np.ndarray, prices: Prices) -> np.ndarray:
 
 def _decode(fleet: FleetView, prices: Prices) -> np.ndarray:
     """delta D: this request's steps read the others' KV, and theirs read its own."""
-    read = fleet.num_requests * (0.5 * prices.prompt_tokens)
+    read: np.ndarray = fleet.num_requests * (0.5 * prices.prompt_tokens)
     read += fleet.mean_kv_tokens
     read *= prices.decode_s_per_token
     return read
@@ -176,18 +176,20 @@ def _memory(fleet: FleetView, missing: np.ndarray, prices: Prices) -> np.ndarray
         return None
     np.maximum(short, 0.0, out=short)
     output_s = prices.output_s_per_token * fleet.kv_tokens
-    return prices.memory * short / np.maximum(fleet.used_tokens, 1.0) * output_s
+    wait: np.ndarray = prices.memory * short / np.maximum(fleet.used_tokens, 1.0) * output_s
+    return wait
 
 
 def _copy_value(cached: np.ndarray, prices: Prices) -> np.ndarray | None:
-    """-V: for replicas that hold less than the longest prefix that is held anywhere."""
+    """-V: a gain, for replicas that hold less than the longest prefix that any replica holds."""
     longest = largest(cached)
     if longest <= 0 or prices.copies_s <= 0:
         return None
     k = np.count_nonzero(cached == longest)
-    return (cached - longest) * (prices.copies_s / (k * (k + 1)) / longest)
+    value: np.ndarray = (cached - longest) * (prices.copies_s / (k * (k + 1)) / longest)
+    return value
 
 
 def largest(values: np.ndarray) -> float:
-    """Return the maximum of [n > 0] values. `argmax` takes a third of the time of `max`, which sets up a reduction."""
+    """Return the maximum of [n > 0] values. `argmax` takes a quarter of the time of `max`."""
     return float(values[values.argmax()])

@@ -1,8 +1,8 @@
-"""Where a request goes: pure functions from what is known of the replicas to a ranking of them.
+"""The interface of routing policies: functions from a request and a view of the fleet to a ranking of the replicas.
 
 A policy sees the request, a `FleetView` (`router/policy/fleet_view.py`), the time and a random generator. To add one,
-write a class with the method of `Policy` in a module of its own and give it a name in `router/policy/by_name.py`;
-`router/policy/baselines.py` has short ones. `router/policy/cost.py` is the default.
+write a class with the method of `Policy` in a module of its own, and give it a name in `router/policy/by_name.py`.
+`router/policy/baselines.py` has short examples. `router/policy/cost.py` is the default.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from quire.router.policy.fleet_view import FleetView
 
-# Replicas that a ranking names: the choice and its fall-backs.
+# Replicas in a ranking: the choice and its fall-backs.
 MAX_RANKED = 16
-# Parts of a fleet whose minima bound the costs that can be ranked.
+# Parts of a fleet; the minima of the parts bound the costs that can be ranked.
 _NUM_PARTS = 64
 
 
@@ -33,17 +33,25 @@ class RouteRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One replica's cost, with its terms, all in seconds but the last two."""
+    """One replica's cost.
+
+    Attributes
+    ----------
+    terms
+        Name -> seconds.
+    cached_tokens, host_tokens
+        Prompt tokens predicted to be on the device, and further ones in host memory.
+    """
 
     replica: str
     cost_s: float
     terms: dict[str, float]
-    cached_tokens: int  # prompt tokens predicted to be found on the device
-    host_tokens: int = 0  # further ones, predicted to be found in host memory
+    cached_tokens: int
+    host_tokens: int = 0
 
     @property
     def wait_s(self) -> float:
-        """Prefill queued before the request; 0 for a policy that does not price it."""
+        """Prefill queued before the request; 0 if the policy has no such term."""
         return self.terms.get("wait_s", 0.0)
 
     @property
@@ -52,21 +60,20 @@ class Score:
 
 
 @dataclass(slots=True, eq=False)
-class Ranking(Sequence[Score]):
-    """Replicas from best to worst, at most `MAX_RANKED`; empty when there was none to choose from.
+class Ranking:
+    """Replicas from best to worst, at most `MAX_RANKED`; empty if the view has no replica.
 
     Attributes
     ----------
     rows
         [ranked] rows of `fleet`, best first.
     cost_s
-        [n] what was compared; like all that follows, an array of its own: a decision is asked about long
-        after the fleet's columns have changed (`router/explain/decisions.py`).
+        [n] costs that the policy compared. This array and the ones below share no memory with the fleet's columns:
+        `router/explain/decisions.py` reads them after the columns have changed.
     wait_s
-        [n] seconds of prefill queued before the request; None: the policy does not price it.
+        [n] seconds of prefill queued before the request; None: the policy has no such term.
     term_names, terms
-        What the cost of `rows` is made of, in the order in which it is explained, [ranked, terms] seconds; None: of
-        nothing else.
+        Names of the cost's terms, and their values for `rows`, [ranked, terms] seconds; None: the cost has one term.
     """
 
     policy: str
@@ -82,12 +89,13 @@ class Ranking(Sequence[Score]):
 
     def __getitem__(self, rank: int) -> Score:
         row, terms = self.rows[rank], self.terms
+        seconds = [] if terms is None else terms[rank].tolist()
         return Score(
-            self.fleet.replicas[row],
-            float(self.cost_s[row]),
-            {} if terms is None else dict(zip(self.term_names, terms[rank].tolist(), strict=True)),
-            int(self.fleet.gpu_tokens[row]),
-            int(self.fleet.host_tokens[row]),
+            replica=self.fleet.replicas[row],
+            cost_s=float(self.cost_s[row]),
+            terms=dict(zip(self.term_names, seconds, strict=True)),
+            cached_tokens=int(self.fleet.gpu_tokens[row]),
+            host_tokens=int(self.fleet.host_tokens[row]),
         )
 
     def __iter__(self) -> Iterator[Score]:
@@ -100,7 +108,7 @@ class Ranking(Sequence[Score]):
 
 
 class Policy(Protocol):
-    """The plug-in interface: one method."""
+    """A routing policy."""
 
     def choose(
         self, request: RouteRequest, fleet: FleetView, now_s: float, rng: random.Random
@@ -110,15 +118,15 @@ class Policy(Protocol):
         Parameters
         ----------
         now_s
-            The router's clock, the one that the fleet's ages were taken at.
+            Time of the router's clock, the same as `fleet.now_s`.
         rng
-            Breaks ties and draws samples, so that a seed gives the same choices again.
+            Breaks ties and draws samples, so that the same seed gives the same choices.
         """
         ...
 
 
 def ranked_rows(cost: np.ndarray, rng: random.Random, tie: float = 0.0) -> np.ndarray:
-    """[ranked] rows by cost, smallest first; one of those within `tie` of the best comes first."""
+    """Return [ranked] rows by cost, smallest first. The first is drawn from the rows within `tie` of the smallest."""
     best = _smallest(cost)
     if len(best) <= 1:
         return best
@@ -126,9 +134,10 @@ def ranked_rows(cost: np.ndarray, rng: random.Random, tie: float = 0.0) -> np.nd
     bound = costs[0] + tie
     if costs[1] > bound:
         return best
-    rows = best.tolist()  # chance decides
+    rows = best.tolist()
     if costs[-1] <= bound:
-        ties = (cost <= bound).nonzero()[0].tolist()  # perhaps more than are ranked
+        # There may be more ties than ranked rows.
+        ties = (cost <= bound).nonzero()[0].tolist()
     else:
         ties = sorted(rows[: bisect.bisect_right(costs, bound)])
     first = ties[rng.randrange(len(ties))]
@@ -136,21 +145,23 @@ def ranked_rows(cost: np.ndarray, rng: random.Random, tie: float = 0.0) -> np.nd
 
 
 def rank(policy: str, fleet: FleetView, cost: np.ndarray, rng: random.Random) -> Ranking:
-    """Rank rows by a cost of one part."""
+    """Rank the replicas by a cost that has no terms."""
     return Ranking(policy, fleet, ranked_rows(cost, rng).tolist(), cost)
 
 
 def _smallest(cost: np.ndarray) -> np.ndarray:
-    """[ranked] rows of the `MAX_RANKED` smallest, smallest first; equal ones in their order.
+    """Return the rows of the `MAX_RANKED` smallest costs, smallest first; equal costs keep the order of their rows.
 
-    numpy's partition takes ten times as long on a thousand costs. Each part of the fleet has a cost that is at most the
-    part's minimum, so the `MAX_RANKED` smallest of the minima bound those of all.
+    The fleet is cut into `_NUM_PARTS` parts. Each minimum is the cost of a replica in its part, so the `MAX_RANKED`-th
+    smallest minimum is an upper bound of the costs to return. numpy's partition took twice as long with a thousand
+    random costs.
     """
     if len(cost) <= _NUM_PARTS:
-        return cost.argsort(kind="stable")[:MAX_RANKED]
+        return np.argsort(cost, kind="stable")[:MAX_RANKED]
     in_parts = cost[: len(cost) // _NUM_PARTS * _NUM_PARTS].reshape(-1, _NUM_PARTS)
     minima = in_parts.min(axis=0)
     minima.sort()
     candidates = (cost <= minima[MAX_RANKED - 1]).nonzero()[0]
     order = cost.take(candidates).argsort(kind="stable")
-    return candidates.take(order[:MAX_RANKED])
+    best: np.ndarray = candidates.take(order[:MAX_RANKED])
+    return best

@@ -1,9 +1,9 @@
 """Several samples of one request: `n` streams that the client sees as one.
 
-Each choice is a request of its own with the same prompt, parameters and seed and its own `choice` index, which is
-part of the noise key. All go to the replica of the first, as its forks: there the prompt is computed once, its full
-blocks are shared, and each choice has a copy of the last, partly filled one. A choice whose replica is lost
-continues by itself, wherever it is sent.
+For a replica, each choice is a request with the same prompt, parameters and seed and its own `choice` index, which is
+part of the key of the sampling noise. All choices run on the replica of the first one, as its forks: the replica
+computes the prompt once, the choices share its full blocks, and each has a copy of the last, partly filled block. A
+choice that loses its replica continues independently on any replica.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ChoicesStream:
     streams
         One for each choice, in order, not started.
     lead
-        The first of them that is not told to its end already.
+        The first of them that runs: a client that resumes may have some answers completely.
     """
 
     def __init__(self, streams: Sequence[RequestStream], lead: RequestStream):
@@ -52,7 +52,10 @@ class ChoicesStream:
 
     @property
     def usage(self) -> Usage:
-        """The prompt once, the output of all choices; cached is what the first of them to run found."""
+        """The prompt once, and the output of all choices.
+
+        Cached tokens are those of the choice that found the fewest: the one that computed the prompt.
+        """
         usages = [stream.usage for stream in self._streams]
         ran = [stream.usage for stream in self._streams if not stream.was_complete] or usages
         first = min(ran, key=lambda usage: (usage.cached_tokens, -usage.host_cached_tokens))
@@ -65,21 +68,21 @@ class ChoicesStream:
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None:
-        """Told by the lead, for all."""
+        """See `GenerationStream`; the lead asks for them."""
         return self._lead.prompt_scores
 
     def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
-        """There is one prompt."""
+        """See `GenerationStream`; this stream has one prompt."""
         return self.prompt_scores
 
     @property
     def explain(self) -> Explain:
-        """Of the lead."""
+        """The routing of the lead."""
         return self._lead.explain
 
     async def start(self) -> None:
         """Submit all choices and wait for the first token of each, or for a refusal of any."""
-        # Tasks begin in the order in which they are made: the first choice is submitted before its forks.
+        # Tasks start in the order of their creation, so the first choice is submitted before its forks.
         starts = [asyncio.ensure_future(stream.start()) for stream in self._streams]
         try:
             await asyncio.gather(*starts)

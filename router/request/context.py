@@ -1,13 +1,12 @@
-"""What one request's stream uses of the router that it belongs to."""
+"""The part of the router that a request's stream uses."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire.protos.wire import PromptLogprobs, TokenLogprob
 from quire.router.admission.gate import AdmissionGate
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
@@ -16,26 +15,37 @@ from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
 from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
+from quire.router.request.token_scores import TokenScorer
 from quire.router.transport.transport import Transport
-from quire.router.types import TokenScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the router knows of its model without a replica."""
+    """The facts about the model that do not come from replicas.
 
-    name: str  # as clients call it
+    Attributes
+    ----------
+    name
+        The model's name in requests.
+    max_prompt_tokens
+        None: limited by the model's length only.
+    chat_template_kwargs
+        The application's variables for the chat template; a request's own take precedence.
+    special_tokens_in_messages
+        Text in messages may become special tokens.
+    """
+
+    name: str
     created_s: int
     defaults: GenerationDefaults
     limits: Limits
-    max_prompt_tokens: int | None = None  # None: as many as the model takes
-    # A request's own take precedence.
+    max_prompt_tokens: int | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    special_tokens_in_messages: bool = False  # whether the text of a message may be special tokens
+    special_tokens_in_messages: bool = False
 
 
 class RouterContext(Protocol):
-    """The parts of `service.RouterService` that `request_stream.RequestStream` reads and calls."""
+    """The parts of `service.RouterService` that a `RequestStream` and its parts read and call."""
 
     facts: ModelFacts
     router_id: str
@@ -51,13 +61,4 @@ class RouterContext(Protocol):
     budget: FailoverBudget | None
     max_migrations: int
     max_move_s: float
-
-    def scores(self, token_id: int, of_token: TokenLogprob, text_offset: int) -> TokenScores:
-        """A token's log-probabilities with the tokens' texts."""
-        ...
-
-    def prompt_scores(
-        self, first_id: int, parts: Sequence[PromptLogprobs], *, skip_special_tokens: bool
-    ) -> list[TokenScores]:
-        """The first token of a prompt, and those that the parts are about."""
-        ...
+    scorer: TokenScorer

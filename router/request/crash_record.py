@@ -1,7 +1,7 @@
-"""Recognises a poison request: one whose steps fail or crash every replica that runs it.
+"""Recognises a poison request: its steps fail on, or crash, every replica that runs it.
 
 An *incident* is a failed step, or a crash of the replica's process, while the request was in the running step. A
-replica that was killed from outside, that drained, or whose node was lost is not an incident.
+replica that was killed from outside, drained, or lost with its node is not an incident.
 
 | incidents | state | next attempt |
 |---|---|---|

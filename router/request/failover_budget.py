@@ -1,24 +1,23 @@
-"""How fast streams may move to other replicas, over the whole cluster. Plain Python; the caller's clock.
+"""Limits how fast streams migrate to other replicas, over the whole cluster. Plain Python; the caller's clock.
 
-A move computes prompt and answer anew. When replicas die one after the other, moving everything at once would spend
-the survivors' time on what the next death throws away, while those who wait for their first token wait longer. So
-there is a budget that allows the loss of several full replicas at once and refills slowly; a stream that finds
-it empty waits its turn. Routers say nothing to one another: each has an equal share, as many parts as there are
-routers attached to the replicas.
+A migrated stream computes its prompt and answer again. When replicas crash one after the other, migrating all streams
+at once would spend the remaining replicas' time on work that the next crash discards, and delay new requests. The
+budget covers the loss of several full replicas at once and refills slowly. A stream that finds it empty waits. Routers
+do not communicate: each has an equal share, by the number of routers that are attached to the replicas.
 """
 
 from __future__ import annotations
 
 
 class FailoverBudget:
-    """A router's share of a token bucket: one token for each move.
+    """A router's share of a token bucket; a migration takes one token.
 
     Parameters
     ----------
     refill_s
-        Seconds after which one more token is there for all routers; above 0.
+        Seconds in which the bucket of all routers gains one token; above 0.
     burst
-        Tokens of a full bucket for all routers, at least 1. A share is one token at least.
+        Tokens in the full bucket of all routers; at least 1. A router's share is at least one token.
     """
 
     def __init__(self, refill_s: float, burst: int):
@@ -30,14 +29,14 @@ class FailoverBudget:
         self._at_s = 0.0
 
     def take(self, now_s: float, num_routers: int = 1) -> float:
-        """Take a token and return 0, or return the seconds after which there is one again.
+        """Take a token and return 0, or return the seconds until there is one.
 
         Parameters
         ----------
         now_s
-            A monotonic clock's seconds; one that goes back counts as one that stands still.
+            Seconds of a monotonic clock. A step backwards counts as no time.
         num_routers
-            That share the budget now, this one included; at least 1.
+            Routers that share the budget now, with this one; at least 1.
         """
         refill_s = self._refill_s * num_routers
         full = max(1.0, self._burst / num_routers)

@@ -1,6 +1,6 @@
-"""Several prompts in one request, and a request for nothing but its prompt's log-probabilities.
+"""Lists of prompts in one request, and requests without output tokens (`max_tokens: 0`).
 
-Each prompt of a list has a stream of its own, with `n` choices; choice j of prompt i is choice i * n + j of the whole.
+Each prompt of a list has its own stream with `n` choices. Choice j of prompt i is choice i * n + j of the request.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class PromptsStream:
-    """The `GenerationStream` of a list of prompts: deltas of all as they come.
+    """The `GenerationStream` of a list of prompts: the deltas of all prompts in order of arrival.
 
     Parameters
     ----------
     streams
         One for each prompt, in order, not started.
     num_choices
-        Of each prompt.
+        Choices of each prompt.
     """
 
     def __init__(self, streams: Sequence[RequestStream | ChoicesStream], num_choices: int):
@@ -33,7 +33,8 @@ class PromptsStream:
         self.request_id, self.model, self.origin = first.request_id, first.model, first.origin
         self._streams = streams
         self._num_choices = num_choices
-        self._items: deque[OutputDelta | Exception | None] = deque()  # None: one prompt has ended
+        # None: one prompt has ended.
+        self._items: deque[OutputDelta | Exception | None] = deque()
         self._arrival, self._room = asyncio.Event(), asyncio.Event()
         self._is_read = False
         self._pumps: list[asyncio.Task[None]] = []
@@ -41,7 +42,7 @@ class PromptsStream:
 
     @property
     def usage(self) -> Usage:
-        """The sum."""
+        """The sum over all prompts."""
         usages = [stream.usage for stream in self._streams]
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in usages),
@@ -56,16 +57,16 @@ class PromptsStream:
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None:
-        """Of the first prompt."""
+        """The scores of the first prompt."""
         return self.scores_of_prompt(0)
 
     @property
     def explain(self) -> Explain:
-        """Of the first prompt."""
+        """The routing of the first prompt."""
         return self._streams[0].explain
 
     async def start(self) -> None:
-        """Submit all and wait for the first token of each. If one is refused, none runs on."""
+        """Submit all prompts and wait for the first token of each. A refusal ends all of them."""
         loop = asyncio.get_running_loop()
         begun = [loop.create_future() for _ in self._streams]
         self._pumps = [
@@ -99,7 +100,7 @@ class PromptsStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """End what still runs. Idempotent."""
+        """End the prompts that still run. Idempotent."""
         self._num_open = 0
         await end_streams(self._pumps, self._streams)
 
@@ -121,8 +122,8 @@ class PromptsStream:
             await self._put(None)
 
     async def _put(self, item: OutputDelta | Exception | None) -> None:
-        # Nothing is read until all have begun. A prompt that paused until then would hold the memory that others wait
-        # for.
+        # The client reads nothing before all prompts have begun. A prompt that paused until then would hold the
+        # memory that other prompts wait for.
         while self._is_read and len(self._items) >= len(self._streams):
             self._room.clear()
             await self._room.wait()
@@ -131,14 +132,14 @@ class PromptsStream:
 
 
 class PromptOnlyStream:
-    """The `GenerationStream` of `max_tokens: 0`: the engine generates one token, of which nothing is passed on.
+    """The `GenerationStream` of `max_tokens: 0`: the engine generates one token, which the client does not get.
 
     Parameters
     ----------
     stream
-        Of the same request with `max_tokens` 1, not started.
+        The stream of the same request with `max_tokens` 1, not started.
     has_logprobs
-        Whether the client wants log-probabilities of the answer: a list without any.
+        The client asks for log-probabilities of the answer: it gets an empty list.
     """
 
     def __init__(self, stream: RequestStream | ChoicesStream | PromptsStream, has_logprobs: bool):
@@ -148,7 +149,7 @@ class PromptOnlyStream:
 
     @property
     def usage(self) -> Usage:
-        """Without the one token."""
+        """The usage without the one token."""
         usage = self._stream.usage
         return Usage(usage.prompt_tokens, 0, usage.cached_tokens, usage.host_cached_tokens)
 
@@ -167,7 +168,7 @@ class PromptOnlyStream:
         return self._stream.explain
 
     async def start(self) -> None:
-        """Submit and wait for the prompt, or for its refusal."""
+        """Submit and wait until the prompt is computed or refused."""
         await self._stream.start()
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]:

@@ -1,24 +1,24 @@
-"""Event ids: how a client that has lost its router continues its stream at another one.
+"""Event ids: a client that has lost its router continues its stream at another router.
 
-Every event of a stream carries an id, over HTTP if the client asks for ids; the client sends the last one it got along
-with the original request (HTTP: `Last-Event-ID`, gRPC: `resume_from`). The server keeps no state for that. The answer
-is a function of the request and its seed, so any router has it generated again, drops what the client has, and goes on
-with the next token. An id therefore says
+Every event of a stream carries an id (over HTTP, if the client asks for ids). To resume, the client sends the original
+request with the last id that it received (HTTP: `Last-Event-ID`, gRPC: `resume_from`). The server keeps no state. The
+answer is a function of the request and its seed, so any router generates it again, drops the tokens that the client
+has, and continues with the next one. An id contains
 
 ```
  q1 . origin                                         . marks, one for each choice
       seed, fingerprint, answer's id, time (base64)     tokens - CRC-32 of their ids (hex), `!` when it has ended
 ```
 
-* the *seed*, since the router draws one where the client gave none;
-* the *fingerprint* of prompt, resolved parameters and model: another request, or a server whose model or defaults have
-  changed since, is refused instead of spliced onto the first half of something else;
-* how many *tokens* of each choice the client has, and their checksum: what is generated again must be that, which
-  it may not be where the engine is not deterministic (DESIGN §6.2). Then the client gets an error, never two
-  halves of different answers.
+* the *seed*: the router draws one if the client gave none;
+* the *fingerprint* of prompt, resolved parameters and model. A different request is refused, and so is a request to a
+  server with another model or other defaults, instead of continuing one answer with another;
+* the number of *tokens* of each choice that the client has, and their checksum. The regenerated tokens must match it.
+  They may differ if the engine is not deterministic (DESIGN §6.2); then the client gets an error, never two halves of
+  different answers.
 
-It is not signed. An id gives no right and names no state: whoever writes one himself gets what the same request with
-that `seed` gives anybody, cut at a place of his choice. So there is nothing to protect, and no key to distribute.
+Ids are not signed. An id grants no access and refers to no state: a forged id gives the answer that the same request
+with that `seed` gives to every client, from a token on that the sender chose.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ import msgpack
 import numpy as np
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, Hello, SamplingParams
+from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
+from quire.protos.wire import Hello, SamplingParams
 from quire.router.types import Mark, Origin, OutputDelta, ResumePoint
 
 _ORIGIN = struct.Struct("<Q8s16sI")  # seed, fingerprint, answer's id, Unix seconds
@@ -48,9 +49,9 @@ class EventIds:
     Parameters
     ----------
     origin
-        The stream's.
+        The origin of the stream.
     marks
-        What the client has of each choice when the stream begins.
+        For each choice, the part that the client has when the stream begins.
     """
 
     def __init__(self, origin: Origin, marks: Sequence[Mark]):
@@ -63,17 +64,17 @@ class EventIds:
         self._marks = [_text(mark) for mark in marks]
 
     def begin(self, choice: int) -> str:
-        """The id of what comes before a choice's first token: the role, the echoed prompt."""
+        """Return the id of an event before a choice's first token: the role, the echoed prompt."""
         self._marks[choice] = "0-0"
         return self._id()
 
     def after(self, delta: OutputDelta) -> str:
-        """The id of the event with this delta; call it for each, also for one that has no event."""
+        """Return the id of the event with this delta. Call it for every delta, also for one without an event."""
         choice, token_ids = delta.choice, delta.token_ids
         checksum = checksum_of(token_ids, self._checksums[choice])
         num_tokens = self._num_tokens[choice] + len(token_ids)
         self._checksums[choice], self._num_tokens[choice] = checksum, num_tokens
-        mark = "%x-%x" % (num_tokens, checksum)  # noqa: UP031 - half the time of an f-string
+        mark = "%x-%x" % (num_tokens, checksum)  # noqa: UP031 - takes half the time of an f-string
         self._marks[choice] = mark if delta.finish_reason is None else mark + "!"
         return self._id()
 
@@ -82,14 +83,14 @@ class EventIds:
 
 
 class KnownPrefix:
-    """What the client of a resumed choice has: to be dropped when it is generated again, and checked.
+    """The tokens of a resumed choice that the client has: they are generated again, checked and dropped.
 
     Parameters
     ----------
     mark
-        Its tokens.
+        Their number and checksum.
     field
-        Where the client gave the id, for errors.
+        The field with the event id, for errors.
     """
 
     def __init__(self, mark: Mark, field: str):
@@ -98,79 +99,75 @@ class KnownPrefix:
         self._checksum = 0
 
     def take(self, start: int, token_ids: list[int]) -> int:
-        """How many of these tokens, the first of which has the index `start`, the client has.
+        """Return how many of these tokens the client has. Their first output index is `start`.
 
         Raises
         ------
         InvalidRequest
-            All that the client has is there, and it is something else.
+            The last of the client's tokens has been generated again, and the checksum differs.
         """
         num_known = min(len(token_ids), max(0, self._mark.num_tokens - start))
         if num_known:
             self._checksum = checksum_of(token_ids[:num_known], self._checksum)
             if start + num_known == self._mark.num_tokens and self._checksum != self._mark.checksum:
                 raise InvalidRequest(
-                    f"{self._field}: generated again, the first {self._mark.num_tokens} tokens are not "
-                    "those that this id was given for; the stream cannot be continued exactly",
+                    f"{self._field}: the first {self._mark.num_tokens} tokens of the answer, generated again, differ "
+                    "from the tokens before this id; the stream cannot be continued exactly",
                     field=self._field,
                 )
         return num_known
 
     def check_end(self, num_tokens: int) -> None:
-        """Raise `InvalidRequest` when an answer of so many tokens is shorter than what the client has."""
+        """Raise `InvalidRequest` if an answer of `num_tokens` tokens is shorter than the part that the client has."""
         if num_tokens < self._mark.num_tokens:
             raise InvalidRequest(
-                f"{self._field}: the answer has {num_tokens} tokens, this id says that "
-                f"{self._mark.num_tokens} of them were sent",
+                f"{self._field}: the answer has {num_tokens} tokens, but this id follows token {self._mark.num_tokens}",
                 field=self._field,
             )
 
 
 def parse(text: str, field: str) -> ResumePoint:
-    """Read an event id.
+    """Parse an event id.
 
     Parameters
     ----------
     text
-        What the client sent.
+        The id as the client sent it.
     field
-        Where, for errors.
+        The field with the id, for errors.
 
     Raises
     ------
     InvalidRequest
-        It is none.
+        `text` is not an event id.
     """
     match = _ID.fullmatch(text)
-    marks = [_MARK.fullmatch(mark) for mark in match[2].split(",")] if match else [None]
+    marks = [_parse_mark(mark) for mark in match[2].split(",")] if match else []
     if match is None or None in marks:
         raise InvalidRequest(
-            f"{field} must be the id of an event of this API's streams, as it was sent, got {text[:64]!r}",
+            f"{field} must be the id of an event of this API's streams, unchanged, got {text[:64]!r}",
             field=field,
         )
     seed, fingerprint, answer_id, created_s = _ORIGIN.unpack(base64.urlsafe_b64decode(match[1]))
     return ResumePoint(
         Origin(seed, fingerprint, answer_id.hex(), created_s),
-        tuple(
-            Mark(int(mark[1], 16), int(mark[2], 16), True, bool(mark[3])) if mark[0] else Mark()
-            for mark in marks
-        ),
+        tuple(mark for mark in marks if mark is not None),
         field,
     )
 
 
 def check(point: ResumePoint, fingerprint: bytes, num_choices: int, max_tokens: int) -> None:
-    """Refuse an id that does not belong to the request it came with.
+    """Check that an id belongs to its request.
 
     Raises
     ------
     InvalidRequest
-        The request is another one, or the id does not fit its bounds.
+        The id belongs to another request, or is outside this request's bounds.
     """
     if point.origin.fingerprint != fingerprint:
         raise InvalidRequest(
-            f"{point.field}: this id belongs to another request; prompt, parameters, seed and model have "
-            "to be those of the first one",
+            f"{point.field}: this id belongs to another request; prompt, parameters, seed and model must equal "
+            "those of the first request",
             field=point.field,
         )
     if len(point.marks) != num_choices:
@@ -193,28 +190,28 @@ def fingerprint_of(
     text_options: Sequence[object],
     hello: Hello,
 ) -> bytes:
-    """8 bytes that are others for a request with another answer; not for requests made to collide.
+    """Return 8 bytes that differ for requests with different answers. Not safe against deliberate collisions.
 
     Parameters
     ----------
     prompt_ids
         [tokens] int32.
     hashes
-        [tokens // 64] uint64, the prompt's routing hashes: the last one stands for all whole blocks, so that
-        a long prompt is not read again.
+        [tokens // 64] uint64, the prompt's routing hashes. The last one covers all whole blocks, so a long prompt is
+        not read again.
     sampling
         Resolved, with the seed.
     text_options
-        What else decides about the text: stop strings and the like, plain data.
+        Further options that change the text, such as stop strings; plain data.
     hello
-        Names the model.
+        A replica of the model.
     """
     tail = np.ascontiguousarray(prompt_ids[len(hashes) * ROUTING_BLOCK_TOKENS :], dtype="<i4")
     grammar = sampling.grammar
     facts = [
         [hello.model_name, hello.revision, hello.dtype],
         [len(prompt_ids), int(hashes[-1]) if len(hashes) else 0, tail.tobytes()],
-        # The grammar without the name of the field it came in: the same over both APIs.
+        # The grammar without its field's name, which differs between HTTP and gRPC.
         [None if value is grammar else value for value in sampling.to_wire()],
         None if grammar is None else [grammar.kind, grammar.text],
         list(text_options),
@@ -223,10 +220,19 @@ def fingerprint_of(
 
 
 def checksum_of(token_ids: Sequence[int], before: int = 0) -> int:
-    """CRC-32 of token ids, 4 bytes each, little endian, continued from that of those before them."""
+    """Return the CRC-32 of token ids (4 bytes each, little endian), continued from the checksum `before`."""
     for token_id in token_ids:
         before = zlib.crc32(token_id.to_bytes(4, "little"), before)
     return before
+
+
+def _parse_mark(text: str) -> Mark | None:
+    match = _MARK.fullmatch(text)
+    if match is None:
+        return None
+    if not match[0]:
+        return Mark()
+    return Mark(int(match[1], 16), int(match[2], 16), begun=True, finished=bool(match[3]))
 
 
 def _text(mark: Mark) -> str:

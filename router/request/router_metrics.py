@@ -20,14 +20,14 @@ from quire.router.observer import AnswerEnd, Observer, error_code
 from quire.router.transport.transport import Transport
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-# Seconds; from a cached prompt on an idle GPU to a long queue.
+# Seconds, from a cached prompt on an idle GPU to a long queue.
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ITL_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _REFUSAL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 10)
 _MIGRATION_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
-# Below the first boundary is 0.
+# The first bucket holds exact predictions.
 _MISPREDICTED_TOKENS = (0.5, 64, 256, 1024, 4096, 16_384, 65_536)
 
 
@@ -117,7 +117,7 @@ ROUTER_FAMILIES = (
         "Seconds from the loss of a stream's replica, as the router sees it, to its next token.",
         boundaries=_MIGRATION_S,
     ),
-    # The two signs of predicted - actual are two histograms: their counts are equal, their sums subtract.
+    # One histogram for each sign of predicted - actual: their counts are equal, and their sums subtract.
     Family(
         "quire_router_over_predicted_cached_tokens",
         HISTOGRAM,
@@ -148,7 +148,7 @@ ROUTER_FAMILIES = (
 
 
 class RouterMetrics(Observer):
-    """Counts the router's reports."""
+    """Turns the router's reports into metrics."""
 
     def __init__(self) -> None:
         self.metrics = MetricSet(ROUTER_FAMILIES, self._read)
@@ -156,8 +156,8 @@ class RouterMetrics(Observer):
         self._transport: Transport | None = None
         histogram = self.metrics.histogram
         self._ttft = histogram("quire_time_to_first_token_seconds")
-        # As an attribute: it is called for every token.
-        self.on_inter_token = histogram("quire_inter_token_seconds").observe  # type: ignore[method-assign]
+        # An attribute instead of a method saves one call for every token.
+        self.on_inter_token = histogram("quire_inter_token_seconds").observe  # type: ignore[method-assign, assignment]
         self._request = histogram("quire_request_seconds")
         self._queue = histogram("quire_request_queue_seconds")
         self._prefill = histogram("quire_request_prefill_seconds")
@@ -173,11 +173,11 @@ class RouterMetrics(Observer):
         self.metrics.value("quire_build_info", importlib.metadata.version("quire")).value = 1
 
     def follow(self, gate: AdmissionGate, transport: Transport) -> None:
-        """Read the gauges from these from now on."""
+        """Set the objects that the gauges are read from."""
         self._gate, self._transport = gate, transport
 
     def page(self, labels: Mapping[str, str]) -> Page:
-        """The text of all families; `labels` say which router it is."""
+        """Return all families; `labels` name this router."""
         return self.metrics.page(labels)
 
     def _read(self) -> dict[str, float]:
@@ -215,7 +215,7 @@ class RouterMetrics(Observer):
         self._migrations.value += max(0, end.explain.attempts - 1)
         is_answered = end.explain.answered
         if end.finish_reason == "error" and not is_answered:
-            return  # a refusal, which is counted as such
+            return  # A refusal, counted by `on_refusal`.
         self.metrics.value("quire_requests_finished_total", end.finish_reason).value += 1
         self._request.observe(end.total_s)
         self._prompt.observe(end.usage.prompt_tokens)

@@ -1,63 +1,58 @@
-"""What happens to a client's request until it is on its way.
+"""The router's service: takes a client's request up to its streams.
 
-1. check what can be checked without the model's words (`params.check`)
-2. chat template and tokens, off the event loop
-3. sampling parameters, complete and within bounds (`params.resolve`)
-4. routing hashes of the prompt, longest match and cost at every replica (`policy.choose`)
-5. its `RequestStream` takes it from there, one for each choice
+1. Check everything that needs no tokenizer (`params.check`).
+2. Render the chat template and tokenise; long texts in a thread (`PromptEncoder`).
+3. Resolve the sampling parameters within their bounds (`params.resolve`).
+4. Hash the prompt for routing.
+5. Start a `RequestStream` for each choice.
 
-Plain asyncio: the bus comes in through the `Transport` protocol, so this file is tested without Ray.
+Plain asyncio: the bus is behind the `Transport` protocol, so tests run without Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import math
 import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from quire.protos.engine_facts import engine_facts
 from quire.protos.errors import (
-    ContextLengthExceeded,
     InvalidRequest,
     QuireError,
     Unavailable,
-    UnsupportedField,
     model_not_found,
 )
 from quire.protos.wire import (
     Hello,
-    PromptLogprobs,
-    RoutingHasher,
     SamplingParams,
-    TokenLogprob,
 )
 from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
 from quire.router.fleet.replicas import ReplicaTable
-from quire.router.index.prefix_hashes import prefix_hashes
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
 from quire.router.request import params, resume
+from quire.router.request.attempts import NO_REPLICA_RETRY_S
 from quire.router.request.choices import ChoicesStream
 from quire.router.request.context import ModelFacts
 from quire.router.request.failover_budget import FailoverBudget
+from quire.router.request.prompt_encoder import PromptEncoder
 from quire.router.request.prompts import PromptOnlyStream, PromptsStream
-from quire.router.request.request_stream import NO_REPLICA_RETRY_S, RequestStream
-from quire.router.text.chat_template import ChatTemplate, TemplateOptions, num_chars
+from quire.router.request.request_stream import RequestStream
+from quire.router.request.token_scores import TokenScorer
+from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.detokenizer import DetokenizerFactory
-from quire.router.text.special_tokens import SpecialTokens
-from quire.router.text.tokenizer import MAX_BYTES_PER_TOKEN, AsyncTokenizer
+from quire.router.text.tokenizer import AsyncTokenizer
 from quire.router.transport.transport import Transport
 from quire.router.types import (
     Decisions,
@@ -67,37 +62,32 @@ from quire.router.types import (
     Origin,
     Readiness,
     ReplicaStatus,
-    ScoredToken,
-    TokenScores,
 )
 
 MAX_MIGRATIONS = 3
-_MANY_IDS = 16 * 1024
 
 
 class RouterService:
     """Serves generation requests over a transport: the `Service` that HTTP and gRPC call.
 
-    Owns nothing that survives a request but the table, which the bus feeds.
-
     Parameters
     ----------
     max_move_s
-        A stream that has lost its replica looks for another for at most so long.
+        Longest time that a stream without a replica looks for another one.
     max_migrations
-        So many times a request moves to another replica: one that kills its replicas must not kill all of them.
+        Most failed attempts of a request that are retried on another replica.
     budget
-        What all requests together may move; None: without a bound.
+        Limits the migrations of all requests together; None: no limit.
     ready_timeout_s
-        A replica that has work and has not finished a step for so long does not count as ready.
+        A replica with work that has finished no step for this time does not count as ready.
     admission
-        Bounds of those who wait here; None for the defaults.
+        Limits of the router's queue; None for the defaults.
     max_explained_decisions
-        Decisions that are remembered for `decisions`.
+        Number of decisions that `decisions` can return.
     decision_log
-        Takes every decision and what came of it; None: they are not recorded.
+        Records every decision and its outcome; None: nothing is recorded.
     peers
-        Asks every router, this one included, for its `own_decisions`; None: there is no other.
+        Asks all routers, this one included, for their `own_decisions`; None: this is the only router.
     scrape
         Gathers the metrics of the whole application.
     """
@@ -141,10 +131,9 @@ class RouterService:
         self._peers = peers
         self._scrape = scrape or _no_metrics
         self.rng = random.Random(secrets.randbits(64))
-        self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
-        self._template = template
-        self._hashers: dict[str, RoutingHasher] = {}
+        self.scorer = TokenScorer(self._detokenizers)
+        self._prompt_encoder = PromptEncoder(tokenizer, template)
 
     def reconfigure(
         self,
@@ -157,7 +146,7 @@ class RouterService:
         admission: AdmissionLimits,
         max_explained_decisions: int,
     ) -> None:
-        """Take on other limits; requests that run or wait go on under them."""
+        """Apply new limits, also to requests that run or wait."""
         self.facts = facts
         self.policy = policy
         self.max_move_s = max_move_s
@@ -168,7 +157,7 @@ class RouterService:
             self.ring.resize(max_explained_decisions)
 
     async def generate(self, request: GenerationRequest) -> GenerationStream:
-        """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
+        """Check, tokenise, route and submit; return with the first token (see `Service.generate`)."""
         arrived_s = self.clock()
         self.observer.on_request()
         try:
@@ -200,9 +189,13 @@ class RouterService:
                 streams.append(await self._stream(single, candidates, arrived_s, answer_id))
             except InvalidRequest as error:
                 raise (_of_prompt(error, index) if request.prompts else error) from None
-        stream = PromptsStream(streams, request.n) if request.prompts else streams[0]
+        stream: PromptsStream | ChoicesStream | RequestStream = streams[0]
+        if request.prompts:
+            stream = PromptsStream(streams, request.n)
         if request.max_tokens == 0:
-            stream = PromptOnlyStream(stream, request.logprobs is not None)
+            prompt_only = PromptOnlyStream(stream, request.logprobs is not None)
+            await prompt_only.start()
+            return prompt_only
         await stream.start()
         return stream
 
@@ -213,10 +206,10 @@ class RouterService:
         arrived_s: float,
         answer_id: str,
     ) -> RequestStream | ChoicesStream:
-        """Check and tokenise one prompt; its stream is not started."""
-        prompt_ids = await self._prompt_ids(request, candidates[0])
-        self._check_prompt_len(len(prompt_ids))
-        special_stops = self._special_stops(request)
+        """Check and tokenise one prompt; return its stream, not started."""
+        encoder = self._prompt_encoder
+        prompt_ids = await encoder.encode(request, candidates[0], self.facts)
+        special_stops = encoder.special_stops(request)
         for hello in candidates:
             sampling = params.resolve(
                 _with_seed(request),
@@ -225,11 +218,10 @@ class RouterService:
                 max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
                 vocab_size=hello.vocab_size,
                 limits=self.facts.limits,
-                bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
+                bad_word_ids=encoder.bad_word_ids(request),
                 special_stop_ids=[i for i in special_stops if i < hello.vocab_size],
             )
-            await _turn(prompt_ids)
-            hashes = prefix_hashes(self._hasher(hello, request.tenant), prompt_ids)
+            hashes = await encoder.hashes(prompt_ids, hello, request.tenant)
             try:
                 origin = self._origin(request, prompt_ids, hashes, sampling, hello, answer_id)
                 break
@@ -240,7 +232,7 @@ class RouterService:
         streams: list[RequestStream] = []
         lead: RequestStream | None = None
         for choice, mark in enumerate(request.marks):
-            # The prompt is the same for all: the lead's log-probabilities of it are everybody's.
+            # All choices have the same prompt, so only the lead asks for its log-probabilities.
             scored = sampling.prompt_logprobs if lead is None else None
             stream = RequestStream(
                 self,
@@ -261,14 +253,6 @@ class RouterService:
                 lead = stream
         return streams[0] if request.n == 1 else ChoicesStream(streams, lead or streams[0])
 
-    def _special_stops(self, request: GenerationRequest) -> dict[int, str]:
-        """Stop strings that are special tokens, by id. Where the text leaves special tokens out, only the id shows."""
-        if not request.skip_special_tokens:
-            return {}
-        special = self._tokenizer.tokenizer.special
-        found = ((special.id_of(stop.strip()), stop) for stop in request.stop)
-        return {token_id: stop for token_id, stop in found if token_id is not None}
-
     def _origin(
         self,
         request: GenerationRequest,
@@ -278,7 +262,7 @@ class RouterService:
         hello: Hello,
         answer_id: str,
     ) -> Origin:
-        """A new one, or that of the stream that is resumed if the request is the same."""
+        """Return a new origin, or that of the resumed stream after a check that the request is the same."""
         options = (
             request.stop,
             request.include_stop_str_in_output,
@@ -291,40 +275,6 @@ class RouterService:
             resume.check(request.resume_from, fingerprint, request.n, sampling.max_tokens)
             return request.resume_from.origin
         return Origin(sampling.seed, fingerprint, answer_id, int(time.time()))
-
-    def scores(self, token_id: int, of_token: TokenLogprob, text_offset: int) -> TokenScores:
-        """A token's log-probabilities with the tokens' texts."""
-        return TokenScores(
-            self._scored(token_id, of_token.logprob),
-            tuple(map(self._scored, of_token.top_ids, of_token.top_logprobs)),
-            text_offset=text_offset,
-        )
-
-    def prompt_scores(
-        self, first_id: int, parts: Sequence[PromptLogprobs], *, skip_special_tokens: bool
-    ) -> list[TokenScores]:
-        """The first token of a prompt, and those that the parts are about.
-
-        Parameters
-        ----------
-        skip_special_tokens
-            Whether special tokens are no part of the prompt's text: so where a tokenizer added them.
-        """
-        detokenizer = self._detokenizers.new(skip_special_tokens)
-        num_chars = len(detokenizer.feed([first_id]))
-        scores = [TokenScores(self._scored(first_id, None), ())]
-        for part in parts:
-            tops = zip(part.top_ids.tolist(), part.top_logprobs.tolist(), strict=True)
-            columns = (part.token_ids.tolist(), part.logprobs.tolist(), part.ranks.tolist(), tops)
-            for token_id, logprob, rank, top in zip(*columns, strict=True):
-                token, likeliest = self._scored(token_id, logprob), tuple(map(self._scored, *top))
-                scores.append(TokenScores(token, likeliest, rank, num_chars))
-                num_chars += len(detokenizer.feed([token_id]))
-        return scores
-
-    def _scored(self, token_id: int, logprob: float | None) -> ScoredToken:
-        utf8 = self._detokenizers.token_bytes(token_id)
-        return ScoredToken(token_id, logprob, utf8.decode(errors="replace"), utf8)
 
     def model_info(self) -> ModelInfo:
         hello = self._hello()
@@ -359,11 +309,11 @@ class RouterService:
         return self.table.statuses(self.clock())
 
     def own_decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        """What this router remembers; see `Service.decisions`."""
+        """Return the decisions of this router; see `Service.decisions`."""
         return self.ring.last(limit) if request_id is None else self.ring.find(request_id)
 
     async def decisions(self, request_id: str | None, limit: int) -> Decisions:
-        """See `Service.decisions`: behind a proxy nobody can choose the router that is asked."""
+        """See `Service.decisions`. All routers are asked, because a proxy chose the router of this call."""
         num_silent = 0
         if self._peers is not None:
             try:
@@ -372,7 +322,7 @@ class RouterService:
                 num_silent = 1
         return Decisions([self.router_id], num_silent, self.own_decisions(request_id, limit))
 
-    async def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
+    async def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         last = None
         while True:
             statuses = self.replicas()
@@ -383,10 +333,10 @@ class RouterService:
             await asyncio.sleep(period_s)
 
     def _candidates(self, request: GenerationRequest) -> list[Hello]:
-        """Replicas that stand for the weights with which the request may run; at least one.
+        """Return at least one replica for each set of weights that the request may use.
 
-        During an update replicas differ in their weights. A new request draws from all replicas, so that old and new
-        ones share the load; a resumed one has to find the weights that it began with.
+        During an update replicas have different weights. A new request draws one of all replicas, so that old and new
+        ones share the load. A resumed request has to find the weights that it began with.
         """
         first = self._hello()
         if not self.table.is_mixed:
@@ -403,118 +353,13 @@ class RouterService:
             "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
         )
 
-    def _check_prompt_len(self, num_tokens: int) -> None:
-        bound = self.facts.max_prompt_tokens
-        if bound is not None and num_tokens > bound:
-            raise ContextLengthExceeded(
-                f"prompt has {num_tokens} tokens; this server takes at most {bound}", field="prompt"
-            )
-
-    async def _prompt_ids(self, request: GenerationRequest, hello: Hello) -> np.ndarray:
-        """[tokens] int32."""
-        if request.messages is None and not isinstance(request.prompt, str):
-            await _turn(request.prompt)
-            try:
-                ids = np.asarray(request.prompt, dtype=np.int32)
-            except OverflowError:
-                params.check_prompt_ids(request.prompt, hello.vocab_size)
-                raise
-            await _turn(ids)
-            return ids
-        if request.messages is not None:
-            if self._template is None:
-                raise UnsupportedField(
-                    "the checkpoint has no chat template, so messages are not served; configure `chat_template` or "
-                    "use /v1/completions",
-                    field="messages",
-                )
-            # By default the template has written the special tokens itself.
-            special = self._tokenizer.tokenizer.special
-            if self.facts.special_tokens_in_messages:
-                special = None
-            options = self._template_options(request)
-            text = await self._rendered(self._template, request.messages, options, special, hello)
-            add_special_tokens, is_guarded = bool(request.add_special_tokens), special is not None
-        else:
-            text, is_guarded = request.prompt, False
-            add_special_tokens = request.add_special_tokens is not False
-        ids = await self._tokenizer.encode(
-            text,
-            add_special_tokens,
-            max_model_len=hello.max_model_len,
-            field="prompt" if request.messages is None else "messages",
-            tenant=request.tenant,
-            is_guarded=is_guarded,
-        )
-        if not len(ids) and request.prompt == "":
-            return self._empty_prompt(hello)
-        return ids
-
-    def _empty_prompt(self, hello: Hello) -> np.ndarray:
-        """What an empty prompt is where the tokenizer adds no BOS: a model needs one token to begin with."""
-        start = self._tokenizer.tokenizer.start_id()
-        known = [*(() if start is None else (start,)), *hello.eos_token_ids]
-        if not known:
-            raise InvalidRequest(
-                "the checkpoint has neither a BOS nor an EOS token: prompt must have at least 1 character, got 0",
-                field="prompt",
-            )
-        return np.array(known[:1], np.int32)
-
-    async def _rendered(
-        self,
-        template: ChatTemplate,
-        messages: tuple[dict[str, Any], ...],
-        options: TemplateOptions,
-        special: SpecialTokens | None,
-        hello: Hello,
-    ) -> str:
-        """The prompt text of a conversation; off the event loop if that takes long."""
-        length, bound = num_chars(messages), MAX_BYTES_PER_TOKEN * hello.max_model_len
-        if length > bound:
-            raise ContextLengthExceeded(
-                f"messages have {length} characters; at most {bound} can be served"
-                f" ({MAX_BYTES_PER_TOKEN} for each of the model's {hello.max_model_len} tokens)",
-                field="messages",
-            )
-        text = template.render_quickly(messages, options, special=special)
-        if text is None:
-            render = functools.partial(template.render, messages, options, special=special)
-            text = await self._tokenizer.in_thread(render)
-        return text
-
-    def _template_options(self, request: GenerationRequest) -> TemplateOptions:
-        """What the request asks of the chat template, over the application's own."""
-        continues, add_prompt = request.continue_final_message, request.add_generation_prompt
-        return TemplateOptions(
-            add_generation_prompt=not continues if add_prompt is None else add_prompt,
-            continue_final_message=continues,
-            kwargs={**self.facts.chat_template_kwargs, **(request.chat_template_kwargs or {})},
-        )
-
-    def _hasher(self, hello: Hello, tenant: str) -> RoutingHasher:
-        key = f"{hello.model_name}\x00{hello.revision}\x00{tenant}"
-        hasher = self._hashers.get(key)
-        if hasher is None:
-            if len(self._hashers) >= 1024:  # tenants come and go; a hasher is cheap to make again
-                self._hashers.clear()
-            hasher = RoutingHasher(hello.model_name, hello.revision, tenant)
-            self._hashers[key] = hasher
-        return hasher
-
 
 async def _no_metrics() -> bytes:
     return b""
 
 
-async def _turn(ids: Sequence[int] | np.ndarray) -> None:
-    """Let others run between two steps through many ids."""
-    if len(ids) > _MANY_IDS:
-        await asyncio.sleep(0)
-
-
 def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
-    """The refusal of one prompt of a list."""
+    """Return the error for prompt `index` of a list: its field and message name the index."""
     message, field = error.message, error.field
     if field is not None and field.startswith("prompt") and not field.startswith("prompt_"):
         field = f"prompt[{index}]{field.removeprefix('prompt')}"
@@ -524,7 +369,7 @@ def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
 
 
 def _with_seed(request: GenerationRequest) -> GenerationRequest:
-    """The router drew a seed for the stream that is resumed where the client gave none."""
+    """Add the seed that the router drew for the resumed stream, if the client gave none."""
     if request.resume_from is None or request.seed is not None:
         return request
     return dataclasses.replace(request, seed=request.resume_from.origin.seed)

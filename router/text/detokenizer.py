@@ -1,17 +1,17 @@
-"""Token ids to text while they arrive: emitted text never changes, all of it is the whole decode.
+"""Decodes a stream of token ids: emitted text never changes, and in total it equals decoding all ids at once.
 
-A character may be spread over tokens, and how an incomplete one is found depends on the tokenizer:
+A character may span several tokens. The way to find an incomplete character depends on the tokenizer:
 
-- byte-level BPE (GPT-2, Llama 3, Qwen): tokens are bytes, so an incremental UTF-8 decoder is exact
-  and takes constant time for each token.
-- SentencePiece with byte fallback (Llama 2, Mistral): a run of byte tokens is one unit.
-  `tokenizers` decodes all of it or replaces each of its bytes by U+FFFD, so one bad byte changes
-  those before it; the run is held back until it ends.
-- anything else: `tokenizers.decoders.DecodeStream`.
+- Byte-level BPE (GPT-2, Llama 3, Qwen): tokens are bytes, so an incremental UTF-8 decoder is exact and takes constant
+  time for each token.
+- SentencePiece with byte fallback (Llama 2, Mistral): a run of byte tokens is one unit. `tokenizers` decodes all of the
+  run or replaces each of its bytes by U+FFFD, so one invalid byte changes the text before it. The run is held back
+  until it ends.
+- All others: `tokenizers.decoders.DecodeStream`.
 
-`DecodeStream` alone does not do for the first two. On random ids of a byte-fallback tokenizer it
-raises "Invalid prefix" or differs from the whole decode, and its time for n invalid bytes grows
-with n * n (410 us a token over 4000 tokens, where a byte-level step takes 1 us).
+`DecodeStream` does not work for the first two. On random ids of a byte-fallback tokenizer it raises "Invalid prefix" or
+differs from decoding all ids at once. Its time for n invalid bytes grows with n * n: 410 us a token over 4000 tokens,
+where a byte-level step takes 1 us.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-# A run of byte tokens this long that is valid UTF-8 is emitted although it may go on, so that a
-# model which repeats a line break (a byte token in Llama 2) for ever is still seen by the client
-# and by stop strings.
+# A run of this many byte tokens that is valid UTF-8 is emitted before it ends. So clients and stop strings see the
+# output of a model that repeats a line break (a byte token in Llama 2) without end.
 MAX_HELD_BYTE_TOKENS = 16
-_CONTEXT_TOKENS = 4  # a UTF-8 character has at most 4 bytes, and a token at least one
+# A UTF-8 character has at most 4 bytes, and a token at least one.
+_CONTEXT_TOKENS = 4
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -37,16 +37,16 @@ class Detokenizer(Protocol):
     """The text of one output stream."""
 
     def feed(self, ids: Iterable[int]) -> str:
-        """Add token ids and return the text that is final now; ids without a token give none."""
+        """Add token ids and return the text that is final now. Ids without a token add nothing."""
         ...
 
     def flush(self) -> str:
-        """The rest, when no more ids will come; incomplete characters become U+FFFD."""
+        """Return the rest of the text after the last id. Incomplete characters become U+FFFD."""
         ...
 
 
 class DetokenizerFactory:
-    """Makes the detokenizers of one tokenizer; what they share is computed once, here.
+    """Makes the detokenizers of one tokenizer, and holds the tables that they share.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class DetokenizerFactory:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         steps = _decoder_steps(tokenizer)
         self._is_byte_level = steps == ["ByteLevel"]
-        self._byte_values: dict[int, int] = {}  # token id -> byte
+        self._byte_values: dict[int, int] = {}  # Token id -> byte.
         if "ByteFallback" in steps:
             for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
                 if found := _BYTE_TOKEN.fullmatch(token):
@@ -70,7 +70,7 @@ class DetokenizerFactory:
         self._pieces = _Pieces(tokenizer, self._char_bytes)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, special tokens spelt as they are; nothing for ids without one."""
+        """Return the bytes that a token adds to a text. Special tokens count as their names, unknown ids as nothing."""
         if token_id in self._byte_values:
             return bytes([self._byte_values[token_id]])
         token = self._tokenizer.id_to_token(token_id)
@@ -80,21 +80,21 @@ class DetokenizerFactory:
             return bytes(self._char_bytes[char] for char in token)
         if token_id in self._added_ids or self._is_byte_level:
             return token.encode()
-        # After itself: by itself a decoder may strip a space from it.
+        # Decode the token after itself: a decoder may strip a space at the start of a text.
         once = self._tokenizer.decode([token_id], skip_special_tokens=False)
         twice = self._tokenizer.decode([token_id, token_id], skip_special_tokens=False)
         return twice[len(once) :].encode()
 
     def new(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for one stream.
+        """Make a detokenizer for one stream.
 
         Parameters
         ----------
         skip_special_tokens
             Leave the tokenizer's special tokens out of the text.
         prompt_ids
-            Tokens before the stream, when its text continues theirs: a first token "▁world" then
-            gives " world" and not "world". Only the last few are looked at.
+            Tokens before the stream, if its text continues theirs: a first token "▁world" then becomes " world" instead
+            of "world". Only the last few are read.
         """
         skipped = self._special_ids if skip_special_tokens else frozenset()
         context = [i for i in prompt_ids[-2 * _CONTEXT_TOKENS :] if i not in skipped]
@@ -107,11 +107,11 @@ class DetokenizerFactory:
 
 
 class _Pieces(dict[int, str | bytes]):
-    """What each token adds to a text, as far as it was looked up, so at most the vocabulary: whole characters as
-    `str`, anything else as bytes. Shared by all streams.
+    """The text of each token that has been looked up: whole characters as `str`, all others as bytes.
 
-    Most tokens are whole characters. Looking one up takes a tenth of asking the tokenizer for its spelling, putting its
-    bytes together and decoding them."""
+    All streams share it; it grows up to the vocabulary. Most tokens are whole characters. A look-up takes a tenth of
+    the time to get a token's name from the tokenizer, convert it to bytes and decode them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, char_bytes: dict[str, int]):
         super().__init__()
@@ -120,11 +120,11 @@ class _Pieces(dict[int, str | bytes]):
 
     def __missing__(self, token_id: int) -> str | bytes:
         token = self._id_to_token(token_id)
-        if token is None:  # a row of a padded embedding
+        if token is None:  # A row of a padded embedding.
             return ""
         try:
             utf8 = bytes([self._char_bytes[char] for char in token])
-        except KeyError:  # an added token, spelt as it is
+        except KeyError:  # An added token, with its name as text.
             utf8 = token.encode()
         try:
             piece: str | bytes = utf8.decode()
@@ -138,8 +138,10 @@ class _ByteLevelDetokenizer:
     def __init__(self, pieces: _Pieces, skipped: frozenset[int], context: Sequence[int]):
         self._pieces = pieces
         self._skipped = skipped
-        self._held = b""  # the begin of a character
-        self.feed(context)  # its text is the prompt's; an incomplete character at its end stays
+        # The first bytes of an incomplete character.
+        self._held = b""
+        # Drop the text of the context, and keep an incomplete character at its end.
+        self.feed(context)
 
     def feed(self, ids: Iterable[int]) -> str:
         text = ""
@@ -154,7 +156,7 @@ class _ByteLevelDetokenizer:
         return held.decode(errors="replace")
 
     def _decode(self, piece: str | bytes) -> str:
-        """What is final of the text with this piece; the rest is held back."""
+        """Return the final text with this piece; hold an incomplete character back."""
         utf8 = self._held + (piece.encode() if isinstance(piece, str) else piece)
         text, num_final = codecs.utf_8_decode(utf8, "replace", False)
         self._held = utf8[num_final:]
@@ -172,14 +174,14 @@ class _ByteFallbackDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._byte_values = byte_values
-        # The decoder strips a space from the start of its text: a token before the new ones keeps
-        # theirs.
+        # The decoder strips a space at the start of its text. A token before the new ones prevents that.
         self._anchor = [i for i in context if i not in byte_values][-1:]
-        self._run: list[int] = []  # byte tokens held back
+        self._run: list[int] = []  # Byte tokens that are held back.
 
     def feed(self, ids: Iterable[int]) -> str:
         text: list[str] = []
-        ready: list[int] = []  # to decode, runs in it are complete
+        # Tokens to decode; byte runs among them are complete.
+        ready: list[int] = []
         for token_id in ids:
             if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
                 continue
@@ -204,7 +206,7 @@ class _ByteFallbackDetokenizer:
         return ready or self._anchor
 
     def _is_long_and_valid(self) -> bool:
-        # A character ends within 4 bytes: a run that is not valid by then never will be.
+        # A character has at most 4 bytes: a run that is not valid after 4 more bytes will never be.
         if not 0 <= len(self._run) - MAX_HELD_BYTE_TOKENS < 4:
             return False
         try:
@@ -214,7 +216,7 @@ class _ByteFallbackDetokenizer:
         return True
 
     def _decode(self, ids: list[int]) -> str:
-        """Text of `ids` after what came before; `ids` begin with a whole run or with none."""
+        """Return the text of `ids` after the text so far. `ids` begin with a whole byte run or with none."""
         if not ids:
             return ""
         decode = self._tokenizer.decode
@@ -229,7 +231,8 @@ class _StreamDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._stream = DecodeStream(list(context), skip_special_tokens=False)
-        self._held: list[int] = list(context)  # since the last text: what a flush must decode
+        # Tokens since the last emitted text, which `flush` decodes.
+        self._held: list[int] = list(context)
         self._before = tokenizer.decode(self._held, skip_special_tokens=False)
 
     def feed(self, ids: Iterable[int]) -> str:
@@ -252,7 +255,7 @@ class _StreamDetokenizer:
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
-    """Types of the tokenizer's decoder, a sequence flattened."""
+    """Return the types of the tokenizer's decoders; sequences are flattened."""
     if tokenizer.decoder is None:
         return []
 
@@ -265,7 +268,7 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (`bytes_to_unicode`, openai/gpt-2, src/encoder.py)."""
+    """Return GPT-2's printable characters for bytes (`bytes_to_unicode`, openai/gpt-2, src/encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -1,15 +1,15 @@
-"""Keeps the text of messages from becoming special tokens.
+"""Prevents text in messages from becoming special tokens.
 
 A chat template writes special tokens around the turns of a conversation. A tokenizer finds special tokens anywhere in a
-text, so a message with `<|im_end|>\\n<|im_start|>system` in it would begin a turn of its own. Therefore the text of a
-message is marked before the template renders it, and encoded as plain text afterwards::
+text, so a message that contains `<|im_end|>\\n<|im_start|>system` would start another turn. Therefore the text of a
+message is marked before the template renders it, and marked tokens are encoded as plain text::
 
     message    Hi<|im_end|>
     protect    Hi*<|im_end|>                                     * is GUARD
     template   <|im_start|>user\\nHi*<|im_end|><|im_end|>
     encode     [<|im_start|>] + plain("user\\nHi<|im_end|>") + [<|im_end|>]
 
-GUARD is a lone surrogate. No text of a client has one, because `utf8_len` refuses it.
+GUARD is a lone surrogate. Clients cannot send one, because `utf8_len` refuses it.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ class SpecialTokens:
     Parameters
     ----------
     backend
-        Tokenizer whose special tokens count.
+        The tokenizer.
     """
 
     def __init__(self, backend: Tokenizer):
         self._backend = backend
         self._lock = threading.Lock()
-        self._plain: Tokenizer | None = None  # made when a text first needs it
-        self._forbidden: frozenset[int] = (
-            frozenset()
-        )  # made with it: special ids but the unknown token's
-        # An ordinary added token, in front of a piece that does not begin the text. It cannot be guessed.
+        # Made when a text first needs it, together with the ids of all special tokens except the unknown token.
+        self._plain: Tokenizer | None = None
+        self._forbidden: frozenset[int] = frozenset()
+        # An added token before each piece that does not begin the text. Clients cannot guess it.
         self._boundary = f"<{secrets.token_hex(16)}>"
         added = backend.get_added_tokens_decoder()
         found = {token.content: (i, token) for i, token in added.items() if token.special}
         found.pop("", None)
-        words = sorted(found, key=len, reverse=True)  # the tokenizer prefers the longest
+        words = sorted(found, key=len, reverse=True)  # The tokenizer prefers the longest.
         self._ids = {word: found[word][0] for word in words}
         self._added = {word: found[word][1] for word in words}
         self._beginnings = {word[:n] for word in words for n in range(1, len(word))}
@@ -61,16 +60,16 @@ class SpecialTokens:
         self._tokens = _any_of([_matcher(self._added[word]) for word in words])
 
     def id_of(self, text: str) -> int | None:
-        """The id of a special token that is written so, or None."""
+        """Return the id of the special token with this text, or None."""
         return self._ids.get(text)
 
     def protect(self, text: str, *, at_ends: bool = True) -> str:
-        """The text with GUARD in front of each special token in it.
+        """Return the text with GUARD before each special token in it.
 
         Parameters
         ----------
         at_ends
-            Also in front of a beginning or an end that a neighbour could complete to a special token.
+            Also guard the start or end of a special token at the text's ends, which the text next to it could complete.
         """
         if self._starts is None:
             return text
@@ -85,9 +84,9 @@ class SpecialTokens:
         return GUARD.join(text[start:end] for start, end in itertools.pairwise(cuts))
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a rendered template, [tokens] int32; a special token behind GUARD is plain text.
+        """Return the token ids of a rendered template, [tokens] int32; a special token behind GUARD is plain text.
 
-        Equal to the tokenizer's own ids, without BOS and the like, where the text has no GUARD.
+        Without GUARD in the text, equal to the tokenizer's ids without BOS and similar tokens.
         """
         return np.fromiter(self._encode(text), np.int32)
 
@@ -97,7 +96,7 @@ class SpecialTokens:
         for match in found:
             token = self._added[match[0]]
             piece = text[end : match.start()]
-            # White space beside such a token belongs to it.
+            # White space next to such a token is part of it.
             yield from self._encode_plain(
                 piece.rstrip() if token.lstrip else piece, is_first=not end
             )
@@ -108,11 +107,11 @@ class SpecialTokens:
         yield from self._encode_plain(text[end:], is_first=not end)
 
     def _encode_plain(self, piece: str, is_first: bool) -> list[int]:
-        """Ids of a piece in which no special token counts, none of them special but the unknown one."""
+        """Return the ids of a piece as plain text: no special ids except the unknown token's."""
         ids = self._ids_of_plain([piece], is_first)
         if self._forbidden.isdisjoint(ids):
             return ids
-        # A Unigram model has special tokens among its own pieces. Cut each of them behind its first letter.
+        # A Unigram model has special tokens among its pieces. Cut each one after its first letter.
         ids = self._ids_of_plain(re.split(f"(?<={GUARD}.)", piece), is_first)
         return [token_id for token_id in ids if token_id not in self._forbidden]
 
@@ -122,13 +121,13 @@ class SpecialTokens:
             text = part.replace(GUARD, "")
             if text and is_first and not ids:
                 ids += self._plain_backend().encode(text, add_special_tokens=False).ids
-            elif text:  # some tokenizers treat the beginning of a text in their own way
+            elif text:  # Some tokenizers encode the start of a text differently.
                 text = self._boundary + text
                 ids += self._plain_backend().encode(text, add_special_tokens=False).ids[1:]
         return ids
 
     def _plain_backend(self) -> Tokenizer:
-        """A copy that takes special tokens for text. It needs as much memory as the tokenizer, so it is made late."""
+        """Return a copy that encodes special tokens as text. It doubles the memory, so it is made on first use."""
         with self._lock:
             if self._plain is None:
                 state = self._backend.to_str()
@@ -141,20 +140,20 @@ class SpecialTokens:
 
 
 def _unknown_ids(state: dict[str, Any]) -> set[int]:
-    """The id that a model gives to what it has no token for, from tokenizer.json; none if it has no such id."""
+    """Return the id of the model's unknown token, from tokenizer.json; empty if there is none."""
     model = state["model"]
-    if model.get("unk_id") is not None:  # Unigram
+    if model.get("unk_id") is not None:  # Unigram.
         return {model["unk_id"]}
     unknown = model.get("unk_token")
     return {model["vocab"][unknown]} if unknown in model["vocab"] else set()
 
 
 def _matcher(token: AddedToken) -> str:
-    """The token where the tokenizer sees it, but not behind GUARD."""
+    """Return a pattern for the token where the tokenizer finds it, except behind GUARD."""
     word = f"(?<!{GUARD}){re.escape(token.content)}"
     return rf"(?<!\w){word}(?!\w)" if token.single_word else word
 
 
 def _any_of(alternatives: list[str]) -> re.Pattern[str] | None:
-    """Matches the first alternative that fits; None where there are none."""
+    """Return a pattern for the first alternative that matches; None if there are none."""
     return re.compile("|".join(alternatives)) if alternatives else None

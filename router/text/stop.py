@@ -1,4 +1,4 @@
-"""Stop strings over a stream of text."""
+"""Finds stop strings in a stream of text."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Ends a text at the first stop string, however the text is cut into pieces.
+    """Ends a text at the first stop string; the result does not depend on how the text is cut into pieces.
 
-    The match is the stop string that is complete first; of those complete at the same character,
-    the longest. Text that may still become a stop string is held back, and no other text: the
-    longest suffix that is a proper prefix of some stop string.
+    The first stop string that is complete matches; of several that end at the same character, the longest. The matcher
+    holds back exactly the text that may still become a stop string: the longest suffix that is a proper prefix of a
+    stop string.
 
     Parameters
     ----------
     stops
-        Non-empty stop strings; may be none at all.
+        Non-empty stop strings, or none.
     include_stop
         Keep the stop string in the text.
     """
@@ -33,8 +33,7 @@ class StopMatcher:
 
         Returns
         -------
-        The text that is final now, and the stop string that ended it or None. After a match all
-        further text is dropped.
+        The text that is final now, and the stop string that ended it or None. After a match, further text is dropped.
         """
         if self._matched is not None:
             return "", self._matched
@@ -50,7 +49,7 @@ class StopMatcher:
         return text[:keep], None
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """Return the text that was held back; no more text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -65,7 +64,7 @@ class StopMatcher:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     start = max(0, len(text) - len(stop) + 1)
     while (start := text.find(stop[0], start)) >= 0:
         if stop.startswith(text[start:]):

@@ -1,12 +1,12 @@
-"""Variables for the chat template, from a request or the configuration: `chat_template_kwargs`.
+"""Checks `chat_template_kwargs`: variables for the chat template from a request or the configuration.
 
-They are plain JSON within bounds. What the server itself hands to the template has reserved names.
+The variables are plain JSON within bounds. Names that the server sets itself are reserved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -15,14 +15,19 @@ from quire.protos.errors import InvalidRequest
 
 MAX_VARIABLES = 32
 MAX_NAME_BYTES = 64
-MAX_VALUES = 256  # of all variables, those inside lists and objects included
-MAX_BYTES = 16 * 1024  # of all names and texts in UTF-8
-MAX_JSON_BYTES = 64 * 1024  # as the text of a JSON object
-MAX_DEPTH = 8  # levels of lists and objects
-MAX_INTEGER = (1 << 63) - 1  # and the negative of it
+# Values of all variables together, with those inside lists and objects.
+MAX_VALUES = 256
+# Names and texts of all variables in UTF-8.
+MAX_BYTES = 16 * 1024
+# The variables as the text of a JSON object.
+MAX_JSON_BYTES = 64 * 1024
+# Levels of lists and objects.
+MAX_DEPTH = 8
+# Largest absolute value.
+MAX_INTEGER = (1 << 63) - 1
 RESERVED_NAMES = frozenset(
     {
-        # The request's own fields, and further arguments of `apply_chat_template` in transformers.
+        # Fields of the request, and further arguments of `apply_chat_template` in transformers.
         "messages",
         "tools",
         "documents",
@@ -41,12 +46,12 @@ RESERVED_NAMES = frozenset(
 
 
 def check_template_kwargs(kwargs: Any, field: str = "chat_template_kwargs") -> None:
-    """Refuse what is not plain JSON, too large, or has a reserved name.
+    """Check variables for the chat template.
 
     Raises
     ------
     InvalidRequest
-        With the path of the value at fault.
+        A value is not plain JSON, a bound is exceeded, or a name is reserved. The error names the value's path.
     """
     if not isinstance(kwargs, Mapping):
         raise InvalidRequest(f"{field} must be an object, got {type(kwargs).__name__}", field=field)
@@ -60,12 +65,12 @@ def check_template_kwargs(kwargs: Any, field: str = "chat_template_kwargs") -> N
 
 
 def parse_template_kwargs(text: str, field: str = "chat_template_kwargs") -> dict[str, Any]:
-    """The variables in the text of a JSON object; `check_template_kwargs` checks them.
+    """Parse variables from the text of a JSON object; `check_template_kwargs` checks them.
 
     Raises
     ------
     InvalidRequest
-        It is too long or not a JSON object.
+        The text is too long or not a JSON object.
     """
     if len(text) > MAX_JSON_BYTES:
         raise InvalidRequest(
@@ -101,7 +106,7 @@ def _check_name(name: Any, field: str) -> None:
 
 
 def _check_values(kwargs: Mapping[str, Any], field: str) -> None:
-    """Level by level, so that neither the depth nor the number of values costs more than its bound."""
+    """Check values level by level, so that the work is bounded by `MAX_DEPTH` and `MAX_VALUES`."""
     num_values = num_bytes = 0
     level: list[tuple[str, Any]] = [(field, kwargs)]
     for depth in range(MAX_DEPTH + 2):
@@ -133,14 +138,14 @@ def _check_values(kwargs: Mapping[str, Any], field: str) -> None:
         level = below
 
 
-def _children(path: str, value: Mapping[str, Any] | list[Any]) -> list[tuple[str, Any]]:
+def _children(path: str, value: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return [(f"{path}.{_label(key)}", child) for key, child in value.items()]
     return [(f"{path}[{i}]", child) for i, child in enumerate(value)]
 
 
 def _label(key: str) -> str:
-    """A key in a path, which also goes into a header."""
+    """Return a key for a path; the path may become part of an HTTP header."""
     return key[:64] if key.isascii() and key.isprintable() else "?"
 
 

@@ -1,17 +1,17 @@
-"""Jinja's sandbox with a bound on the work and the memory of each rendering.
+"""Jinja's sandbox with bounds on the work and the memory of each rendering.
 
 A template is a program, and messages are its input: two nested loops over 4,000 messages are 16 million steps, and 30
-lines that double a text make 4 GB. So all that can repeat or grow is counted before it happens:
+lines that double a text make 4 GB. So each operation that can repeat or grow is counted before it happens:
 
 | in the template | counted by |
 |---|---|
-| loops, macros, calls, filters | a step each; a loop also for each value that its `if` leaves out |
-| `+ * % ** ~`, slices, `{% set %}...{% endset %}` | characters that they make |
-| filters, methods | what they read; what they can make, where that is more |
-| `[...]`, `(...)`, `{...}`, comparisons, output | the size of all that is inside |
+| loops, macros, calls, filters | a step each; a loop also for each value that its `if` skips |
+| `+ * % ** ~`, slices, `{% set %}...{% endset %}` | characters of the result |
+| filters, methods | characters that they read, or can make if that is more |
+| `[...]`, `(...)`, `{...}`, comparisons, output | the size of all values inside |
 
-The tree of a template is changed before it is compiled, because Jinja compiles slices, `~`, comparisons and literals to
-plain Python that no hook sees.
+The syntax tree of a template is changed before it is compiled, because Jinja compiles slices, `~`, comparisons and
+literals to plain Python without hooks.
 """
 
 from __future__ import annotations
@@ -26,22 +26,27 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.runtime import LoopContext, str_join
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_MAX_BITS = 4096  # of an integer
+# Of an integer.
+_MAX_BITS = 4096
 _MAX_EXPONENT = 64
-_MAX_WIDTH = 1000  # to which a text is padded, and of an indentation
+# Of padding and indentation.
+_MAX_WIDTH = 1000
 _MAX_PATTERN_CHARS = 256
-# A step takes about 1 us: an iteration of a loop.
+# Cost in steps. A step takes about 1 us, as long as an iteration of a loop.
 _CALL_STEPS, _FILTER_STEPS = 4, 2
-_CHARS_PER_STEP = 256  # copying so many characters takes no longer than a step
-_ITEM_CHARS = 8  # an item of a list takes as much memory
-# A width of four digits, or one that comes from another argument.
+# Copying this many characters takes at most a step.
+_CHARS_PER_STEP = 256
+# An item of a list takes as much memory as this many characters.
+_ITEM_CHARS = 8
+# A width of four digits, or one from another argument.
 _WIDE_PERCENT = re.compile(r"%(\([^()]{0,64}\))?[^a-zA-Z%()]*?(\d{4}|\*)")
 _WIDE_FORMAT = re.compile(r"\{[^{}]*(\d{4}|\{)")
 
-# Methods of plain values. All others are refused: `int.to_bytes`, for example, makes as much as it is asked for.
+# Allowed methods of plain values. Others are refused: `int.to_bytes`, for example, makes any number of bytes.
 _METHODS = {
     str: frozenset(
         "capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii"
@@ -56,7 +61,7 @@ _METHODS = {
     float: frozenset(("is_integer",)),
 }
 _PADDING = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
-# No chat template needs them, and each can make much of little or take long for it.
+# Chat templates do not need these filters, and each can make long output, or take long, for a short input.
 _REFUSED_FILTERS = (
     "filesizeformat",
     "groupby",
@@ -70,41 +75,29 @@ _REFUSED_FILTERS = (
     "xmlattr",
 )
 _CHEAP_FILTERS = frozenset(("count", "d", "default", "first", "items", "last", "length"))
-# These look at the values of a list, not into them.
+# These filters read the items of a list, not the contents of the items.
 _SHALLOW_FILTERS = frozenset(
     ("batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
 )
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-_COMPARING_TESTS = (
-    "!=",
-    "<",
-    "<=",
-    "==",
-    ">",
-    ">=",
-    "eq",
-    "equalto",
-    "ge",
-    "greaterthan",
-    "gt",
-    "in",
+_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_COMPARING_TESTS = tuple(
+    "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lt ne".split()
 )
-_COMPARING_TESTS += ("le", "lessthan", "lt", "ne")
 
 
 class OutOfWork(SecurityError):
-    """The rendering has used up its steps or its characters."""
+    """The rendering has used all of its steps or characters."""
 
 
 class Work:
-    """What one rendering may still do.
+    """The remaining work of one rendering.
 
     Parameters
     ----------
     max_steps
-        Iterations, calls and filters, and `_CHARS_PER_STEP` characters that are read or made.
+        A step is an iteration, or `_CHARS_PER_STEP` characters that are read or made. Calls and filters cost several.
     max_chars
-        Characters of all texts that are made, kept or not.
+        Characters of all texts that the template makes, intermediate ones included.
     """
 
     def __init__(self, max_steps: int, max_chars: int):
@@ -126,7 +119,7 @@ class Work:
         self.step(num_chars // _CHARS_PER_STEP)
 
     def size(self, value: Any) -> int:
-        """Characters of a value as text, about: all that is inside. A step for each item."""
+        """Return about the characters of a value as text, with all values inside. Costs a step for each item."""
         total, pending = 0, [value]
         while pending:
             item = pending.pop()
@@ -147,14 +140,14 @@ class Work:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox. `compile_bounded` makes a template of it; it renders within `spending`.
+    """The sandbox. `compile_bounded` compiles a template, which renders within `spending`.
 
     Parameters
     ----------
     max_text
         Longest text or list that the template may make.
     filters
-        Beyond Jinja's, or in place of one.
+        Further filters; they replace Jinja's filters of the same name.
     """
 
     intercepted_binops = frozenset({"+", "*", "%", "**"})
@@ -162,13 +155,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, max_text: int, filters: Mapping[str, Callable[..., Any]], **options: Any):
         super().__init__(finalize=self._printed, **options)
         self.max_text = max_text
-        self._spending = threading.local()  # each rendering is in one thread
-        self.concat = self._concat
+        self._spending = threading.local()  # Each rendering runs in one thread.
+        self.concat = self._concat  # type: ignore[method-assign, assignment]
         refused = {name: _refused(name) for name in _REFUSED_FILTERS}
         for name, function in {**self.filters, **filters, **refused}.items():
             self.filters[name] = self._guarded(name, function)
+        tests: dict[str, Any] = self.tests
         for name in _COMPARING_TESTS:
-            self.tests[name] = self._guarded("==", self.tests[name])
+            tests[name] = self._guarded("==", tests[name])
         self.filters.update(
             {
                 _STEP: jinja2.pass_context(lambda context, value: self._step(value)),
@@ -181,21 +175,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.globals.pop(name, None)
 
     def compile_bounded(self, source: str, work: Work) -> tuple[nodes.Template, jinja2.Template]:
-        """The tree of a template as it was written, and the template.
+        """Return the syntax tree of a template as it was written, and the compiled template.
 
         Raises
         ------
         jinja2.TemplateError
-            It is none.
+            `source` is not a valid template.
         """
         written = self.parse(source)
-        with self.spending(work):  # Jinja computes what is constant
-            code = self.compile(_counted(self.parse(source)))
+        with self.spending(work):  # Jinja evaluates constant expressions.
+            code = self.compile(_counted(self.parse(source), self))
         return written, self.template_class.from_code(self, code, self.make_globals(None))
 
     @contextmanager
     def spending(self, work: Work) -> Iterator[None]:
-        """Count what is rendered within, in this thread."""
+        """Count the work of renderings in this thread within the context."""
         self._spending.work = work
         try:
             yield
@@ -204,7 +198,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @property
     def work(self) -> Work:
-        return self._spending.work
+        work: Work = self._spending.work
+        return work
 
     # -- what the tree calls -----------------------------------------------------------------------
 
@@ -225,7 +220,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return str_join(values)
 
     def _cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
-        part = value[start:stop:step]  # never longer than the value
+        part = value[start:stop:step]  # Never longer than the value.
         self._make(_length(part))
         return part
 
@@ -268,7 +263,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         self, function = __self, __obj
         self.work.step(_CALL_STEPS)
-        function_of = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
+        function_of = getattr(function, "__wrapped__", function)  # The sandbox wraps `format`.
         owner = getattr(function_of, "__self__", None)
         for kind, names in _METHODS.items():
             if isinstance(owner, kind):
@@ -277,7 +272,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                     raise SecurityError(f"{kind.__name__}.{name} is not offered")
                 args = self._bounded_arguments(name, owner, args, kwargs)
                 break
-        if isinstance(owner, LoopContext):  # `changed` compares its arguments
+        if isinstance(owner, LoopContext):  # `changed` compares its arguments.
             self._sized(args)
         result = super().call(__context, function, *args, **kwargs)
         if isinstance(result, (str, list)) and owner is not None:
@@ -289,7 +284,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _bounded_arguments(
         self, name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """The arguments of a method of a plain value, if what it makes of them is short enough."""
+        """Return the arguments of a plain value's method; raise if the result would be too long."""
         work = self.work
         work.read(_length(owner))
         if not isinstance(owner, str):
@@ -312,8 +307,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     # -- filters -----------------------------------------------------------------------------------
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or test that counts its work first."""
-        num_jinjas = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that Jinja adds
+        """Return a filter or test that counts its work first."""
+        # Arguments that Jinja adds.
+        num_jinjas = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -352,10 +348,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 _check_widths(options_and)
             widths = [len(o) if isinstance(o, str) else o for o in options_and]
             width = max((w for w in widths if isinstance(w, int)), default=0)
-            if name in (
-                "indent",
-                "tojson",
-            ):  # each item, or line, may be as far from the margin as its depth
+            # Each line is indented once by `indent`, each item by `tojson` once for each level of its depth.
+            if name in ("indent", "tojson"):
                 lines = value.count("\n") + 1 if isinstance(value, str) else size // _ITEM_CHARS
                 self._check_text(size + lines * width * (1 if name == "indent" else _depth(value)))
         elif name == "join":
@@ -369,7 +363,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return (value, *options)
 
     def _list(self, values: Any) -> Any:
-        """A list of what an iterator gives, no longer than it may be."""
+        """Return the values of an iterator as a list of bounded length; other values unchanged."""
         if isinstance(values, (str, list, tuple, dict)) or not hasattr(values, "__iter__"):
             return values
         listed = list(itertools.islice(values, self.max_text // _ITEM_CHARS))
@@ -397,7 +391,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def check_pattern(pattern: str) -> str:
-    """The pattern of `strftime_now`, which the C library may repeat its fields for."""
+    """Check the pattern of `strftime_now`: long patterns can make long output."""
     if len(pattern) > _MAX_PATTERN_CHARS:
         raise SecurityError(f"a pattern longer than {_MAX_PATTERN_CHARS} characters")
     return pattern
@@ -411,14 +405,14 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 def _length(value: Any) -> int:
-    """Characters that a value takes, without a look at what is inside."""
+    """Return the characters that a value takes, without the contents of its items."""
     if isinstance(value, str):
         return len(value)
     return len(value) * _ITEM_CHARS if isinstance(value, (list, tuple, dict)) else 0
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and objects nest, level by level."""
+    """Return how deep lists and objects nest; counted level by level, without recursion."""
     depth, level = 0, [value]
     while level:
         containers = [item for item in level if isinstance(item, (list, tuple, dict))]
@@ -444,24 +438,25 @@ def _check_bits(num_bits: int) -> None:
 # The tree
 # --------------------------------------------------------------------------------------------------
 
-# Filters that a template cannot name.
+# Filters of the changed tree. The space keeps templates from naming them.
 _STEP, _SIZED, _JOINED, _CUT = " step", " sized", " joined", " cut"
 
 
-def _counted(template: nodes.Template) -> nodes.Template:
-    """The tree with filters of ours around all that Jinja compiles to plain Python."""
+def _counted(template: nodes.Template, environment: jinja2.Environment) -> nodes.Template:
+    """Wrap everything that Jinja compiles to plain Python in counting filters; return the changed tree."""
     for loop in template.find_all(nodes.For):
         step = _filter(nodes.Const(True), _STEP)
         loop.body.insert(0, nodes.ExprStmt(step))
         if loop.test is not None:
             loop.test = nodes.And(_filter(nodes.Const(True), _STEP), loop.test)
     _rewrite(template)
-    template.set_environment(template.environment)
-    return template.set_lineno(1)
+    template.set_environment(environment)
+    template.set_lineno(1)
+    return template
 
 
 def _rewrite(node: nodes.Node) -> nodes.Node:
-    """Replace what is below a node, then the node itself."""
+    """Rewrite the children of a node, then the node; return the new node."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, name, _rewrite(value))

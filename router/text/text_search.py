@@ -1,6 +1,6 @@
-"""Searches in long texts that let other threads run.
+"""Regular expressions over long texts, in pieces, so that other threads can run.
 
-`re` holds the interpreter for all of one call: a search through 8 MB takes up to 0.3 s.
+`re` holds the interpreter's lock during a call: a search through 8 MB takes up to 0.3 s.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-SEARCH_CHARS = 64 * 1024  # in one call; at most 3 ms
+# Characters that one call searches; at most 3 ms.
+SEARCH_CHARS = 64 * 1024
 
 
 def search(
     pattern: re.Pattern[str], text: str, start: int, end: int, longest: int
 ) -> re.Match[str] | None:
-    """As `pattern.search(text, start, end)`, for a pattern that looks at `longest` characters at most."""
+    """Search as `pattern.search(text, start, end)` does, for a pattern that looks at up to `longest` characters."""
     while start < end:
         stop = start + SEARCH_CHARS
         match = pattern.search(text, start, min(stop + longest, end))
@@ -25,7 +26,7 @@ def search(
 
 
 def matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
-    """As `pattern.finditer(text)`, for a pattern that looks at `longest` characters at most."""
+    """Find as `pattern.finditer(text)` does, for a pattern that looks at up to `longest` characters."""
     start = 0
     while match := search(pattern, text, start, len(text), longest):
         yield match

@@ -1,20 +1,19 @@
-"""Token ids of what was tokenised before, by the pieces of a text that begin at special tokens or at words.
+"""A cache of token ids for pieces of text that begin at special tokens or at words.
 
-A tokenizer cuts a text at its special tokens first and looks at each part by itself. So
+A tokenizer cuts a text at its special tokens first and encodes each part independently. So
 
     ids("<s>system ...<s>user ...<s>assistant")  =  ids("<s>system ...") + ids("<s>user ...") + ids("<s>assistant")
 
-and a chat's next turn has all pieces of the last one, followed by two or three new ones. Each piece keeps its special
-token, so that what follows stands behind one, as in the whole text (some tokenizers treat the beginning of a text in a
-way of their own). The ids are equal to those of the whole text, not nearly so: where a tokenizer's special tokens
-reach beyond themselves (they swallow spaces, or count as whole words only) nothing is cut.
+and the next turn of a chat has all pieces of the last turn, followed by two or three new ones. Each piece starts with
+its special token, so the text after it has the same left neighbour as in the whole text (some tokenizers encode the
+start of a text differently). The ids equal those of the whole text exactly: nothing is cut for tokenizers with special
+tokens that affect the text around them (they absorb spaces, or match whole words only).
 
-Then a byte-level tokenizer cuts at words, by one of a few well-known patterns, in all of which a space between two
-letters begins a word with the letters behind it, whatever stands before and after. There long pieces are cut again,
-every `WORD_PIECE_CHARS` from their beginning: of two prompts with the same document and another question only the
-question is tokenised, and what is in the 256 characters before it.
+A byte-level tokenizer then cuts at words, by one of a few known patterns. With all these patterns a space between two
+letters starts a word, in any context. Therefore long pieces are cut again, every `WORD_PIECE_CHARS` from their start.
+For a second question about the same document, only the question and up to 256 characters before it are tokenised.
 
-A piece is found by its text and its tenant: how long a prompt took must not tell one tenant what another asked.
+The key is the text and the tenant: the time of a request must not show a tenant the prompts of another one.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ from tokenizers import Tokenizer
 
 from quire.router.text.text_search import matches, search
 
-MAX_PIECES = 4096  # of a text; with more it is taken as a whole
-# A piece at words has at least so many characters: what is tokenised again because its piece changed is then short
-# enough to do at once, and one look-up is saved for 60 tokens.
+# A text with more pieces is encoded as a whole.
+MAX_PIECES = 4096
+# Least characters of a piece that is cut at words. A changed piece is then short enough to encode on the event loop,
+# and a look-up saves about 60 tokens.
 WORD_PIECE_CHARS = 256
 _BETWEEN_WORDS = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 # The patterns of Llama 3 and of Qwen 2 and 3. GPT-2's is part of `ByteLevel`.
@@ -43,14 +43,15 @@ _WORD_PATTERNS = tuple(
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
-_ENTRY_BYTES = 200  # of Python objects, beside text and ids
+# Python objects of an entry, without text and ids.
+_ENTRY_BYTES = 200
 
 
 def piece_pattern(backend: Tokenizer) -> re.Pattern[str] | None:
-    """Finds the special tokens in a text as the tokenizer does; None where cutting there would not be exact.
+    """Return a pattern that finds special tokens as the tokenizer does; None if cutting there would not be exact.
 
-    The tokenizer takes the leftmost, then the longest of the added tokens that are matched in the raw text, special
-    or not. All are in the pattern, so that one inside another is not mistaken for itself.
+    The tokenizer takes the leftmost, then the longest added token that it matches in the raw text, special or not. The
+    pattern has all of these tokens, so a token inside a longer one does not match.
     """
     added = [token for token in backend.get_added_tokens_decoder().values() if token.content]
     raw = [token for token in added if not token.normalized]
@@ -58,18 +59,18 @@ def piece_pattern(backend: Tokenizer) -> re.Pattern[str] | None:
     if not raw or reaching or backend.encode_special_tokens:
         return None
     if getattr(backend.model, "dropout", None):
-        return None  # another tokenisation each time
+        return None  # The tokenisation is random.
     words = sorted({token.content for token in raw}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, words)))
 
 
 def cuts_at_words(backend: Tokenizer) -> bool:
-    """Whether a text may be cut between any two words: see above. False for all tokenizers that are not known."""
+    """Return whether a text may be cut between any two words (see above). False for unknown kinds of tokenizers."""
     if (_state(backend.normalizer) or {"type": "NFC"}) != {"type": "NFC"}:
         return False
     for token in backend.get_added_tokens_decoder().values():
         if " " in token.content or token.lstrip or token.rstrip or token.single_word:
-            return False  # it may reach over the cut
+            return False  # It may span the cut.
     match _state(backend.pre_tokenizer):
         case {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}:
             return True
@@ -90,17 +91,17 @@ def cuts_at_words(backend: Tokenizer) -> bool:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """What tokenizer.json says of a part of a tokenizer."""
+    """Return the entry of a tokenizer's part in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 class TokenCache:
-    """Pieces and their ids, the least recently used go first. Of one thread.
+    """Pieces and their ids; the least recently used are evicted first. For one thread.
 
     Parameters
     ----------
     max_bytes
-        Of text, ids and Python's own.
+        Bound on the memory of texts, ids and Python objects.
     """
 
     def __init__(self, max_bytes: int):
@@ -118,7 +119,7 @@ class TokenCache:
         return self._num_bytes
 
     def find(self, tenant: str, pieces: Sequence[str]) -> list[np.ndarray | None]:
-        """The ids of each piece, None for those that are not here."""
+        """Return the ids of each piece; None for pieces that are not in the cache."""
         found = []
         for piece in pieces:
             ids = self._pieces.get((tenant, piece))
@@ -131,7 +132,7 @@ class TokenCache:
         return found
 
     def put(self, tenant: str, piece: str, ids: np.ndarray) -> None:
-        """Keep a piece's ids, [tokens] int32; nobody may change them."""
+        """Add a piece's ids, [tokens] int32. The array must not change afterwards."""
         key = (tenant, piece)
         size = _size(key, ids)
         if size > self._max_bytes or key in self._pieces:
@@ -145,14 +146,18 @@ class TokenCache:
 
 def _size(key: tuple[str, str], ids: np.ndarray) -> int:
     tenant, piece = key
-    return 4 * (len(tenant) + len(piece)) + ids.nbytes + _ENTRY_BYTES  # at most 4 bytes a character
+    return (
+        4 * (len(tenant) + len(piece)) + ids.nbytes + _ENTRY_BYTES
+    )  # At most 4 bytes a character.
 
 
 def split(pattern: re.Pattern[str], text: str, at_words: bool = False) -> list[str]:
-    """The pieces of a text: cut before each special token, and `at_words` every `WORD_PIECE_CHARS` from there;
-    `[text]` where there are none, or too many."""
+    """Cut a text before each special token and, with `at_words`, every `WORD_PIECE_CHARS` from there.
+
+    Return `[text]` if there are more than `MAX_PIECES` pieces.
+    """
     starts = [0]
-    longest = max(map(len, pattern.pattern.split("|")))  # escapes make it longer, never shorter
+    longest = max(map(len, pattern.pattern.split("|")))  # Escapes make it longer, never shorter.
     for match in matches(pattern, text, longest):
         if match.start():
             starts.append(match.start())
@@ -170,8 +175,11 @@ def split(pattern: re.Pattern[str], text: str, at_words: bool = False) -> list[s
 
 
 def _word_cuts(text: str, start: int, end: int) -> Iterator[int]:
-    """Where the piece from `start` to `end` is cut: each place depends on nothing behind its word's first letter, so
-    that texts that begin alike are cut alike."""
+    """Return the places where the piece from `start` to `end` is cut.
+
+    A place depends only on the text up to the first letter of its word, so texts with the same beginning are cut at the
+    same places.
+    """
     while match := search(_BETWEEN_WORDS, text, start + WORD_PIECE_CHARS, end, longest=3):
         start = match.start()
         yield start

@@ -1,8 +1,7 @@
-"""Text to token ids as the checkpoint's own tokenizer does it, off the event loop when the text is
-long.
+"""Encodes text with the checkpoint's tokenizer; long texts in threads.
 
-Reads the checkpoint's `tokenizer.json` with the `tokenizers` library, and nothing of transformers:
-its AutoTokenizer imports torch, which a router does without.
+Reads the checkpoint's `tokenizer.json` with the `tokenizers` library. It does not use transformers, because its
+AutoTokenizer imports torch, which a router does not need.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnsupportedField
+from quire.protos.errors import ContextLengthExceeded, Overloaded, UnsupportedField
+from quire.protos.field_checks import utf8_len
 from quire.router.text.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.text.special_tokens import GUARD, SpecialTokens
 from quire.router.text.token_cache import TokenCache, cuts_at_words, piece_pattern, split
 
-# Texts up to this length are encoded where they are. Measured with byte-level BPE on one busy core:
-# 0.17 us a character, so 90 us for 512; the way to a thread and back adds 50 to 80 us.
+# Texts up to this length are encoded on the event loop. Measured with byte-level BPE on one busy core: 0.17 us a
+# character, so 90 us for 512; a thread adds 50 to 80 us.
 INLINE_CHARS = 512
-# Pieces up to this length together are encoded one by one: a batch of several goes to the library's own threads and
-# back, 150 us for the two pieces that a small change leaves, which take 70 us to encode.
+# Pieces up to this total length are encoded one by one. A batch goes through the library's threads, which takes 150 us
+# for the two pieces of a small change; encoding them takes 70 us.
 SERIAL_CHARS = 2048
-# Texts up to this length are searched for special tokens where they are: 1 ns a character.
+# Texts up to this length are searched for special tokens on the event loop: 1 ns a character.
 INLINE_SPLIT_CHARS = 128 * 1024
-MAX_BYTES_PER_TOKEN = (
-    16  # a longer text is refused unseen; prose has 3 to 5, the densest code about 8
-)
+# A text with more bytes is refused before it is encoded. Prose has 3 to 5 bytes a token, the densest code about 8.
+MAX_BYTES_PER_TOKEN = 16
 
 _T = TypeVar("_T")
 _NAMED_SPECIAL_TOKENS = (
@@ -61,11 +60,11 @@ class TextTokenizer:
     special_tokens
         Named special tokens of the checkpoint, `bos_token` and so on, as chat templates use them.
     piece_pattern
-        Where a text may be cut (`token_cache.py`); None: nowhere.
+        Finds the places where a text may be cut (`token_cache.py`); None: nowhere.
     cuts_at_words
-        Whether it may also be cut between words.
+        A text may also be cut between words.
     special
-        The special tokens, and texts in which they are plain text.
+        The special tokens; encodes texts in which some are plain text.
     """
 
     def __init__(self, backend: Tokenizer, special_tokens: dict[str, str]):
@@ -83,15 +82,14 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> TextTokenizer:
-        """Load `tokenizer.json`, and `tokenizer_config.json` and `special_tokens_map.json` if they
-        are there.
+        """Load `tokenizer.json`, and `tokenizer_config.json` and `special_tokens_map.json` if they exist.
 
         Raises
         ------
         FileNotFoundError
             The folder has no `tokenizer.json`.
         ValueError
-            A file is not what its name says.
+            A file has a wrong format.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -101,7 +99,7 @@ class TextTokenizer:
             )
         try:
             backend = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # The library raises bare Exception.
             raise ValueError(f"{path}: {error}") from error
         backend.no_truncation()
         backend.no_padding()
@@ -112,16 +110,16 @@ class TextTokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
     ) -> np.ndarray:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Parameters
         ----------
         add_special_tokens
-            Add BOS and the like as the post-processor in `tokenizer.json` says; `add_bos_token` in
-            `tokenizer_config.json` means nothing beside it, as in transformers 5. False for the
-            output of a chat template, which has written them itself.
+            Add BOS and similar tokens by the post-processor in `tokenizer.json`. `add_bos_token` in
+            `tokenizer_config.json` has no effect then, as in transformers 5. False for the output of a chat template,
+            which contains these tokens.
         max_model_len
-            Refuse more tokens before each is a Python object.
+            Refuse a text with more tokens before each token becomes a Python object.
 
         Returns
         -------
@@ -130,23 +128,23 @@ class TextTokenizer:
         Raises
         ------
         InvalidRequest
-            The text is not Unicode: it has a lone surrogate.
+            The text has a lone surrogate, so it is not valid Unicode.
         ContextLengthExceeded
             More tokens than `max_model_len` allows.
         """
         utf8_len(text, "prompt")
-        # encode() holds the GIL all the time (2 s for 2 MB); the batch call gives it up.
+        # encode() holds the GIL (2 s for 2 MB); the batch call releases it.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         _check_lens([encoding], max_model_len)
         return np.array(encoding.ids, dtype=np.int32)
 
     @property
     def knows_special_tokens(self) -> bool:
-        """Whether it is known what `add_special_tokens` adds, whatever the text."""
+        """Whether `add_special_tokens` adds the same tokens to every text."""
         return self.cuts_at_words and self._around is not None
 
     def join(self, pieces: Sequence[np.ndarray], add_special_tokens: bool) -> np.ndarray:
-        """Token ids of a text from those of all its pieces, [tokens] int32."""
+        """Join the token ids of a text's pieces, [tokens] int32."""
         if add_special_tokens:
             if self._around is None:
                 raise UnsupportedField(
@@ -159,9 +157,9 @@ class TextTokenizer:
         return np.concatenate(pieces)
 
     def without_second_start(self, ids: np.ndarray) -> np.ndarray:
-        """The ids of a text that was encoded with `add_special_tokens`, without what the text began with itself.
+        """Remove a second BOS from the ids of a text that was encoded with `add_special_tokens`.
 
-        Special tokens come from a text only if they are written in it, so a second BOS is the text's own.
+        The second one comes from a BOS that is written at the start of the text.
         """
         num = len(self._before)
         if not num or tuple(ids[num : 2 * num].tolist()) != self._before:
@@ -169,7 +167,7 @@ class TextTokenizer:
         return ids[num:] if tuple(ids[:num].tolist()) == self._before else ids
 
     def start_id(self) -> int | None:
-        """What stands for an empty text: the checkpoint's BOS, else its EOS; None if it has neither."""
+        """Return the token for an empty text: the checkpoint's BOS, else its EOS; None if it has neither."""
         for name in ("bos_token", "eos_token"):
             token_id = self.backend.token_to_id(self.special_tokens.get(name, ""))
             if token_id is not None:
@@ -179,7 +177,7 @@ class TextTokenizer:
     def encode_pieces(
         self, pieces: Sequence[str], max_model_len: int | None = None
     ) -> list[np.ndarray]:
-        """Token ids of each piece of a text, [tokens] int32 each, without BOS and the like; see `encode`."""
+        """Return the ids of each piece of a text, [tokens] int32 each, without BOS and similar tokens; see `encode`."""
         batches = [list(pieces)]
         if sum(map(len, pieces)) <= SERIAL_CHARS:
             batches = [[piece] for piece in pieces]
@@ -192,13 +190,12 @@ class TextTokenizer:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences to forbid so that the output does not contain `words` (vLLM's rule).
+        """Return the token sequences to forbid, so that the output does not contain `words` (vLLM's rule).
 
-        A word has one tokenisation at the start of a text and another after a space. Both are
-        forbidden, the latter where it has as many tokens and another first one. Other ways to cut
-        the same characters into tokens are not.
+        A word has one tokenisation at the start of a text and another after a space. The first is forbidden, and the
+        second if it has the same length and another first token. Other tokenisations of the characters are allowed.
         """
-        sequences: dict[tuple[int, ...], None] = {}  # a set in order
+        sequences: dict[tuple[int, ...], None] = {}  # An ordered set.
         for word in words:
             bare = tuple(self.encode(word.lstrip(), add_special_tokens=False).tolist())
             spaced = tuple(self.encode(f" {word.lstrip()}", add_special_tokens=False).tolist())
@@ -215,25 +212,25 @@ class TextTokenizer:
         return self._detokenizers.new(skip_special_tokens, prompt_ids)
 
     def decode(self, ids: list[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids beyond the vocabulary give none."""
+        """Return the text of token ids. Ids beyond the vocabulary add nothing."""
         ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 class AsyncTokenizer:
-    """Encodes in a bounded thread pool, so that a long prompt does not stop the streams of others.
+    """Encodes in a bounded thread pool, so that a long prompt does not delay the streams of other requests.
 
-    What was encoded before is remembered by pieces, so that of a chat's next turn, and of another question on the same
-    document, only what is new is encoded; see `token_cache.py`.
+    A cache holds encoded pieces. For the next turn of a chat, or another question about the same document, only the new
+    pieces are encoded; see `token_cache.py`.
 
     Parameters
     ----------
     num_threads
-        Threads that encode.
+        Threads of the pool.
     max_pending
-        Texts that wait or are encoded; one more is refused.
+        Most texts that wait or are encoded; further ones are refused.
     cache_bytes
-        Memory for what was encoded; 0: nothing is remembered.
+        Bound on the cache's memory; 0: no cache.
     """
 
     def __init__(
@@ -261,25 +258,25 @@ class AsyncTokenizer:
         tenant: str = "",
         is_guarded: bool = False,
     ) -> np.ndarray:
-        """As `TextTokenizer.encode`; a text that begins with BOS does not get a second one.
+        """Encode as `TextTokenizer.encode` does; a text that begins with BOS does not get a second one.
 
         Parameters
         ----------
         max_model_len
-            Tokens; a text of more than 16 bytes for each is refused before it is looked at.
+            A text of more than `MAX_BYTES_PER_TOKEN` bytes for each of these tokens is refused before it is encoded.
         field
             Name of the request's field, for errors.
         tenant
-            Whose text it is: what it is made of is remembered for this tenant only.
+            The cache returns pieces of this tenant only.
         is_guarded
-            A template rendered messages that `SpecialTokens.protect` went over: what it marked is plain text.
+            The text comes from messages that `SpecialTokens.protect` has marked: marked tokens are plain text.
 
         Raises
         ------
         ContextLengthExceeded
-            The text is too long for any tokenisation to fit.
+            The text is too long for the model with any tokenisation.
         InvalidRequest
-            The text is not Unicode.
+            The text is not valid Unicode.
         Overloaded
             `max_pending` texts are waiting.
         """
@@ -303,7 +300,7 @@ class AsyncTokenizer:
         max_model_len: int,
     ) -> np.ndarray:
         if is_guarded and GUARD in text:
-            # Seldom, so what it has in common with other texts is not looked for.
+            # Rare, so it does not use the cache.
             ids = await self.in_thread(self.tokenizer.special.encode, text)
             return self.tokenizer.join([ids], add_special_tokens)
         if len(text) <= INLINE_CHARS:
@@ -318,7 +315,7 @@ class AsyncTokenizer:
     async def _encode_pieces(
         self, pattern: re.Pattern[str], text: str, tenant: str, max_model_len: int
     ) -> list[np.ndarray]:
-        """[tokens] int32 of each piece, with as much from the cache as is there."""
+        """Return the ids of each piece, [tokens] int32; encode only those that are not in the cache."""
         at_words = self.tokenizer.cuts_at_words
         if len(text) <= INLINE_SPLIT_CHARS:
             pieces = split(pattern, text, at_words)
@@ -328,6 +325,7 @@ class AsyncTokenizer:
         missing = dict.fromkeys(
             piece for piece, ids in zip(pieces, found, strict=True) if ids is None
         )
+        encoded: list[np.ndarray] = []
         if missing:
             if sum(map(len, missing)) <= INLINE_CHARS:
                 encoded = self.tokenizer.encode_pieces(tuple(missing))
@@ -335,16 +333,15 @@ class AsyncTokenizer:
                 encoded = await self.in_thread(
                     self.tokenizer.encode_pieces, tuple(missing), max_model_len
                 )
-            new = dict(zip(missing, encoded, strict=True))
-            for piece, ids in new.items():
-                self.cache.put(tenant, piece, ids)
-            found = [
-                new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)
-            ]
-        return found
+        new = dict(zip(missing, encoded, strict=True))
+        for piece, ids in new.items():
+            self.cache.put(tenant, piece, ids)
+        return [
+            new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)
+        ]
 
     async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function that takes long in one of the threads.
+        """Call a slow function in the thread pool.
 
         Raises
         ------
@@ -360,13 +357,12 @@ class AsyncTokenizer:
         self._num_pending += 1
         future = self._pool.submit(function, *args)
         loop = asyncio.get_running_loop()
-        # A cancelled request gives up waiting, but its text goes on filling a thread: count the
-        # work.
+        # The text of a cancelled request still occupies a thread, so count the work instead of the waiting requests.
         future.add_done_callback(lambda _: _call_soon(loop, self._release))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Stop the threads after what they are at; texts that wait are dropped."""
+        """Stop the threads after their present texts; drop the waiting ones."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _release(self) -> None:
@@ -374,7 +370,10 @@ class AsyncTokenizer:
 
 
 def _added_around(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray] | None:
-    """What the post-processor puts before and after any text, [tokens] int32 each: BOS and the like."""
+    """Return the tokens that the post-processor adds before and after any text, [tokens] int32 each.
+
+    None if they depend on the text.
+    """
     bare = backend.encode("a", add_special_tokens=False).ids
     whole = backend.encode("a", add_special_tokens=True).ids
     num_added = len(whole) - len(bare)
@@ -392,12 +391,12 @@ def _check_lens(encodings: Sequence[Encoding], max_model_len: int | None) -> Non
 
 
 def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
-    """Check that a prompt leaves room for a token.
+    """Check that a prompt leaves room for one output token.
 
     Raises
     ------
     ContextLengthExceeded
-        It does not.
+        The prompt has `max_model_len` tokens or more.
     """
     if num_tokens > max_model_len - 1:
         raise ContextLengthExceeded(
@@ -412,22 +411,8 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
         loop.call_soon_threadsafe(callback)
 
 
-def utf8_len(text: str, field: str) -> int:
-    """Bytes of a text in UTF-8; InvalidRequest if it has a lone surrogate (JSON can spell one)."""
-    if text.isascii():
-        return len(text)
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            f"{field} is not valid Unicode: lone surrogate {text[error.start]!r} at character"
-            f" {error.start}",
-            field=field,
-        ) from error
-
-
 def load_special_tokens(folder: str | Path) -> dict[str, str]:
-    """Named special tokens of a checkpoint: `tokenizer_config.json` over the older map file."""
+    """Load the named special tokens of a checkpoint. `tokenizer_config.json` overrides the older map file."""
     merged = {
         **read_json_object(Path(folder) / "special_tokens_map.json"),
         **read_json_object(Path(folder) / "tokenizer_config.json"),
@@ -442,7 +427,7 @@ def load_special_tokens(folder: str | Path) -> dict[str, str]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is no such file."""
+    """Read the object in a JSON file; return an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -455,6 +440,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _add_missing_tokens(backend: Tokenizer, special_tokens: dict[str, str]) -> None:
-    """Named special tokens are special even where tokenizer.json does not list them as added."""
+    """Add named special tokens that tokenizer.json does not list as added tokens."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens([t for t in special_tokens.values() if t not in added])

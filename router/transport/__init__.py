@@ -1,1 +1,1 @@
-"""Calls to replicas and the streams that come back."""
+"""Transport: calls to replicas, and the streams of their output. The only folder of the router that uses Ray."""

@@ -1,21 +1,19 @@
-"""The router's side of the bus: one attach stream to every replica, one unary call for every request.
+"""The router's side of the bus: one attach stream for every replica, one unary call for every request.
 
-Ray shell: everything that knows Serve handles is here, everything that decides is elsewhere. Traps of Serve that
-this module is built around (reference: Ray 2.60):
+Ray shell: this module knows Serve's handles and decides nothing. It avoids these traps of Serve (Ray 2.60):
 
-* calls of one request context share an internal id, and a router that is not FIFO then hangs; and calls made inside a
-  request die with it. So every call starts in a fresh `contextvars.Context`.
-* cancellation of a call is best effort. So an abandoned request is also aborted explicitly.
-* an open attach stream counts as an ongoing request and holds up the drain of its replica. So the bus detaches when
+* Calls from one request context share an internal id, which makes a router that is not FIFO hang, and they are
+  cancelled with the request. So every call starts in a fresh `contextvars.Context`.
+* Cancelling a call is best effort. So an abandoned request is also aborted explicitly.
+* An open attach stream counts as an ongoing request and delays the drain of its replica. So the bus detaches when
   Serve has dropped the replica and its last request has ended.
-* a request takes 22 ms of processor time where its calls and frames go through Ray's object store, and 18 where they
-  go over the gRPC that every replica of Serve listens for (`ray-routers --mix hot`, AMD Zen 3). So they do, but for
-  what is longer than its messages. They stay in Serve's thread for handles: in ours
-  (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0) a request takes 1 ms less, but while replicas came and went a router
-  answered `/ready` once in four seconds.
-* over gRPC a stream may live as long as its replica: it leaves 0.7 MB at the router and 0.4 MB at the replica for
-  300,000 frames. Through the object store Ray keeps the id of every item until the call ends: 12 and 8 MB for 100,000.
-* over gRPC the `CancelledError` of a replica that ends is raised here. So every answer is awaited by `answer_of`.
+* A request takes 22 ms of processor time if its calls and frames go through Ray's object store, and 18 ms over the gRPC
+  server of every Serve replica (`ray-routers --mix hot`, AMD Zen 3). So they use gRPC, except for data longer than a
+  gRPC message. Handles stay in Serve's thread: in the router's own loop (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0) a
+  request takes 1 ms less, but while replicas started and stopped a router answered `/ready` once in four seconds.
+* Over gRPC a stream can last as long as its replica: 300,000 frames leave 0.7 MB at the router and 0.4 MB at the
+  replica. Through the object store Ray keeps the id of every item until the call ends: 12 and 8 MB for 100,000 frames.
+* Over gRPC, the `CancelledError` of a replica that ends is raised in this process. So `answer_of` awaits every reply.
 """
 
 from __future__ import annotations
@@ -50,25 +48,27 @@ from quire.router.transport.transport import Attempt, Lost
 logger = logging.getLogger("ray.serve")
 ATTACH_RETRY_S = 0.2
 WATCH_PERIOD_S = 1.0
-# Readers' progress is gathered for so long into one call per replica.
+# The progress of readers is collected for this time into one call for each replica.
 GRANT_DELAY_S = 0.02
 GRANT_RETRY_S = 0.2
-LEASE_RENEWALS = 4  # in the time of a lease
-_LONG_ANSWERS = frozenset({"snapshot"})  # methods whose answer may be longer than a message
-# Serve's name for "over gRPC": not as references to Ray's objects. Pickle, although all arguments and answers are plain
-# data: Serve sends an exception as it sends an answer, and with msgpack it cannot. The port unpickles whatever a caller
-# chooses, so it is closed by Ray's token and by where it listens (`cluster/proxies/ray_proxies.py`).
+# Renewals within the duration of a lease.
+LEASE_RENEWALS = 4
+# Methods with replies that may be longer than a gRPC message.
+_LONG_ANSWERS = frozenset({"snapshot"})
+# Serve's options for gRPC instead of references to Ray's objects. Arguments and replies are plain data, but the
+# serializer is pickle, because Serve sends exceptions like replies and cannot with msgpack. The port unpickles all that
+# a caller sends, so Ray's token and the address that it listens on protect it (`cluster/proxies/ray_proxies.py`).
 _OVER_GRPC = {
     "_by_reference": False,
     "request_serialization": "pickle",
     "response_serialization": "pickle",
 }
-# A completion and the last frame leave the replica together, by different ways.
+# A completion and the last frame leave the replica together, over different connections.
 LAST_FRAME_TIMEOUT_S = 10.0
 
 
 class Bus:
-    """Attach streams, frames and calls of one router.
+    """The attach streams, frames and calls of one router.
 
     Parameters
     ----------
@@ -77,15 +77,15 @@ class Bus:
     channel
         Name of the membership that the handle's `DecidedRouter` reports to.
     router_id
-        Unique for this router process; streams and attachments carry it.
+        Unique for this router process; part of every stream and attachment.
     table
-        Told of every frame and of every replica that comes or goes.
+        Receives every frame and every change of the membership.
     drain_timeout_s
-        A replica that Serve has dropped may finish its requests for so long; then they move.
+        Requests on a replica that Serve has dropped may run for this time; then they migrate.
     credit_tokens
-        So far ahead of its client a request may run (`flow`); None: without bound.
+        Tokens that a request may run ahead of its client (`flow`); None: no limit.
     slow_client_timeout_s
-        A client may leave what came for it unread for so long; then its request ends.
+        A request ends if its client leaves arrived output unread for this time.
     """
 
     def __init__(
@@ -101,12 +101,14 @@ class Bus:
     ):
         self.credit_tokens = credit_tokens
         self.slow_client_timeout_s = slow_client_timeout_s
-        self._low_credit: set[Attempt] = set()  # to be granted with the next message
+        # Attempts that get credit with the next call to their replicas.
+        self._low_credit: set[Attempt] = set()
         self.drain_timeout_s = drain_timeout_s
-        self._by_reference = handle  # for what is longer than a message
+        # For arguments and replies that are longer than a gRPC message.
+        self._by_reference = handle
         self._unary = handle.options(**_OVER_GRPC)
         self._streaming = handle.options(stream=True, **_OVER_GRPC)
-        # Once: Serve makes another handle for each look at a method.
+        # Kept, because Serve makes a new handle for each access to a method.
         self._generate_method = self._unary.generate
         self._membership = membership.channel(channel)
         self._router_id = router_id
@@ -117,23 +119,24 @@ class Bus:
         self._hellos: dict[str, Hello] = {}
         self._replica_deaths = ReplicaDeaths()
         self._attempts: dict[int, Attempt] = {}
-        # Unlike those of any other router: a replica that dies leaves nothing but numbers (`protos.flight_recorder`).
+        # Unique among all routers: the records of a crashed replica have stream ids only (`protos.flight_recorder`).
         self._stream_ids = itertools.count((secrets.randbits(30) << 32) + 1)
-        self._background: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
+        self._background: set[asyncio.Task[Any]] = set()  # The loop holds tasks weakly.
         self._closed = False
-        self._has_attached = asyncio.Event()  # once some replica has taken requests
-        # What waits at the router, as the replicas report it to Serve's autoscaler.
+        # Set when the first replica is ready.
+        self._has_attached = asyncio.Event()
+        # Prefill in the router's queue; replicas report it to Serve's autoscaler.
         self.queued_prefill_s: Callable[[], float] = lambda: 0.0
 
     def start(self) -> None:
-        """Follow the membership from now on."""
+        """Start to follow the membership."""
         self._spawn(self._first_call())
         self._spawn(self._watch())
         self._spawn(self._renew_leases())
         self._on_members(self._membership.listen(self._hear_members))
 
     async def first_attached(self, timeout_s: float) -> bool:
-        """Wait until some replica takes requests, for the first time; False if none does within `timeout_s`."""
+        """Wait until a replica has been ready once; return False if none was within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._has_attached.wait()
@@ -142,15 +145,15 @@ class Bus:
 
     @property
     def hellos(self) -> dict[str, Hello]:
-        """What the attached replicas said of themselves, by replica id."""
+        """The hello messages of the attached replicas, by replica id."""
         return self._hellos
 
     def submit(self, submit: Submit, route: list[str]) -> Attempt:
-        """Send a request to the first replica of `route` that takes it.
+        """Send a request to the first replica of `route` that accepts it.
 
         `submit.stream_id` must come from `next_stream_id`.
         """
-        # The first of the route is right unless Serve passes it over; then the first frame corrects it.
+        # The first replica of the route, unless Serve skips it; the first frame corrects that.
         credit = None
         if self.credit_tokens is not None:
             credit = Credit(self.credit_tokens, submit.num_emitted)
@@ -171,22 +174,22 @@ class Bus:
         return next(self._stream_ids)
 
     async def crashed_with(self, replica: str, stream_id: int) -> bool:
-        """Whether a lost replica crashed by itself in a step with this stream."""
+        """Return whether a lost replica crashed in a step with this stream, and was not killed from outside."""
         return await self._replica_deaths.crashed_with(replica, stream_id)
 
     async def snapshot(self, replica: str) -> dict[str, Any]:
-        """The replica's own tables, after its integrity check; for debugging and tests."""
+        """Return the replica's tables after its integrity check; for debugging and tests."""
         return await self._in_fresh_context(self._call("snapshot", route=[replica]))
 
     async def metrics_pages(
         self, labels: dict[str, str], timeout_s: float
     ) -> tuple[dict[str, Page], int]:
-        """The metrics by id of the replicas that answer within `timeout_s`, and how many did not.
+        """Return the metrics by replica id of all that answer within `timeout_s`, and how many did not.
 
         Parameters
         ----------
         labels
-            For each sample, with the replica's id.
+            Labels of each sample; the replica adds its id.
         """
         members = self._members
         calls = [self._spawn(self._metrics_page(replica, labels)) for replica in members]
@@ -196,7 +199,7 @@ class Bus:
             for call in silent:
                 call.cancel()
             answers = [call.result() for call in done if not call.cancelled()]
-        # By id: Serve may have brought a call to another replica than that of its route.
+        # Keyed by the replica's own id: Serve may have sent a call to another replica than its route says.
         pages = dict(answer for answer in answers if answer is not None)
         return pages, len(members - pages.keys())
 
@@ -212,7 +215,7 @@ class Bus:
             return None
 
     async def close(self) -> None:
-        """Detach from everybody and end all calls."""
+        """Detach from all replicas and end all calls."""
         self._closed = True
         self._membership.unlisten(self._hear_members)
         tasks = [*self._links.values(), *self._background]
@@ -223,7 +226,7 @@ class Bus:
     # -- requests ----------------------------------------------------------------------------------------
 
     async def _generate(self, attempt: Attempt, submit: bytes, route: list[str]) -> None:
-        """Hold the unary call open until the request ends; tell the attempt how it went."""
+        """Keep the unary call open until the request ends; put its outcome into the attempt."""
         is_long = len(submit) > MAX_MESSAGE_BYTES
         method = self._by_reference.generate if is_long else self._generate_method
         response = method.remote(submit, route=route)
@@ -243,7 +246,7 @@ class Bus:
             attempt.completed_s = time.monotonic()
 
     def _cancel(self, attempt: Attempt) -> None:
-        """The consumer is done with the attempt; end it on the replica unless it ended by itself."""
+        """End an attempt that the reader has left; abort it on the replica if it still runs."""
         if attempt.needs_abort:
             attempt.needs_abort = False
             if attempt.call is not None:
@@ -260,7 +263,7 @@ class Bus:
     # -- flow control ------------------------------------------------------------------------------------
 
     def _on_low_credit(self, attempt: Attempt) -> None:
-        """A reader's progress is told together with that of others."""
+        """Grant credit after a delay, together with other attempts on the replica."""
         if not self._low_credit:
             self._loop.call_later(GRANT_DELAY_S, self._grant_due)
         self._low_credit.add(attempt)
@@ -271,16 +274,19 @@ class Bus:
         if self._closed:
             return
         for attempt in due:
-            # Serve brings no more calls to a replica that drains: it could not be granted any.
+            # Serve sends no more calls to a replica that drains, so it cannot get a grant.
             if attempt.replica not in self._members:
                 attempt.put(Lost(attempt.replica, "the replica drains", planned=True))
-        granted = [a for a in due if a.replica in self._members]
-        grants = [(a.replica, a.stream_id, a.credit.extend(a.num_read)) for a in granted]
+        grants = [
+            (a.replica, a.stream_id, a.credit.extend(a.num_read))
+            for a in due
+            if a.replica in self._members and a.credit is not None
+        ]
         for replica, credit in by_replica(grants).items():
             self._spawn(self._grant(replica, credit))
 
     async def _grant(self, replica: str, credit: dict[int, int]) -> None:
-        """Until the replica has it: without its grant a request would wait for ever."""
+        """Send a grant until the replica has it: without it the request would never resume."""
         while replica in self._members and any(stream in self._attempts for stream in credit):
             with contextlib.suppress(Unavailable):
                 if await self._call("grant", self._router_id, credit, route=[replica]):
@@ -300,7 +306,7 @@ class Bus:
     # -- replicas ----------------------------------------------------------------------------------------
 
     def _hear_members(self, members: frozenset[str]) -> None:
-        """Any thread: Serve's router may run in one of its own."""
+        """Pass a new membership to the loop. Called from any thread: Serve's router may have its own."""
         self._loop.call_soon_threadsafe(self._on_members, members)
 
     def _on_members(self, members: frozenset[str]) -> None:
@@ -311,7 +317,7 @@ class Bus:
         for replica in members:
             if replica not in self._links:
                 self._links[replica] = self._spawn(self._link(replica))
-            elif replica in new:  # it was draining: begin anew
+            elif replica in new:  # It was draining: attach again.
                 self._links[replica].cancel()
         for replica in gone:
             self._table.set_draining(replica)
@@ -320,14 +326,16 @@ class Bus:
                 self._spawn(self._drain(replica))
 
     async def _drain(self, replica: str) -> None:
-        """Let the requests of a replica that goes away finish for a while, then move them. So it is idle, and gone,
-        before Serve ends it by force."""
+        """Let the requests of a dropped replica run for `drain_timeout_s`, then migrate the rest.
+
+        So the replica is idle, and ends, before Serve kills it.
+        """
         await asyncio.sleep(self.drain_timeout_s)
-        if replica in self._members:  # Serve lists it again
+        if replica in self._members:  # Serve lists it again.
             return
         left = [a for a in self._attempts.values() if a.replica == replica]
         if left:
-            logger.info("%s drains: its last %d streams move", replica, len(left))
+            logger.info("%s drains: its last %d streams migrate", replica, len(left))
         for attempt in left:
             attempt.put(Lost(replica, "the replica drains", planned=True))
 
@@ -338,14 +346,16 @@ class Bus:
                 link.cancel()
 
     async def _link(self, replica: str) -> None:
-        """Stay attached to one replica for as long as Serve lists it."""
+        """Stay attached to one replica while Serve lists it."""
         try:
             while replica in self._members:
                 try:
                     await self._attach(replica)
                 except (RayError, RpcError, CallEnded) as error:
                     logger.info("attach stream of %s ended: %r", replica, error)
-                except Exception:  # a frame that cannot be read, for instance of another version
+                except (
+                    Exception
+                ):  # For example a frame of another version, which cannot be decoded.
                     logger.exception("attach stream of %s failed", replica)
                 finally:
                     self._on_lost(replica)
@@ -353,17 +363,17 @@ class Bus:
         finally:
             self._links.pop(replica, None)
             self._table.remove(replica)
-            # Serve may have listed it again while this task was on its way out.
+            # Serve may have listed it again while this task was ending.
             if replica in self._members:
                 self._on_members(self._members)
 
     async def _attach(self, replica: str) -> None:
-        """Attach to it and take its frames in until the stream ends."""
+        """Attach to a replica and process its frames until the stream ends."""
         stream = self._streaming.attach.remote(self._router_id, route=[replica])
         try:
             hello = Hello.decode(await next_message(stream))
             if hello.replica != replica:
-                return  # Serve's membership is ahead of ours; the next update or retry settles it
+                return  # Serve's membership is newer than this one; the next update or retry corrects it.
             self._hellos[replica] = hello
             self._replica_deaths.remember(hello)
             self._table.add(replica, hello.epoch, hello.block_size, hello.weights)
@@ -375,14 +385,14 @@ class Bus:
             stream.cancel()
 
     async def _watch(self) -> None:
-        """Notice what says nothing: replicas that fell silent, and last frames that do not come."""
+        """Look for missing messages: silent replicas, last frames that do not arrive, clients that do not read."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             now = time.monotonic()
             for replica in self._table.expire(now):
-                logger.warning("no frame from %s: attaching anew", replica)
+                logger.warning("no frame from %s: attaching again", replica)
                 if replica in self._links:
-                    # Not the stream: a replica that hangs would not end it. The link's task begins anew.
+                    # Cancel the task, not the stream: a hanging replica would not end it. A new task attaches.
                     self._links[replica].cancel()
             for attempt in list(self._attempts.values()):
                 done_s = attempt.completed_s
@@ -395,11 +405,11 @@ class Bus:
                     self._end_slow(attempt)
 
     async def _renew_leases(self) -> None:
-        """Tell every replica that we live and which of its streams we want."""
+        """Report to every replica that this router runs, and which streams it wants."""
         while True:
             await asyncio.sleep(LEASE_S / LEASE_RENEWALS)
             wanted: dict[str, list[int]] = {replica: [] for replica in self._hellos}
-            # Serve may have given these to any replica.
+            # Serve may have sent these to any replica.
             unplaced = [a.stream_id for a in self._attempts.values() if not a.placed]
             for attempt in self._attempts.values():
                 if attempt.placed and attempt.replica in wanted:
@@ -436,14 +446,14 @@ class Bus:
     # -- calls -------------------------------------------------------------------------------------------
 
     async def _first_call(self) -> None:
-        """Serve creates a handle's router, and with it our membership, with the first call."""
+        """Make a first call: Serve creates the handle's router, which feeds the membership, only then."""
         await self._call("ping", route=[])
 
     async def _call(self, method: str, *args: Any, route: list[str]) -> Any:
         handle = self._by_reference if method in _LONG_ANSWERS else self._unary
         try:
             return await answer_of(getattr(handle, method).remote(*args, route=route))
-        except Exception as error:  # over gRPC what a method raised comes as it was raised
+        except Exception as error:  # Over gRPC, a method's exception arrives as it was raised.
             logger.info("%s call failed: %r", method, error)
             raise Unavailable(f"the replica did not answer: {type(error).__name__}") from error
 

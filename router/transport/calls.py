@@ -1,4 +1,4 @@
-"""Awaiting what a replica answers, over whatever Serve brings a call."""
+"""Awaits replies of replicas, over any transport that Serve uses for a call."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class StreamingCall(Protocol):
 
 
 class CallEnded(Exception):
-    """The replica has ended a call: most likely it is about to end itself."""
+    """The replica has cancelled a call, most likely because its process ends."""
 
 
 async def answer_of(call: Awaitable[T]) -> T:
-    """What `call` gives or raises.
+    """Return the reply to `call`, or raise its exception.
 
-    Over gRPC a replica that ends cancels the calls that it has, and its `CancelledError` is raised here, where nobody
-    has cancelled anything. To whoever awaits it, it would look like a cancellation of their own task.
+    Over gRPC, a replica whose process ends cancels its calls, and its `CancelledError` is raised in this process. The
+    caller would take that for a cancellation of its own task.
 
     Raises
     ------
     CallEnded
-        Instead of that one.
+        In place of the replica's `CancelledError`.
     """
     try:
         return await call
@@ -44,14 +44,14 @@ async def answer_of(call: Awaitable[T]) -> T:
 
 
 async def next_message(call: StreamingCall) -> bytes:
-    """The next message of a streaming call, which may come in several parts.
+    """Return the next message of a streaming call; it may arrive in several parts.
 
     Raises
     ------
     StopAsyncIteration
-        The call is over.
+        The stream has ended.
     CallEnded
-        The replica has ended it.
+        The replica has cancelled the call.
     """
     return await answer_of(_whole_message(call))
 

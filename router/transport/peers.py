@@ -1,7 +1,7 @@
-"""The routers of one application ask one another: who decided a request only one of them knows.
+"""Asks all routers of the application: only the router that decided a request knows why.
 
-Ray shell. Behind a proxy a client cannot choose the router that answers, so that one asks all of them, itself
-included, over Serve. For questions that are asked now and then: it is one call to each router.
+Ray shell. Behind a proxy a client cannot choose its router, so the router that it reaches asks all routers, itself
+included, over Serve. For rare questions only: each is one call to every router.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from quire.router.types import Decisions
 
 logger = logging.getLogger("ray.serve")
 ANSWER_TIMEOUT_S = 5.0
-_RETRY_S = 0.05  # a handle that was just made does not know the routers yet
+# A new handle does not know the routers yet.
+_RETRY_S = 0.05
 
 
 class Peers:
@@ -31,19 +32,19 @@ class Peers:
     Parameters
     ----------
     routers
-        Handle of the routers' own deployment, which has the methods `own_decisions` and `own_metrics`.
+        Handle of the routers' deployment; it has the methods `own_decisions` and `own_metrics`.
     """
 
     def __init__(self, routers: DeploymentHandle):
         self._routers = routers
 
     async def decisions(self, request_id: str | None, limit: int) -> Decisions:
-        """What the routers remember; see `router.types.Service.decisions`.
+        """Return the decisions of all routers; see `router.types.Service.decisions`.
 
         Raises
         ------
         Unavailable
-            None of them answers.
+            No router answered.
         """
         answers, num_silent = await self._ask("own_decisions", request_id, limit)
         answers.sort()
@@ -55,12 +56,12 @@ class Peers:
         return Decisions([router for router, _ in answers], num_silent, decisions)
 
     async def metrics(self, timeout_s: float) -> tuple[dict[str, Page], int]:
-        """The routers' metrics by id, and how many routers did not answer in time.
+        """Return the metrics by router id, and how many routers did not answer in time.
 
         Raises
         ------
         Unavailable
-            None of them answers.
+            No router answered.
         """
         answers, num_silent = await self._ask("own_metrics", timeout_s=timeout_s)
         return dict(answers), num_silent
@@ -68,8 +69,8 @@ class Peers:
     async def _ask(
         self, method: str, *args: Any, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> tuple[list[Any], int]:
-        """The answers that came within `timeout_s`, and the number of routers without one."""
-        # In a context of its own: a call made inside a request would carry that request's id.
+        """Return the answers that came within `timeout_s`, and the number of routers without one."""
+        # A context of its own: a call from a request's context would carry that request's id.
         asking = asyncio.get_running_loop().create_task(
             self._broadcast(method, args, timeout_s), context=contextvars.Context()
         )
@@ -87,7 +88,7 @@ class Peers:
                 results = await self._call_all(method, args)
         except TimeoutError:
             return [], 0
-        # Not `results_async`: it gives all answers or none, so one router that hangs would hide all others.
+        # Not `results_async`: it returns all answers or none, so one router that hangs would hide the others.
         tasks = [asyncio.ensure_future(answer_of(result.get_async())) for result in results]
         left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
         done, silent = await asyncio.wait(tasks, timeout=left_s)
@@ -104,7 +105,7 @@ class Peers:
         return answers, len(results) - len(answers)
 
     async def _call_all(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """The calls that have been sent, one to each router."""
+        """Send one call to each router; return the calls."""
         while True:
             try:
                 call = self._routers.broadcast(method, *args)

@@ -1,7 +1,7 @@
-"""How replicas died, asked on the node where they did. Ray shell.
+"""Finds out whether a lost replica crashed, from the files on its node. Ray shell.
 
-The files are those of `protos.flight_recorder`. Where this process is on the same node it reads them itself, else a
-task there does. A node that is gone tells nothing, and that is no fault of any request.
+The files are those of `protos.flight_recorder`. On the same node this process reads them, on another node a Ray task
+does. If the node is lost too, the cause stays unknown and no request is blamed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from quire.protos.wire import Hello
 
 logger = logging.getLogger("ray.serve")
 ANSWER_TIMEOUT_S = 5.0
-MAX_REMEMBERED = 256  # replicas
+# Replicas.
+MAX_REMEMBERED = 256
 
 
 class ReplicaDeaths:
-    """Remembers where replicas keep their records, and reads those of the dead. Lives in one event loop."""
+    """Knows where replicas keep their records, and reads the records of lost replicas. For one event loop."""
 
     def __init__(self) -> None:
         self._hellos: OrderedDict[str, Hello] = OrderedDict()
         self._answers: dict[str, asyncio.Task[FlightRecord | None]] = {}
 
     def remember(self, hello: Hello) -> None:
-        """A replica has said hello."""
+        """Keep the hello of a replica that has attached."""
         self._hellos[hello.replica] = hello
         self._answers.pop(hello.replica, None)
         while len(self._hellos) > MAX_REMEMBERED:
@@ -38,7 +39,7 @@ class ReplicaDeaths:
             self._answers.pop(replica, None)
 
     async def crashed_with(self, replica: str, stream_id: int) -> bool:
-        """Whether a dead replica crashed by itself in a step with this stream."""
+        """Return whether a lost replica crashed in a step with this stream, and was not killed from outside."""
         hello = self._hellos.get(replica)
         if hello is None or not hello.flight:
             return False
@@ -47,7 +48,8 @@ class ReplicaDeaths:
             task = self._answers[replica] = asyncio.create_task(_read(hello))
         record = await asyncio.shield(task)
         if record is not None and not record.crashed:
-            self._answers.pop(replica, None)  # it may only have lost its stream, and crash later
+            # The replica may only have lost its attach stream, and crash later.
+            self._answers.pop(replica, None)
         return record is not None and record.crashed and stream_id in record.stream_ids
 
 
@@ -61,14 +63,14 @@ async def _read(hello: Hello) -> FlightRecord | None:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             if _is_here(hello.node):
                 record = await asyncio.to_thread(read_flight_record, path)
-            elif not ray.is_initialized():  # a task would start one
+            elif not ray.is_initialized():  # A task would start Ray.
                 return None
             else:
                 there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
                 task = ray.remote(read_flight_record).options(num_cpus=0, scheduling_strategy=there)
                 record = await task.remote(path)
     except Exception as error:
-        logger.warning("how %s died is not known: %r", hello.replica, error)
+        logger.warning("the cause of the loss of %s is not known: %r", hello.replica, error)
         return None
     if record is not None and record.crashed:
         first = record.report.splitlines()[0]

@@ -1,8 +1,8 @@
-"""Serve's request router for the replicas: it applies the decision that the call already carries.
+"""Serve's request router for the replicas: applies the decision that is part of the call.
 
-Each handle call names its replicas, best first, in the keyword `route`. Serve keeps its own machinery: a replica
-that is full or dead is passed over for the next in the list. Nothing is decided here, and nothing is FIFO: Serve's
-FIFO mix-in would hand the chosen replica to the oldest waiting call instead.
+Each handle call names its replicas, best first, in the keyword `route`. Serve skips a replica that is full or dead and
+takes the next one of the list. This class decides nothing. It does not use Serve's FIFO mix-in, which would give the
+chosen replica to the oldest waiting call.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from quire.router.fleet import membership
 
 
 class DecidedRouter(RequestRouter):
-    """Ranks the candidates as `route` says, then all others in any order.
+    """Ranks the replicas of `route` first, then all others in any order.
 
-    The others are offered too: the ranking may be older than Serve's membership. A replica that gets a call meant
-    for another one says so in its answer.
+    The others are candidates too, because the ranking may be older than Serve's membership. A replica that gets a call
+    for another one names itself in its reply.
     """
 
     def initialize_state(self, channel: str) -> None:
-        """`channel` comes from `request_router_kwargs` and names the membership to report to."""
+        """Join the membership `channel`, which comes from `request_router_kwargs`."""
         self._membership = membership.channel(channel)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -36,10 +36,10 @@ class DecidedRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One group for each replica, in the order of preference; Serve takes the first that accepts."""
+        """Return one group for each replica, in order of preference; Serve takes the first that accepts."""
         route: list[str] = []
         if pending_request is not None:
-            # Without this Serve asks again at once, in a busy loop, when every replica is full.
+            # Without this, Serve retries in a busy loop while every replica is full.
             pending_request.routing_context.should_backoff = True
             route = pending_request.kwargs.get("route", [])
         rank = {replica: i for i, replica in enumerate(route)}

@@ -1,4 +1,4 @@
-"""What the request lifecycle sees of the bus: attempts, and what happens to them. Plain asyncio, no Ray."""
+"""Attempts and their events: the interface between a request's stream and the bus. Plain asyncio, no Ray."""
 
 from __future__ import annotations
 
@@ -16,21 +16,48 @@ from quire.router.transport.flow import Credit
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The replica, its stream or its call is gone before the request ended."""
+    """An event: the replica, its attach stream or the call was lost before the request ended.
+
+    Attributes
+    ----------
+    planned
+        The replica drains; the loss does not count against the request.
+    """
 
     replica: str
     reason: str
-    planned: bool = False  # a drain: nothing is wrong with the request
+    planned: bool = False
+
+
+class OutputGap(Exception):
+    """A replica sent later output of an attempt without the output before it."""
 
 
 AttemptEvent = TokenDelta | Completion | Lost
 
 
 class Attempt:
-    """One request on one replica, seen from the router: a queue of events with a single reader.
+    """One request on one replica: a queue of events with a single reader.
 
-    Tokens come in frames, the completion by the unary call; which of the two last messages comes first is not
-    known. The attempt is over when the delta with the finish reason is there, or a failure.
+    Tokens arrive in frames, the completion arrives with the unary call, and either may arrive first. The attempt ends
+    with the delta that has the finish reason, or with a failure.
+
+    Attributes
+    ----------
+    replica
+        The replica that runs the request, as far as known.
+    placed
+        A frame has confirmed `replica`.
+    num_read
+        Output tokens that the reader has taken, with those of earlier attempts.
+    taken_s
+        When the reader took the delta that it works on; None while it waits, or before the client reads.
+    finished
+        No more events are accepted.
+    needs_abort
+        The replica may still work on the request.
+    completed_s
+        When the unary call reported a regular end; the last frame should arrive soon after.
     """
 
     def __init__(
@@ -40,58 +67,55 @@ class Attempt:
         on_cancel: Callable[[Attempt], None],
         *,
         credit: Credit | None = None,
-        on_low_credit: Callable[[Attempt], None] | None = None,
+        on_low_credit: Callable[[Attempt], None] = lambda attempt: None,
     ):
         self.credit = credit
-        self.num_read = (
-            0  # output tokens that the reader has taken, those of earlier attempts included
-        )
-        # Since when the reader is busy with what it took last; None while it waits, or before it is a client's.
+        self.num_read = 0
         self.taken_s: float | None = None
         self._on_low_credit = on_low_credit
         self.stream_id = stream_id
-        self.replica = replica  # who has it, as far as known
-        self.placed = False  # a frame has confirmed it
+        self.replica = replica
+        self.placed = False
         self.call: asyncio.Task[None] | None = None
-        self.finished = False  # nothing more is taken
-        self.needs_abort = True  # the replica may still be at work on it
-        # When its unary call said that it ended well; the last frame should be here soon after.
+        self.finished = False
+        self.needs_abort = True
         self.completed_s: float | None = None
         self._on_cancel = on_cancel
         self._events: deque[AttemptEvent] = deque()
-        # Of the reader, while there is nothing to read. An `asyncio.Event` looks for the loop at every wait, for which
-        # Python 3.11 asks the kernel for its process id: a seventh of what a router does for a token.
+        # The reader waits for this future. An `asyncio.Event` would look up the loop at every wait; Python 3.11 calls
+        # the kernel for its process id to do that, which takes a seventh of a router's time for a token.
         self._waiter: asyncio.Future[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the reader
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def put(self, event: AttemptEvent) -> None:
-        """Queue an event; after the last one, later ones are dropped."""
+        """Queue an event; drop it if the attempt has ended."""
         if self.finished:
             return
         if isinstance(event, TokenDelta):
             if event.finish_reason in ("error", "abort"):
-                # The completion ends the attempt: it says why.
+                # The completion ends the attempt, because it has the error.
                 event = dataclasses.replace(event, finish_reason=None)
             self.finished = event.finish_reason is not None
             self.needs_abort = not self.finished
         elif isinstance(event, Completion):
             if event.finish_reason in ("stop", "length"):
-                return  # the last delta ends the attempt, in order with the tokens before it
+                return  # The last delta ends the attempt, after the tokens before it.
             self.finished = True
             self.needs_abort = False
         else:
-            self.finished = True  # only out of sight: the replica itself may be well
+            # `needs_abort` stays: the replica may still run the request.
+            self.finished = True
         self._events.append(event)
         self._wake()
 
     async def next(self) -> AttemptEvent:
-        """Wait for the next event. Whoever asks for it has done with those before."""
+        """Wait for the next event. The call says that the reader is done with the earlier ones."""
         while (event := self.take()) is None:
             await self.arrival()
         return event
 
     def take(self) -> AttemptEvent | None:
-        """`next` without waiting: None when nothing is there."""
+        """Return the next event, or None if there is none yet."""
         self.taken_s = None
         if self.credit is not None and self.credit.is_low(self.num_read) and not self.finished:
             self._on_low_credit(self)
@@ -103,7 +127,7 @@ class Attempt:
         return event
 
     def arrival(self) -> asyncio.Future[None]:
-        """For the reader that has found nothing: done with the next event."""
+        """Return a future that completes with the next event. For the reader, after `take` returned None."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         self._waiter = self._loop.create_future()
@@ -114,7 +138,7 @@ class Attempt:
         return bool(self._events)
 
     def fail(self, error: QuireError) -> None:
-        """Give the request up from this side: the reader gets the error instead of what it has not read."""
+        """End the request with an error, which replaces the events that the reader has not read."""
         self._events.clear()
         self._events.append(Completion("error", 0, 0, 0, error=error.to_wire()))
         self.finished = True
@@ -126,12 +150,12 @@ class Attempt:
             waiter.set_result(None)
 
     def cancel(self) -> None:
-        """The reader is done: end the request on its replica if it still runs there. Idempotent."""
+        """End the request on its replica if it still runs there. Idempotent."""
         self._on_cancel(self)
 
 
 class Transport(Protocol):
-    """How the lifecycle reaches replicas; `router.bus.Bus` is the real one."""
+    """How a request's stream reaches replicas. `bus.Bus` implements it over Ray Serve."""
 
     @property
     def hellos(self) -> dict[str, Hello]: ...

@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from quire.router.explain.decisions import DecisionRing
 from quire.router.policy.fleet_view import COLUMN_NAMES, FleetView
 from quire.router.policy.policy import Ranking
 from quire.router.request import params
-from quire.router.text.chat_template import check_messages
+from quire.router.text.chat_messages import check_messages
 from quire.router.text.stop import StopMatcher
 from quire.router.types import (
     Decisions,
@@ -234,7 +234,7 @@ class FakeService:
         self._refuse()
         return b"# HELP quire_tests_total Tests.\n# TYPE quire_tests_total counter\nquire_tests_total 1.0\n"
 
-    async def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
+    async def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         try:
             last = None
             while True:

@@ -11,7 +11,8 @@ from ray.serve.config import AutoscalingPolicy
 
 from quire.cluster import app
 from quire.cluster.autoscaling import ScaleOnEngineLoad
-from quire.cluster.config.app_config import AppConfig, ConfigError
+from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.config_problems import ConfigError
 
 TARGETS = dict(target_queued_prefill_s=2.0, target_kv_in_use=0.8, target_requests=10.0)
 

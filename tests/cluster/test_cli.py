@@ -23,7 +23,7 @@ import jsonschema
 import pytest
 
 from quire.cluster.config import serve_config
-from quire.cluster.config.app_config import ConfigError
+from quire.cluster.config.config_problems import ConfigError
 from quire.cluster.config.default_config import APP_IMPORT_PATH
 from quire.cluster.local import local_serve, ports, process_session, serve_api
 from quire.cluster.local.serve_api import ApplicationStatus

@@ -17,7 +17,8 @@ import jsonschema
 import kubernetes_validate
 
 from quire.cluster.config import serve_config
-from quire.cluster.config.app_config import AppConfig, ConfigError
+from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.config_problems import ConfigError
 
 from .manifests import (
     K8S,

@@ -1,6 +1,6 @@
-"""What the kernel tests share. Without a GPU the kernels run in Triton's interpreter, on CPU tensors.
+"""Shared parts of the kernel tests. Without a GPU the kernels run in Triton's interpreter, on CPU tensors.
 
-Where they run on the GPU instead (the root conftest chooses) every test of a kernel is a `gpu` test.
+If they run on a GPU instead (the root conftest chooses), every test of a kernel has the mark `gpu`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `sampling_calls`
 
 
 def pytest_configure(config):
-    """The root conftest has chosen where kernels run."""
+    """Set up the device that the root conftest has chosen for the kernels."""
     if "TRITON_INTERPRET" in os.environ:
         from quire.kernels.compile.interpreter import repair_interpreter
 
@@ -28,7 +28,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items):
-    """A module that has its DEVICE from `kernel_device` tests kernels."""
+    """Mark the tests of modules whose DEVICE comes from `kernel_device`."""
     for item in items:
         if getattr(item.module, "DEVICE", None) == "cuda":
             item.add_marker("gpu")
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 
 @dataclass
 class PagedBatch:
-    """Ragged rows over a permuted pool of one layer of three; NaN wherever no row has a key."""
+    """Ragged rows over a permuted pool of one layer of three; slots without a key contain NaN."""
 
     q: torch.Tensor  # [tokens, heads, head_dim]
     k: torch.Tensor  # [blocks, kv_heads, block_size, head_dim], a view into the pool
@@ -73,7 +73,7 @@ class PagedBatch:
         counts = [-(-length // block_size) for length in kv_lens]
         blocks = torch.randperm(sum(counts) + 3, generator=generator).tolist()
         pool = torch.full((len(blocks), 3, 2, kv_heads, block_size, head_dim), float("nan"))
-        # An entry without a key is an address far outside the pool: reading it would not go unnoticed.
+        # An entry without a key is an address far outside the pool: a read of it would fail.
         tables = torch.full((len(kv_lens), max(counts) + 1), 2**30, dtype=torch.int32)
         for row, length in enumerate(kv_lens):
             for block in range(counts[row]):
@@ -110,7 +110,7 @@ class PagedBatch:
         return type(self)(**moved)
 
     def rows(self, rows):
-        """Some of the rows by themselves, in that order."""
+        """A batch of some of the rows, in the given order."""
         tokens = [torch.arange(self.cu_q[row], self.cu_q[row + 1]) for row in rows]
         lens = torch.tensor([len(token) for token in tokens])
         return type(self)(
@@ -139,7 +139,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def assert_close(result, expected, dtype):
-    """Within the rounding of `dtype`: of the weights, and of a result of magnitude about 1."""
+    """Tolerance for the rounding of `dtype`: of the weights, and of results of magnitude about 1."""
     torch.testing.assert_close(
         result.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=False
     )

@@ -1,4 +1,4 @@
-"""Calls of the sampling kernels, as several tests make them."""
+"""Calls of the sampling kernels that several tests share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose(
     mask=None,
     **options,
 ):
-    """`sample_tokens` with columns from numbers or lists; with a mask of the edited rows."""
+    """Call `sample_tokens` with parameters from numbers or lists, and with a mask of the edited rows."""
     rows = len(logits)
     if mask is not None:
         options |= dict(
@@ -54,7 +54,7 @@ def ids(*values):
 
 
 def masked(mask, vocab):
-    """Edits of all rows by a packed mask, and nothing else."""
+    """Edits that apply only a packed mask to all rows."""
     rows = len(mask)
     every, none, off = ids(*range(rows)), ids(*[-1] * rows), torch.zeros(rows, device=DEVICE)
     return Edits(
@@ -73,7 +73,7 @@ def packed(allowed):
 
 
 def draw_rows(rows, vocab, dtype=torch.float32, spread=3.0, seed=0, levels=0):
-    """Random logits; `levels` > 0: few different values, hence many ties."""
+    """Random logits; with `levels` > 0 few different values, and so many ties."""
     x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
     if levels:
         x = (x / spread * levels / 2).round() * spread / levels

@@ -1,4 +1,4 @@
-"""Memory that is asked for in large pages: the kernel hears it, and nothing else changes."""
+"""Huge pages: Linux gets the advice, and nothing else changes."""
 
 import mmap
 import re
@@ -15,12 +15,12 @@ needs_linux = pytest.mark.skipif(
 
 
 def mapped(size: int) -> torch.Tensor:
-    """Memory that nothing had before: of the heap parts may have been advised already."""
+    """Fresh memory, because parts of the heap may have been advised already."""
     return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE), dtype=torch.uint8)
 
 
 def advised_bytes(address: int, size: int) -> int:
-    """Bytes of [address, address + size) in mappings that may have large pages."""
+    """Bytes of [address, address + size) in mappings that may have huge pages."""
     found, overlap = 0, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

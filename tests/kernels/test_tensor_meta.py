@@ -1,4 +1,4 @@
-"""Forms read like their tensors, and calls of forms that passed are not checked again."""
+"""`TensorMeta` behaves like its tensor, and calls with the same metadata are not checked again."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ VIEWS = [
 
 
 @pytest.mark.parametrize("x", VIEWS, ids=lambda x: f"{tuple(x.shape)}-{x.stride()}")
-def test_a_form_reads_like_its_tensor(x):
-    form = meta_of(x)
-    assert (form.shape, form.stride(), form.dtype, form.device) == (
+def test_it_reads_like_its_tensor(x):
+    meta = meta_of(x)
+    assert (meta.shape, meta.stride(), meta.dtype, meta.device) == (
         *(x.shape, x.stride(), x.dtype, x.device),
     )
-    assert (form.dim(), form.numel(), form.is_contiguous()) == (
+    assert (meta.dim(), meta.numel(), meta.is_contiguous()) == (
         *(x.dim(), x.numel(), x.is_contiguous()),
     )
-    assert [form.stride(i) for i in range(x.dim())] == list(x.stride())
+    assert [meta.stride(i) for i in range(x.dim())] == list(x.stride())
     assert meta_of(None) is None
 
 
@@ -46,7 +46,7 @@ def normal(*shape):
 
 
 def calls():
-    """Of each wrapper: its memoised check, a call, one of another form, and one that must not pass."""
+    """For each wrapper: its memoised check, a call, one with other metadata, and one that must fail."""
     x, weight, gate_up = normal(3, 64), normal(64), normal(3, 64)
     q, k, cache = normal(2, 2, 64), normal(2, 1, 64), normal(4, 2, 1, 16, 64)
     slots = torch.arange(2, device=DEVICE)
@@ -93,7 +93,7 @@ def calls():
 
 
 @pytest.mark.parametrize("name", ["norm", "activation", "kv_write", "attention"])
-def test_a_form_is_checked_once_and_a_wrong_one_each_time(name):
+def test_equal_calls_are_checked_once_and_wrong_ones_each_time(name):
     checked, call, other, wrong = calls()[name]
     checked.cache_clear()
     for _ in range(3):

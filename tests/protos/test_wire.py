@@ -6,20 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos import wire
-from quire.protos.wire import (
-    WIRE_VERSION,
-    CacheEvents,
-    Frame,
-    Load,
-    RoutingHasher,
-    TokenColumns,
-    TokenDelta,
-    WireError,
-    routing_block_sums,
-    routing_hashes,
-    tier_digest,
-)
+from quire.protos import routing_hash
+from quire.protos.routing_hash import RoutingHasher, routing_block_sums, routing_hashes, tier_digest
+from quire.protos.wire import CacheEvents, Frame, Load, TokenColumns, TokenDelta
+from quire.protos.wire_codec import WIRE_VERSION, WireError
 
 MASK = 2**64 - 1
 
@@ -86,12 +76,15 @@ def test_blocks_of_many_sequences_are_hashed_in_one_pass(picks):
 
 
 def test_positions_beyond_the_first_table_have_the_same_weights_in_every_table():
-    (first, sums), (second, _) = wire.routing_weights(1 << 15), wire.routing_weights((1 << 15) + 1)
+    (first, sums), (second, _) = (
+        routing_hash.routing_weights(1 << 15),
+        routing_hash.routing_weights((1 << 15) + 1),
+    )
     assert (first.size, second.size) == (1 << 15, 1 << 16)
     assert sums.tolist() == [sum(row) & MASK for row in first.tolist()]
     assert (second[: len(first)] == first).all()
     assert second[-1, -1] == splitmix64((1 << 16) - 1) | 1
-    assert wire.routing_weights(64)[0] is first  # shared by all hashers
+    assert routing_hash.routing_weights(64)[0] is first  # shared by all hashers
 
 
 def test_start_must_be_a_whole_number_of_blocks():

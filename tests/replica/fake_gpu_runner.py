@@ -84,7 +84,7 @@ def serving_config(spec: ModelSpec, rows: int, **changes: object) -> EngineConfi
         max_waiting_requests=1024,
         num_host_blocks=200,
         restore="always",
-        async_batching=True,
+        async_batching="on",
         check_graphs=True,
     )
     values |= changes
@@ -182,7 +182,7 @@ def serve(gpu: FakeGpu, model: Harness, rows: int, changes: dict[str, Any]) -> S
         config,
         device,
         requests[0],
-        plans_ahead=config.async_batching,
+        plans_ahead=config.plans_ahead,
         prepare=watched.prepare,
         on_delta=waves.on_delta,
         expected_keys=[request.key for wave in requests[1:] for request in wave],

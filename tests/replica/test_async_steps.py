@@ -20,8 +20,8 @@ from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
 from quire.replica.kv_cache.deferred_frees import DeferredFrees
-from quire.replica.runner import queued_steps
-from quire.replica.runner.queued_steps import QueuedSteps
+from quire.replica.runner import gpu_steps
+from quire.replica.runner.gpu_steps import GpuSteps
 from quire.replica.runner.runner import Runner
 from quire.replica.runner.step_inputs import InputRing
 from quire.replica.runner.step_outputs import StepOutputs
@@ -104,7 +104,7 @@ def test_each_wait_is_needed_and_its_lack_is_found(harness, wait):
 
 @pytest.mark.parametrize("wait", WAITS_OF_PIECES, ids=lambda wait: "-".join(wait).replace(" ", "_"))
 def test_each_wait_between_pieces_of_an_upload_is_needed_too(harness, monkeypatch, wait):
-    monkeypatch.setattr(queued_steps, "MAX_CHANGES", 1)
+    monkeypatch.setattr(gpu_steps, "MAX_CHANGES", 1)
     model = harness("llama")
     config = tight(model.spec)
     expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
@@ -114,7 +114,7 @@ def test_each_wait_between_pieces_of_an_upload_is_needed_too(harness, monkeypatc
 
 def test_there_is_no_other_wait(harness, monkeypatch):
     """Nor in warm-up and capture, in rows that await tokens, in a draw of the host's or in small pieces."""
-    monkeypatch.setattr(queued_steps, "MAX_CHANGES", 1)
+    monkeypatch.setattr(gpu_steps, "MAX_CHANGES", 1)
     model = harness("llama")
     waits: set[tuple[str, str]] = set()
     for seed in range(3):
@@ -129,7 +129,7 @@ def test_there_is_no_other_wait(harness, monkeypatch):
 def test_a_step_that_fails_half_queued_disturbs_no_other(harness, monkeypatch):
     """No event marks its end, so the next step would overwrite the inputs that it still reads."""
     model = harness("llama")
-    real = QueuedSteps.end
+    real = GpuSteps.end
     for make in (config_of, tight):
         config = make(model.spec)
         expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
@@ -141,7 +141,7 @@ def test_a_step_that_fails_half_queued_disturbs_no_other(harness, monkeypatch):
                     raise RuntimeError("its draw is queued, its end is not")
                 real(self, in_flight)
 
-            monkeypatch.setattr(QueuedSteps, "end", end)
+            monkeypatch.setattr(GpuSteps, "end", end)
             told = model.serve(config, FakeDevice(seed), crowd(), plans_ahead=True)
             errors = {error for _, _, _, error in told.values() if error is not None}
             assert errors == {"the engine failed in step 12 (RuntimeError)"}, (make, seed)

@@ -14,7 +14,7 @@ from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.loop import EngineLoop
-from quire.replica.runner.queued_steps import QueuedSteps
+from quire.replica.runner.gpu_steps import GpuSteps
 from quire.replica.runner.runner import Runner
 from quire.replica.scheduler.scheduler import Scheduler
 from tests.replica.runner.graphs.test_cuda_graphs import capture_all
@@ -201,7 +201,7 @@ def test_a_failure_between_the_halves_ends_their_rows_and_no_others(
     expected = expected_of(model, config)
     failed: list[set[object]] = []
     real_collect, real_complete = Runner.collect, Scheduler.complete
-    real_end = QueuedSteps.end
+    real_end = GpuSteps.end
 
     def keys_in_flight(scheduler: Scheduler) -> set[object]:
         rows = np.unique(np.concatenate([step.rows for step in scheduler.steps]))
@@ -239,7 +239,7 @@ def test_a_failure_between_the_halves_ends_their_rows_and_no_others(
     if broken == "the masks":
         monkeypatch.setattr(Scheduler, "complete", complete)
     elif broken == "the draw":
-        monkeypatch.setattr(QueuedSteps, "end", end)
+        monkeypatch.setattr(GpuSteps, "end", end)
     else:
         monkeypatch.setattr(Runner, "collect", collect)
     told = model.serve(config, FakeDevice(seed), crowd(), plans_ahead=True, prepare=capture_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import queue
 import threading
@@ -34,6 +35,9 @@ CONFIG = EngineConfig(
     max_running_requests=2,
     max_waiting_requests=4,
     safety_margin=0.0,
+    scheduler="fifo",
+    max_prefill_ms=None,
+    resume_margin=0.0,
     prefix_caching=True,
     deterministic=True,
     num_threads=1,
@@ -394,9 +398,7 @@ def test_the_loop_never_sleeps_on_a_live_request(seed):
     """Sleeping without a timeout is right only if no plan means nobody is alive, however full the cache is."""
     rng = np.random.default_rng(seed)
     config_changes = dict(num_blocks=8, block_size=16, max_model_len=128, safety_margin=0.3)
-    config = EngineConfig(
-        **{name: getattr(CONFIG, name) for name in CONFIG.__slots__} | config_changes
-    )
+    config = dataclasses.replace(CONFIG, **config_changes)
     harness = Harness(config)
     scheduler, plan, idle_with_work = harness.scheduler, harness.scheduler.plan, []
 

@@ -103,7 +103,7 @@ class EngineTransport:
             )
             for d in output.deltas
         ]
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
             self._loop.call_soon_threadsafe(self._deliver, deltas)
 
     def _deliver(self, deltas: list) -> None:

@@ -87,7 +87,7 @@ class LocalHandle:
         self.passes_over: set[str] = set()  # full, as Serve sees it
 
     def options(self, *, stream: bool = False, **transport: Any) -> LocalHandle:
-        """`transport` is how Serve brings a call; here it is one in this process, whatever it says."""
+        """Return the handle: every call stays in this process, for any `transport`."""
         handle = LocalHandle(self._replicas, stream)
         handle.passes_over = self.passes_over
         return handle
@@ -105,7 +105,7 @@ class LocalHandle:
 
 
 class LocalResponse:
-    """A `DeploymentResponse`: the call runs whether or not somebody awaits it."""
+    """A `DeploymentResponse`: the call runs even if it is not awaited."""
 
     def __init__(self, free: list[LocalReplica], method: str, args: tuple, route: list[str]):
         self._cancelled = False

@@ -1,4 +1,4 @@
-"""Fleets for the policies' tests: a mapping of columns for each replica."""
+"""Fleet views for the policies' tests, from a mapping of values for each replica."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _IDLE = {
 
 
 def idle(**columns):
-    """A replica that has nothing to do, but for these columns."""
+    """Return the values of an idle replica, with these columns changed."""
     assert set(columns) <= set(_IDLE), columns
     return _IDLE | columns
 
 
 def fleet_of(rows, num_prompt_tokens=1000, **facts):
     columns = {name: np.array([row[name] for row in rows], float) for name in _IDLE}
-    # As the table does it: the last prompt token is always computed.
+    # The last prompt token is always computed, as in `ReplicaTable`.
     columns["gpu_tokens"] = np.minimum(columns["gpu_tokens"], num_prompt_tokens - 1)
     columns["host_tokens"] = np.minimum(
         columns["host_tokens"], num_prompt_tokens - 1 - columns["gpu_tokens"]
@@ -51,7 +51,7 @@ def fleet_of(rows, num_prompt_tokens=1000, **facts):
 
 
 _TOKENS = st.floats(0, 1e5)
-_HELD = st.integers(0, 100_000).map(float)  # tokens of a prompt, of which a replica has whole ones
+_HELD = st.integers(0, 100_000).map(float)  # whole prompt tokens
 _SECONDS = st.floats(0, 100)
 COLUMNS = {
     "gpu_tokens": _HELD,

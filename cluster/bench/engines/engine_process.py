@@ -142,6 +142,8 @@ class EngineProcess:
             text=True,
             start_new_session=True,  # one group, which is stopped as a whole
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         try:
             self.startup: dict[str, float] = self._read()
         except BaseException:
@@ -159,8 +161,8 @@ class EngineProcess:
         """
         request = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps(request) + "\n")
+            self._stdin.flush()
         except BrokenPipeError:
             raise EngineFailed(f"{self.spec.name}: the process has ended") from None
         answer = self._read()
@@ -209,17 +211,17 @@ class EngineProcess:
         """End the process and everything it started."""
         self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             pass
         self._signal(signal.SIGKILL)
         self._process.wait()
-        self._process.stdout.close()
+        self._stdout.close()
 
     def _read(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
+        line = self._stdout.readline()
         if not line:
             raise EngineFailed(f"{self.spec.name}: the process ended; its log says why")
         answer = json.loads(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from quire.cluster.bench.load.cache_watch import CacheSample
@@ -33,7 +33,7 @@ class EngineClient:
         self.startup_s = self._engine.startup_s
         self.samples: list[CacheSample] = []  # one for each turn of the engine's loop
         self._keys = itertools.count()
-        self._sinks: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
+        self._sinks: dict[Hashable, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
 
     def _on_output(self, output: LoopOutput) -> None:
         """Engine's thread."""

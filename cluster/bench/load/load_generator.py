@@ -79,7 +79,7 @@ class Run:
     loop_lags_s: list[float] = field(default_factory=list)  # of the event loop, sampled
 
 
-Progress = Callable[[Record], None]
+Progress = Callable[[Record], object]
 
 
 def _nothing(record: Record) -> None:

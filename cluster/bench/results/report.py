@@ -132,7 +132,7 @@ def commit() -> str:
 
 
 def _short(name: str) -> str:
-    digits, mark = _COMMIT.fullmatch(name).groups()
+    digits, mark = name.removesuffix("+"), "+" if name.endswith("+") else ""
     return digits[:_COMMIT_LEN] + mark
 
 

@@ -1,4 +1,4 @@
-/* The library's entry points: which instruction sets the processor has, and a call over a team of threads. */
+/* Entry points of attention, and detection of the processor's instruction sets. */
 #include "attention.h"
 
 #if HAS_AMX
@@ -6,8 +6,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Whether there are matrix registers that multiply bfloat16, and the kernel lets this process use them. It has to be asked,
- * since they make what it saves of a thread larger, and refuses where a thread's signal stack could not hold that. */
+/* Whether the processor has AMX with bfloat16 and the operating system lets this process use it. Linux must be asked, because AMX enlarges a
+ * thread's saved state; it refuses if a thread's signal stack is too small for that. */
 static int may_use_amx(void) {
     enum { LEAF = 7, AMX_BF16_BIT = 1 << 22, AMX_TILE_BIT = 1 << 24, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     unsigned a, b, c, d;
@@ -20,7 +20,7 @@ static inline int may_use_amx(void) { return 0; }
 
 int64_t quire_abi(void) { return QUIRE_ABI; }
 
-/* The last instruction set that this processor has, an `enum isa`; it has all before it. */
+/* The last `enum isa` that this processor has; it has all before it, too. */
 int64_t quire_last_isa(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -34,8 +34,8 @@ int64_t quire_last_isa(void) {
 #endif
 }
 
-/* The fastest of them. Where Intel's processors have no matrix registers, or a virtual machine hides them, a product of pairs of
- * bfloat16 (VDPBF16PS) takes two cycles; two of float32 take one. That is 32 products in the time of 64. */
+/* The fastest instruction set. On Intel processors without AMX, or if a virtual machine hides it, a product of bfloat16 pairs (VDPBF16PS) takes
+ * two cycles and two float32 products take one: 32 products in the time of 64. So AVX512 is faster there. */
 int64_t quire_best_isa(void) {
     int64_t last = quire_last_isa();
 #if defined(__x86_64__)
@@ -53,8 +53,8 @@ int64_t quire_call_bytes(void) { return sizeof(struct attention_call); }
 
 int64_t quire_partial_floats(int64_t head_dim) { return row_floats(head_dim); }
 
-/* How many KV heads a thread takes together: as many as leave every thread enough items to share, and all that a thread
- * can have of a unit that is the only one. */
+/* Number of KV heads of an item: as many as possible while every thread still has enough items, or, if there is only one unit, while the items
+ * divide evenly among the threads. */
 static int64_t item_heads(const struct attention_call *call, int64_t num_threads) {
     enum { THREAD_ITEMS = 4 };
     const int64_t units = call->plan.num_units, kv_heads = call->kv_heads;
@@ -99,14 +99,14 @@ void quire_attention_job(struct job *job, struct attention_call *call, int64_t i
     call->team = &job->team;
 }
 
-/* Attend. `parallel` NULL runs on the calling thread alone. */
+/* Compute attention. With `parallel` NULL it runs on the calling thread alone. */
 void quire_attention(struct attention_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
     struct job job;
     quire_attention_job(&job, call, isa, num_threads);
     job_run(&job, parallel);
 }
 
-/* y[i] = 2^x[i] as the softmax computes it, to measure its error; count is a multiple of LANES. */
+/* y[i] = 2^x[i] as in the softmax, for a test that measures its error; count is a multiple of LANES. */
 void quire_exp2(const float *x, float *y, int64_t count, int64_t isa) {
 #if defined(__x86_64__)
     if (isa == AVX2) quire_exp2_avx2(x, y, count);

@@ -1,4 +1,4 @@
-/* bfloat16 on processors with matrix registers (Intel's AMX). */
+/* Attention in bfloat16 on processors with matrix registers (Intel's AMX). */
 #include "attention.h"
 
 #if HAS_AMX

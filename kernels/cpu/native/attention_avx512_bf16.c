@@ -1,4 +1,4 @@
-/* bfloat16 on processors that multiply pairs of it. */
+/* Attention in bfloat16 with AVX-512 BF16, which multiplies pairs of bfloat16. */
 #include "attention.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-/* Any processor, products in float32. */
+/* Attention on any processor, products in float32. */
 #include "attention.h"
 
 #define TARGETED

@@ -1,12 +1,12 @@
-/* 2^x and tanh on 16 lanes: the same operations in the same order on every instruction set. */
+/* 2^x and tanh on 16 lanes, with the same operations in the same order on every instruction set. */
 
 #define LOG2_E 1.44269504088896341f
 
-/* 2^x for x <= 127; 0 below -125, so that no weight is denormal. Error: 0.94 units in the last place
- * (a test measures it); 2^0 is 1 exactly, which merging relies on.
- * x = n + r, n an integer, |r| <= 1/2, exactly; 2^r by its minimax polynomial of degree 6 (relative error 2e-9). */
+/* 2^x for x <= 127; 0 below -125, so that no weight is denormal. The error is 0.94 units in the last place (a test measures it); 2^0 is
+ * exactly 1, which merging relies on.
+ * x = n + r exactly, with an integer n and |r| <= 1/2; 2^r by its minimax polynomial of degree 6 (relative error 2e-9). */
 FN v16 v_exp2(v16 x) {
-    v16 bounded = v_max(v_set1(-126.0f), x); /* NaN stays NaN: the second where one is */
+    v16 bounded = v_max(v_set1(-126.0f), x); /* NaN stays NaN: v_max returns its second operand if one is NaN */
     v16 n = v_round(bounded);
     v16 r = v_sub(bounded, n);
     v16 p = v_set1(1.5353362e-4f);
@@ -19,8 +19,8 @@ FN v16 v_exp2(v16 x) {
     return v_where_less(x, v_set1(-125.0f), v_set1(0.0f), v_scale2(p, n));
 }
 
-/* The same for what is rounded to bfloat16 next, by a polynomial of degree 4 (relative error 2.8e-6); what would be denormal is 0
- * where denormals are flushed, as attention has it. */
+/* 2^x for results that are rounded to bfloat16, by a polynomial of degree 4 (relative error 2.8e-6). Denormal results become 0 if denormals are
+ * flushed, as in attention. */
 FN v16 v_short_exp2(v16 x) {
     v16 bounded = v_max(v_set1(-127.0f), x);
     v16 n = v_round(bounded);
@@ -33,7 +33,7 @@ FN v16 v_short_exp2(v16 x) {
     return v_scale2(p, n);
 }
 
-/* tanh x = 1 - 2 / (e^2x + 1) on |x|; below 0.25, where that cancels, the odd Taylor polynomial of degree 9. */
+/* tanh x = 1 - 2 / (e^2x + 1) on |x|; below 0.25, where this loses digits, the odd Taylor polynomial of degree 9. */
 FN v16 v_tanh(v16 x) {
     v16 size = v_max(x, v_sub(v_set1(0.0f), x));
     size = v_where_less(v_set1(20.0f), size, v_set1(20.0f), size);

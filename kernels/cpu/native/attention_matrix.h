@@ -1,14 +1,14 @@
-/* The products of attention in matrix registers: scores of a tile's keys, and the values mixed. Included by
+/* The products of attention in matrix registers (AMX): scores of a tile's keys, and weighted sums of its values. Included by
  * attention_tile.h.
  *
- *     scores [rows][keys] = q [rows][steps] . packed keys [16 keys][steps][key]          the tile serves more than 16 rows
- *     scores^T [keys][rows] = pages [key][steps] . q^T [steps][rows]                     the keys stay in their pages
+ *     scores [rows][keys] = q [rows][steps] . packed keys [16 keys][steps][key]          the tile has more than 16 rows
+ *     scores^T [keys][rows] = pages [key][steps] . q^T [steps][rows]                     the keys are read in place
  *     mixed [rows][columns] += weights [rows][pairs] . packed values [pairs][columns]
  *
- * A register has 16 rows of 16 times 32 bits; all are used in full, with whatever lies beyond a unit's rows, which nobody
- * reads. A score is a sum over 32 elements of head_dim at a time, an element of the result one over 32 keys at a time, which
- * begin at absolute positions; each time the first elements of the pairs and the second ones are added up apart. Both ways to
- * the scores multiply the same pairs in the same order.
+ * A register has 16 rows of 16 times 32 bits. Registers are always used completely; results beyond a unit's rows are not read. A score is a
+ * sum over 32 elements of head_dim at a time, an element of the result a sum over 32 keys at a time, which begin at absolute positions.
+ * The hardware adds up the first elements of the pairs and the second elements separately. Both ways to compute scores multiply the same
+ * pairs in the same order.
  */
 #include "matrix_registers.h"
 
@@ -20,7 +20,7 @@ FN void set_extents(void) {
     _tile_loadconfig(&e);
 }
 
-/* scratch->q: [rows][steps], or [steps][16 rows] where the keys stay in their pages; zeros after a row's last step. */
+/* Fill scratch->q: [rows][steps], or [steps][16 rows] if the keys are read in place; zeros after a row's last step. */
 FN void load_queries(struct unit *u) {
     const struct attention_call *c = u->call;
     const int is_turned = pages_stay(u), token_steps = u->dim / 2;
@@ -42,7 +42,7 @@ FN void load_queries(struct unit *u) {
     }
 }
 
-/* The scores of a block of up to 16 or 32 rows (`tall`) and 16 or 32 keys (`wide`), from the packed keys. */
+/* Compute scores from packed keys for a block of up to 16 rows, or 32 if `tall`, and 16 keys, or 32 if `wide`. */
 FN void score_block(const float *q, const float *keys, int steps, float *scores, int tall, int wide) {
     const int row_bytes = steps * 4, below = LANES * steps, beside = LANES * steps;
     _tile_zero(0);
@@ -68,7 +68,7 @@ FN void score_block(const float *q, const float *keys, int steps, float *scores,
     if (tall && wide) _tile_stored(3, scores + LANES * TILE + LANES, TILE * 4);
 }
 
-/* The tile's 16 keys from a run on, together: as they lie where both runs do, else a copy. */
+/* Return 16 contiguous keys, beginning at run r: the page itself if both runs are contiguous, else a copy. */
 FN const char *keys_together(const struct unit *u, int r, char *copy) {
     const int64_t bytes = run_bytes(u);
     if (u->k_runs[r + 1] == u->k_runs[r] + bytes) return u->k_runs[r];
@@ -77,14 +77,14 @@ FN const char *keys_together(const struct unit *u, int r, char *copy) {
     return copy;
 }
 
-/* The scores of up to 16 rows with the keys in their pages. */
+/* Compute scores of up to 16 rows with keys that are read in place. */
 FN void score_pages(struct unit *u) {
     _Alignas(64) float staged[STAGED_KEYS * LANES];
     const int key_bytes = u->dim * 2;
     for (int r = u->runs_begin; r < u->runs_end; r += 2 * 4) {
         const int vectors = u->runs_end - r < 2 * 4 ? (u->runs_end - r) / 2 : 4;
         const char *keys[4];
-        for (int i = 0; i < 4; i++) /* those that are not there are the last again */
+        for (int i = 0; i < 4; i++) /* missing vectors repeat the last one */
             keys[i] = i < vectors ? keys_together(u, r + 2 * i, (char *)(u->k + i * LANES * u->steps)) : keys[i - 1];
         _tile_zero(0);
         _tile_zero(1);
@@ -121,14 +121,14 @@ FN void score_pages(struct unit *u) {
     }
 }
 
-/* Zeros as the values of the 16 keys that make up 32 with the tile's first or last. */
+/* If the tile's keys do not begin or end at a multiple of 32, set the values of the 16 missing keys to zero. */
 FN void complete_pairs(struct unit *u) {
     const size_t bytes = sizeof(float) * 2 * RUN_STEPS * u->padded;
     if (u->runs_begin % 4) memset(u->v + (int64_t)(u->runs_begin - 2) * RUN_STEPS * u->padded, 0, bytes);
     if (u->runs_end % 4) memset(u->v + (int64_t)u->runs_end * RUN_STEPS * u->padded, 0, bytes);
 }
 
-/* What was mixed before, times the rows' factors. */
+/* Multiply the previous sums of values by the rows' factors. */
 FN void scale_mixed(const struct unit *u, const struct row_block *b, float *mixed) {
     for (int row = b->row; row < b->row + b->rows; row++) {
         float factor = u->scratch->factors[row], *to = mixed + (int64_t)row * u->padded;
@@ -137,7 +137,7 @@ FN void scale_mixed(const struct unit *u, const struct row_block *b, float *mixe
     }
 }
 
-/* The same block and 16 or 32 columns, over `turns` times 32 keys. */
+/* Add the weighted values of `turns` times 32 keys, for the rows of a block and 16 columns, or 32 if `wide`. */
 FN void mix_block(struct unit *u, const float *weights, const float *values, int padded, float *mixed, int turns, int tall, int wide) {
     const int stride = padded * 4;
     float *below = mixed + LANES * padded;
@@ -165,7 +165,7 @@ FN void mix_block(struct unit *u, const float *weights, const float *values, int
     if (tall && wide) _tile_stored(3, below + LANES, stride);
 }
 
-/* A block's weights times the tile's values, for 32 columns after the others. */
+/* Add a block's weights times the tile's values, 32 columns at a time. */
 FN void mix_values(struct unit *u, const struct row_block *b, float *all_mixed) {
     const int first = b->begin / PAIRED_KEYS, turns = (b->end + PAIRED_KEYS - 1) / PAIRED_KEYS - first, tall = b->rows > REGISTER_ROWS;
     const float *weights = scores_of(u, b->row) + first * REGISTER_ROWS;
@@ -182,7 +182,7 @@ FN void mix_values(struct unit *u, const struct row_block *b, float *all_mixed) 
     }
 }
 
-/* The tile's scores, weights and values of one block. */
+/* Process the tile for one block of rows: scores, weights, values. */
 FN void attend_block(struct unit *u, int64_t tile_begin, const struct row_block *b, struct row_state *state) {
     const int tall = b->rows > REGISTER_ROWS;
     const float *q = u->scratch->q + (int64_t)b->row * u->steps;
@@ -200,7 +200,7 @@ FN void attend_block(struct unit *u, int64_t tile_begin, const struct row_block 
     mix_values(u, b, state->mixed);
 }
 
-/* The same of up to 16 rows with the keys in their pages. */
+/* Process the tile for up to 16 rows, with keys that are read in place. */
 FN void attend_pages(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, const struct row_block *b, struct row_state *state) {
     score_pages(u);
     read_ahead(u, 8);
@@ -212,8 +212,8 @@ FN void attend_pages(struct unit *u, int64_t tile_begin, int64_t begin, int64_t 
     mix_values(u, b, state->mixed);
 }
 
-/* All tiles are packed, into the second-level cache; then one block of rows after the other reads them, and what it keeps from tile to tile, and
- * its scores, stay in the first-level cache. */
+/* Pack all tiles first, into the second-level cache. Then process one block of rows after the other, so that a block's state and scores stay in
+ * the first-level cache. */
 SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, enum state number) {
     struct row_block blocks[SPLIT_TILES][MAX_BLOCKS];
     struct row_state state = state_of(u, number);

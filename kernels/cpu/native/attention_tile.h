@@ -1,43 +1,43 @@
-/* Paged attention of one work unit after the other; included once per instruction set.
+/* Paged attention: the worker that computes one work unit after the other. Included once for each instruction set.
  *
- * For a query row q, a token and one of its heads, over the keys it sees:
+ * For a query row q (a token and one of its heads) over the keys that it sees:
  *
  *     s_j = scale log2(e) q . k_j      m = max_j s_j      o = sum_j 2^(s_j - m) v_j / sum_j 2^(s_j - m)
  *
  *     keys       0 ........ 128 ....... 256 ....... 384 ....... 512 ........
- *     tiles      |  pack K, V; scores; m, sum, o   |           |  m starts anew
+ *     tiles      |  pack K, V; scores; m, sum, o   |           |  m restarts
  *     splits     |<------- one partial softmax: m, sum, o ---->|<-- the next
  *
- * A tile's keys are transposed once, 16 keys a vector, and serve all query rows of the unit (up to MAX_ROWS: the
- * heads of the KV group times several tokens). So one score is the sum over head_dim in order in one lane, and one
- * element of o the sum over keys in order in one lane, whatever shares the registers with it. Tiles and splits
- * start at absolute positions, splits are merged in order, and a key that a row does not see adds an exact zero.
- * Hence a row's bits do not depend on the other rows, the chunk it came in, or the thread. With DOT_BF16
- * the products are of bfloat16 pairs (weights are rounded to bfloat16, their sum is that of the rounded ones),
- * else all elements are widened to float32.
+ * A tile's keys are transposed once, 16 keys per vector, and serve all query rows of the unit (at most MAX_ROWS: the heads of the KV
+ * group times several tokens). A score is a sum over head_dim, in order, in one lane; an element of o is a sum over keys, in order, in
+ * one lane. Other rows in the same registers do not change it. Tiles and splits begin at absolute positions, splits are merged in
+ * order, and a key that a row does not see adds an exact zero. Hence a row's bits do not depend on the other rows, on the prefill chunk
+ * or on the thread. With DOT_BF16 the products multiply pairs of bfloat16: weights are rounded to bfloat16, and their sum is the sum of
+ * the rounded weights. Otherwise all elements are widened to float32.
  *
- * The products are in attention_vectors.h or, with MATRIX_REGISTERS, in attention_matrix.h.
+ * The products are in attention_vectors.h or, with MATRIX_REGISTERS (AMX), in attention_matrix.h.
  *
- * The includer defines FN, WORKER, TAKES_HEADS and EXP2 (the functions' names), DOT_BF16, MATRIX_REGISTERS, the rows of a block BLOCK_ROWS (in
- * vector registers at most 6) and there MAX_VECTORS (of 16 columns: 1 or 4), PAGE_VECTORS(rows), as many where values stay in
- * their pages, the cache AHEAD_LEVEL that is prefetched to where heads come one by one (3: the first, 2: the second), and has included its simd_*.h.
+ * The including file includes its simd_*.h before and defines: FN, TARGETED (function attributes); WORKER, TAKES_HEADS, EXP2 (names of the
+ * functions); DOT_BF16; MATRIX_REGISTERS; BLOCK_ROWS, the rows of a block (at most 6 in vector registers); AHEAD_LEVEL, the cache level of
+ * prefetches for items with one head (3: the first, 2: the second); and for vector registers MAX_VECTORS, the vectors of 16 columns in a
+ * product (1 or 4), and PAGE_VECTORS(rows), the same for values that are read in place.
  */
 #include <string.h>
 
 #include "attention_math.h"
 
-/* A function of its own: inlined wherever they are called, a few were most of what there is to compile. */
+/* Not inlined: a few functions inlined at every call made up most of the code to compile. */
 #define SHARED TARGETED static __attribute__((noinline))
 
 #include "attention_unit.h"
 
-/* Which flat query token and which of the heads a row of the unit is. */
+/* Flat query token and head of a row of the unit. */
 FN int64_t token_of(const struct unit *u, int row) { return u->call->plan.tokens[u->tile->first_token + row / u->group]; }
 
 FN int64_t head_of(const struct unit *u, int row) { return u->head * u->group + row % u->group; }
 
-/* Of a run with tokens that no row sees: their memory may hold anything, and a weight of zero does not make that zero. The keys
- * may stay, since scores that are not seen are overwritten. */
+/* Replace the values of a run with unseen tokens by a copy with zeros: unseen memory may contain NaN, which a weight of zero would not
+ * cancel. Keys need no copy, because scores of unseen keys are overwritten. */
 FN void copy_values(struct unit *u, int64_t tile_begin, int r, int64_t begin, int64_t end, float *copy) {
     int64_t first = tile_begin + r * RUN, token_bytes = (int64_t)u->dim * u->element_bytes;
     int64_t low = begin > first ? begin - first : 0, high = end < first + RUN ? end - first : RUN;
@@ -47,18 +47,18 @@ FN void copy_values(struct unit *u, int64_t tile_begin, int r, int64_t begin, in
     u->v_runs[r] = (const char *)copy;
 }
 
-/* The tile's first and last run, where they lie in runs_begin <= r < runs_end. */
+/* Call copy_values for the tile's first and last run, if they are in runs_begin <= r < runs_end. */
 FN void copy_edges(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, int runs_begin, int runs_end) {
     int first = (int)(begin - tile_begin) / RUN, last = (int)(end - 1 - tile_begin) / RUN;
     if (first >= runs_begin && first < runs_end) copy_values(u, tile_begin, first, begin, end, u->scratch->edges[0]);
     if (last > first && last >= runs_begin && last < runs_end) copy_values(u, tile_begin, last, begin, end, u->scratch->edges[1]);
 }
 
-/* Whether keys are turned two elements at a time, as one float32 would be: half the work. */
+/* Whether keys are transposed in pairs of elements, as if a pair were one float32: half the work. */
 FN int turns_pairs(const struct unit *u) { return DOT_BF16 || (u->dtype == BFLOAT16 && u->dim % LANES == 0); }
 
-/* 16 keys, from a run on, to [step][key]; a step is an element, or with DOT_BF16 a pair of bfloat16 in 32 bits. Written front to back: lines
- * of 256 bytes' distance, which are not in the first-level cache, took three times as long. */
+/* Transpose 16 keys, beginning at run r, to [step][key]; a step is an element, or with DOT_BF16 a pair of bfloat16 in 32 bits. The result is
+ * written front to back: lines at a distance of 256 bytes, which are not in the first-level cache, took three times as long. */
 SHARED void pack_key_vector(const struct unit *u, int r, float *to) {
     const int in_pairs = turns_pairs(u), is_widened = in_pairs && !DOT_BF16;
     const int dtype = in_pairs ? FLOAT32 : u->dtype, token_steps = in_pairs ? u->dim / 2 : u->dim;
@@ -77,7 +77,7 @@ SHARED void pack_key_vector(const struct unit *u, int r, float *to) {
                 v_store(to, v_bfloat_low(rows[i]));
                 v_store(to + LANES, v_bfloat_high(rows[i]));
             }
-        } else if (count == LANES || MATRIX_REGISTERS) { /* they multiply 16 steps: zeros after the last */
+        } else if (count == LANES || MATRIX_REGISTERS) { /* AMX multiplies 16 steps: store zeros after the last one */
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++, to += LANES) v_store(to, rows[i]);
         } else {
@@ -100,11 +100,11 @@ FN void pack_keys(struct unit *u) {
 #if DOT_BF16
 enum { RUN_STEPS = RUN / 2 };
 
-/* Which elements of two tokens' 32 make up the first 16 pairs; the others are 16 further. */
+/* Permutation that makes the first 16 pairs of 32 elements of two tokens; for the other 16 pairs add 16 to each index. */
 #define FIRST_PAIRS _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, \
                                      37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0)
 
-/* [step][padded]: pairs of two tokens' elements. */
+/* Pack the values of a run as [step][padded]; a step has pairs of two tokens' elements. */
 FN const float *packed_values(struct unit *u, int r) {
     const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     float *packed = u->v + (int64_t)r * RUN_STEPS * u->padded;
@@ -127,7 +127,7 @@ FN v16 dot(v16 a, v16 b, v16 c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m51
 #else
 enum { RUN_STEPS = RUN };
 
-/* [step][padded]: a token's elements in float32; the page itself where it has that form. */
+/* Pack the values of a run as [step][padded] float32; a step is a token. Returns the page itself if it already has this form. */
 FN const float *packed_values(struct unit *u, int r) {
     if (u->dtype == FLOAT32 && u->dim == u->padded) return (const float *)u->v_runs[r];
     float *packed = u->v + (int64_t)r * RUN_STEPS * u->padded;
@@ -145,10 +145,10 @@ FN const float *packed_values(struct unit *u, int r) {
 FN v16 dot(v16 a, v16 b, v16 c) { return v_fma(a, b, c); }
 #endif
 
-/* Scores of the unit's row, then its weights: with matrix registers of one block after the other. */
+/* Memory of a row's scores, then its weights. With matrix registers the blocks of rows reuse the same memory. */
 FN float *scores_of(const struct unit *u, int row) { return u->scratch->scores + (MATRIX_REGISTERS ? row % BLOCK_ROWS : row) * TILE; }
 
-/* Whether a tile serves one block of rows: packed for it alone, keys and values would cost more than they save. */
+/* Whether keys and values are read in place: packing them does not pay if the tile has only one block of rows. */
 FN int rows_stay(int64_t dtype, int64_t dim, int64_t rows) {
     const int most_rows = MATRIX_REGISTERS ? LANES : BLOCK_ROWS;
     return dtype == BFLOAT16 && rows <= most_rows && dim % (PAGE_VECTORS(rows) * LANES) == 0;
@@ -163,7 +163,7 @@ FN void pack_values(struct unit *u) {
     }
 }
 
-/* Query rows that share register tiles, and the tile's keys that some of them see, rounded to whole vectors. */
+/* Query rows that share registers, and the range of the tile's keys that some of these rows see, rounded to whole vectors. */
 struct row_block {
     int row, rows, begin, end;
 };
@@ -183,17 +183,17 @@ FN void divide_rows(const struct unit *u, int64_t tile_begin, struct row_block *
         end -= tile_begin;
         begin = begin > begin_of_tile ? begin / LANES * LANES : begin_of_tile;
         end = end < end_of_tile ? (end + LANES - 1) / LANES * LANES : end_of_tile;
-        if (begin > end) begin = end = begin_of_tile; /* before or after all that they see */
+        if (begin > end) begin = end = begin_of_tile; /* the block sees no key of the tile */
         *blocks = (struct row_block){row, rows, (int)begin, (int)end};
     }
 }
 
-/* Whether scores are scaled after `top_score`: a positive factor moves no maximum. */
+/* Whether scores are scaled after `top_score`: a positive factor does not change which score is the maximum. */
 FN int scales_late(const struct attention_call *c) { return c->softcap <= 0 && c->scale > 0; }
 
 FN float late_factor(const struct attention_call *c) { return scales_late(c) ? c->scale * LOG2_E : 1.0f; }
 
-/* The largest score of a row, in base 2; what it does not see becomes -inf. */
+/* Return the largest score of a row, in base 2, and set the scores of keys that it does not see to -inf. */
 FN float top_score(const struct unit *u, int64_t tile_begin, const struct row_block *block, int row) {
     const struct attention_call *c = u->call;
     int64_t token = u->tile->first_token + row / u->group;
@@ -224,9 +224,9 @@ FN float top_score(const struct unit *u, int64_t tile_begin, const struct row_bl
 }
 
 #if DOT_BF16
-/* total + both elements of each pair. */
+/* Add both elements of each pair to `total`. */
 FN v16 add_pairs(v16 total, v16 pairs) {
-#if MATRIX_REGISTERS /* processors with these take three times as long for a product of pairs */
+#if MATRIX_REGISTERS /* on processors with AMX a vector product of pairs takes three times as long */
     return v_add(v_add(total, v_bfloat_low(pairs)), v_bfloat_high(pairs));
 #else
     return dot(pairs, (v16)_mm512_set1_epi16(0x3f80), total);
@@ -234,7 +234,7 @@ FN v16 add_pairs(v16 total, v16 pairs) {
 }
 #endif
 
-/* Scores of a row to weights 2^(score - base), in place; returns the 16 partial sums with theirs added.
+/* Replace the scores of a row by weights 2^(score - base); returns `total`, the 16 partial sums, with the weights added.
  * With DOT_BF16 the weights are pairs of bfloat16 in the first half of the row. */
 FN v16 weigh(const struct unit *u, const struct row_block *block, int row, v16 base, v16 total) {
     const v16 factor = v_set1(late_factor(u->call));
@@ -259,8 +259,8 @@ FN v16 weigh(const struct unit *u, const struct row_block *block, int row, v16 b
     return total;
 }
 
-/* Scores of some blocks to weights, and the running maximum and sum; the factors for what was summed before to scratch->factors. Where
- * it is not all blocks, their rows begin at a multiple of LANES. */
+/* One step of the online softmax for some blocks: replace scores by weights, update the running maximum and sum, and store the factors of the
+ * previous sums in scratch->factors. If these are not all blocks, their rows begin at a multiple of LANES. */
 FN void soften(const struct unit *u, int64_t tile_begin, const struct row_block *blocks, int count, struct row_state *state) {
     float tops[MAX_ROWS], bases[MAX_ROWS], *factors = u->scratch->factors;
     const int begin = blocks->row, end = blocks[count - 1].row + blocks[count - 1].rows;
@@ -269,7 +269,7 @@ FN void soften(const struct unit *u, int64_t tile_begin, const struct row_block 
     for (int row = end; row % LANES; row++) tops[row] = 0.0f;
     for (int row = begin; row < end; row += LANES) {
         v16 old = v_load(state->top + row), top = v_max(v_load(tops + row), old);
-        v16 base = v_where_less(top, v_set1(-3e38f), v_set1(0.0f), top); /* nothing seen yet: all weights are 0 */
+        v16 base = v_where_less(top, v_set1(-3e38f), v_set1(0.0f), top); /* no key seen yet: all weights are 0 */
         v_store(factors + row, v_exp2(v_sub(old, base)));
         v_store(bases + row, base);
         v_store(state->top + row, top);
@@ -281,7 +281,7 @@ FN void soften(const struct unit *u, int64_t tile_begin, const struct row_block 
         }
 }
 
-/* From here on the tile is this one: where its keys lie, and which of them each block sees. */
+/* Begin a tile: find its runs, and the keys that each block sees. */
 FN void begin_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, struct row_block *blocks) {
     locate_runs(u, tile_begin, begin, end);
     divide_rows(u, tile_begin, blocks);
@@ -295,7 +295,7 @@ FN void pack_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end
 
 FN struct row_state state_of(const struct unit *u, enum state number) { return u->scratch->states[number]; }
 
-/* Add keys of one split to a state of each head. */
+/* Add the keys [begin, end) of one split to a state of each head. */
 SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, enum state number);
 
 #if MATRIX_REGISTERS
@@ -314,7 +314,7 @@ FN void clear(struct unit *u, enum state number) {
     }
 }
 
-/* Add one split's result for one row. */
+/* Merge one split's result for one row. */
 FN void merge(const struct unit *u, int row, float top, const float *total, const float *mixed,
               struct row_state *into) {
     float old = into->top[row], new = top > old ? top : old;
@@ -338,7 +338,7 @@ FN void merge_all(struct unit *u, enum state number, enum state into_number) {
     }
 }
 
-/* Divide by the sum of the weights, with the sink's where there is one, and store; zeros if no key is seen. */
+/* Divide by the sum of the weights, the sink's included, and store the result; zeros if no key is seen. */
 FN void finish(const struct unit *u) {
     const struct attention_call *c = u->call;
     const struct row_state whole = state_of(u, WHOLE), *state = &whole;
@@ -356,7 +356,7 @@ FN void finish(const struct unit *u) {
         const float *mixed = state->mixed + row * u->padded;
         int column = 0;
 #if DOT_BF16
-        factor = total == 0.0f ? 0.0f : factor / total; /* 16 divisions cost as much as 16 columns' products with their values */
+        factor = total == 0.0f ? 0.0f : factor / total; /* one division per row: 16 divisions cost as much as mixing 16 columns */
         for (; column + 2 * LANES <= u->dim; column += 2 * LANES) {
             v16 low = v_mul(v_load(mixed + column), v_set1(factor)), high = v_mul(v_load(mixed + column + LANES), v_set1(factor));
             _mm512_storeu_si512(out + (int64_t)column * 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
@@ -396,8 +396,8 @@ FN void load_partial(const struct unit *u, int64_t split, struct row_state *stat
     }
 }
 
-/* An item's keys, from its begin. The first split is summed into `whole`, each other one into `part`, which joins it where the split
- * ends or the tile does: a trunk's last one goes on in its branches. */
+/* Process an item's keys. The first split is added to the state `whole`. Every other split is added to `part`, which is merged into `whole` at
+ * the end of the split or of the tile. A trunk's last split is not merged: its branches continue it. */
 FN void attend_keys(struct unit *u, const struct item *item, enum state part, enum state whole) {
     const int64_t first = item->tile->key_begin;
     if (item->begin == first) clear(u, whole);
@@ -411,8 +411,8 @@ FN void attend_keys(struct unit *u, const struct item *item, enum state part, en
     }
 }
 
-/* Splits of a tile that several units share. Whoever completes it merges all of them, in the order in which one unit would have, and
- * leaves the counter as it was, for the next layer. */
+/* Process splits of a tile that is split into several units. The thread that completes the last split merges all splits, in the same order as
+ * an unsplit unit, and resets the counter for the next layer. */
 FN void attend_partials(struct unit *u, const struct item *item) {
     const struct work_unit *work = item->work;
     for (int64_t split = work->split_begin; split < work->split_end; split++) {
@@ -442,14 +442,14 @@ FN void attend_partials(struct unit *u, const struct item *item) {
     }
 }
 
-/* A branch's rows of a trunk's state, which begin at row `first` of it. */
+/* Copy the rows of a branch from a trunk's state, where they begin at row `first`. */
 FN void copy_rows(const struct unit *u, const struct row_state *trunk, int first, struct row_state *to) {
     memcpy(to->top, trunk->top + first, sizeof(float) * u->rows);
     memcpy(to->total, trunk->total + first * LANES, sizeof(float) * LANES * u->rows);
     memcpy(to->mixed, trunk->mixed + (int64_t)first * u->padded, sizeof(float) * u->padded * u->rows);
 }
 
-/* One item after the other; the branches of a trunk follow it. */
+/* Process one item. The branches of a trunk are the items after it. */
 FN void attend_item(struct unit *u, const struct item *item) {
     for (int h = 0; h < u->heads; h++) {
         show_head(u, h, 0, 0);
@@ -464,7 +464,7 @@ FN void attend_item(struct unit *u, const struct item *item) {
         return;
     }
     const struct query_tile *trunk = &u->call->plan.tiles[item->work->tile];
-    if (trunk != u->tile) { /* of one head */
+    if (trunk != u->tile) { /* a branch: its item has one head */
         int first = (int)(u->tile->first_token - trunk->first_token) * u->group;
         struct row_state part = state_of(u, PART), whole = state_of(u, WHOLE);
         struct row_state trunk_part = state_of(u, TRUNK_PART), trunk_whole = state_of(u, TRUNK_WHOLE);
@@ -478,8 +478,8 @@ FN void attend_item(struct unit *u, const struct item *item) {
     }
 }
 
-/* A unit's heads by the number that a team gave out; no tile for a negative one. A thread's items are the heads of one unit after
- * those of another, whose pages lie side by side. */
+/* The item with a number from the team; no tile for a negative number. A thread takes the heads of one unit in order, whose pages are
+ * contiguous, then those of the next unit. */
 FN struct item item_of(const struct attention_call *call, int64_t number) {
     struct item item = {0};
     const int64_t unit_items = call->kv_heads / call->item_heads;
@@ -494,7 +494,7 @@ FN struct item item_of(const struct attention_call *call, int64_t number) {
     return item;
 }
 
-/* What is known to follow an item: a branch of the same trunk, or the next of the thread's own. */
+/* The item after `now`: a branch of the same trunk, or the next item of the thread's own share; no tile if that is used up. */
 FN struct item item_after(struct attention_call *call, struct member *member, const struct item *now) {
     if (!now->branches) return item_of(call, team_take_own(call->team, member));
     struct item item = *now;
@@ -505,7 +505,7 @@ FN struct item item_after(struct attention_call *call, struct member *member, co
     return item;
 }
 
-/* Memory of each head of an item: rows of the same arrays, whose states are read 16 rows at a time. */
+/* Set the memory of each head of an item: LANES rows of the same arrays, because states are read 16 rows at a time. */
 FN void place_views(struct scratch *views, const struct unit *u) {
     for (int64_t h = 1; h < u->heads; h++) {
         struct scratch *view = &views[h];
@@ -521,7 +521,8 @@ FN void place_views(struct scratch *views, const struct unit *u) {
     }
 }
 
-/* Whether items may have several heads: what a processor's products are made for, and no trunk, whose branches follow head by head. */
+/* Whether items may have several heads: all tiles must be read in place with vector registers, and none may be a trunk, whose branches are
+ * processed for one head. */
 TARGETED int64_t TAKES_HEADS(const struct attention_call *call) {
     const int group = (int)(call->heads / call->kv_heads);
     if (MATRIX_REGISTERS) return 0;
@@ -557,14 +558,14 @@ TARGETED int64_t WORKER(void *argument) {
     memset(u.scratch->zeros, 0, (size_t)RUN * u.dim * u.element_bytes);
 #ifdef X86_FLUSH_DENORMALS
     unsigned modes = _mm_getcsr();
-    _mm_setcsr(modes | 0x8040); /* what dpbf16 does anyhow; and a denormal costs 100 cycles */
+    _mm_setcsr(modes | 0x8040); /* flush denormals, as dpbf16 does in any case: a denormal costs 100 cycles */
 #endif
 #if MATRIX_REGISTERS
     set_extents();
 #endif
     struct item item = {0}, next = {0};
     for (;;) {
-        if (!next.tile) { /* another thread's, if it is any */
+        if (!next.tile) { /* the own share is used up: take an item of another thread */
             u.ahead.next = next = item_of(call, team_take(call->team, &member));
             if (!next.tile) break;
         }
@@ -573,7 +574,7 @@ TARGETED int64_t WORKER(void *argument) {
         u.first_head = u.head = item.head;
         u.rows = (int)u.tile->num_tokens * u.group;
         u.blocks = (u.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        if (u.ahead.next.tile) { /* not reached yet */
+        if (u.ahead.next.tile) { /* the prefetches have not reached this item yet */
             if (u.heads > 1) {
                 read_next_pieces(&u);
                 u.piece.asked = u.piece.used;
@@ -584,7 +585,7 @@ TARGETED int64_t WORKER(void *argument) {
         }
         u.ahead.next = next = item_after(call, &member, &item);
         attend_item(&u, &item);
-        done += !item.branches; /* a unit is done with its last branch */
+        done += !item.branches; /* the last branch completes a unit */
     }
 #if MATRIX_REGISTERS
     _tile_release();

@@ -1,77 +1,77 @@
-/* A thread's work unit: where its pages lie, and how they are read ahead of the work. Included by attention_tile.h.
+/* The work unit of a thread: the addresses of its pages, and the prefetches ahead of the work. Included by attention_tile.h.
  *
- * A page holds one KV head's tokens of a block, and the heads' pages of a block lie side by side:
+ * A page has one KV head's tokens of a block. The pages of a block's heads are contiguous:
  *
  *     block 7    | K of head 0 | head 1 | ... | head 7 | V of head 0 | head 1 | ... | head 7 |
  *
- * Where a unit takes its pages as they lie (`pages_stay`), an item has several heads, and all that they need of a block is one
- * contiguous piece of keys, later one of values. A piece of 8 KiB, which is one head's, comes at 19 to 23 GB/s from
- * random blocks where one of 64 KiB comes at 30 (Zen 4, two threads).
+ * If a unit reads its pages in place (`pages_stay`), an item has several heads, and their part of a block is one contiguous piece of
+ * keys, later one of values. Pieces of 64 KiB in random blocks are read at 30 GB/s, pieces of 8 KiB, which is one head, at 19 to 23 GB/s
+ * (Zen 4, two threads).
  */
 
 enum { RUNS = TILE / RUN, MAX_BLOCKS = (MAX_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS };
 
-/* A work unit and some KV heads, which a thread takes, or a branch of one; no tile: none. */
+/* What a thread takes at a time: a work unit, or a branch of one, and some KV heads. `tile` is NULL for no item. */
 struct item {
     const struct work_unit *work;
     const struct query_tile *tile;
-    int64_t head, begin, end;      /* the first KV head; keys */
-    int64_t branches;              /* that follow it */
+    int64_t head, begin, end;      /* first KV head; keys */
+    int64_t branches;              /* branches that follow the item */
 };
 
-/* Where runs of 8 tokens lie, one after the other: a division an item, not one a run. */
+/* Iterates over the addresses of runs of 8 tokens: one division for each item instead of one for each run. */
 struct run_cursor {
-    const int64_t *table;          /* of the row */
+    const int64_t *table;          /* block table of the row */
     int64_t block, within;         /* position / block_size, position % block_size */
-    int64_t head_elements;         /* from a block's begin to the head's */
+    int64_t head_elements;         /* elements from the begin of a block to the head */
 };
 
-/* What a thread will read, asked of memory some runs ahead: a few lines of keys and of values with every step of the work, and those of
- * its next item near the end of this one. So memory is busy all the time, with what comes in another order than its own prefetchers
- * could know. Asked for in one go before 16 keys are scored, or the values of 8 are mixed, what they take and the memory's time
- * added up: a step of 16 to 30 rows took 1.2 to 1.5 times as long (Zen 5, all builds). */
+/* Prefetches of an item with one head. With every step of the work a few lines of keys and of values are prefetched, some runs ahead, and
+ * near the end of an item those of the next one. So memory is always busy, although the order of the runs is unknown to hardware
+ * prefetchers. When all lines were prefetched at once before 16 keys were scored, or the values of 8 keys were mixed, the times of work and
+ * memory added up: a step of 16 to 30 rows took 1.2 to 1.5 times as long (Zen 5, all builds). */
 enum { READ_AHEAD = 16, READ_RING = 64 };
 struct read_ahead {
-    struct item next;              /* after the one that is read; its tile is NULL once it is that one */
+    struct item next;              /* the item after the one being prefetched; its tile is NULL once its own prefetches have begun */
     struct run_cursor at;
-    int64_t position, end;         /* keys of the item that is read */
-    int64_t tile, used;            /* runs of this thread before the tile, and with it */
-    int64_t keys, values;          /* runs whose keys, whose values are asked for, or were used before */
-    const char *key_line, *key_end, *value_line, *value_end; /* what is left to ask of a run */
-    int64_t runs[READ_RING];       /* bytes from the begin of either cache; of the last `keys` */
+    int64_t position, end;         /* keys of the item being prefetched */
+    int64_t tile, used;            /* runs that this thread has used before this tile, and including it */
+    int64_t keys, values;          /* runs of which keys, values have been prefetched or used */
+    const char *key_line, *key_end, *value_line, *value_end; /* lines of the current run that are not prefetched yet */
+    int64_t runs[READ_RING];       /* offsets in bytes in either cache of the last `keys` runs */
 };
 
-/* The same where an item has several heads: lines in exactly the order in which they are used. */
+/* Prefetches of an item with several heads: lines in exactly the order in which they are used. */
 struct read_piece {
-    const struct query_tile *tile; /* of the item that is read */
+    const struct query_tile *tile; /* of the item being prefetched */
     int64_t head, end;
-    int64_t tile_begin, tile_end;  /* keys of the tile that is read */
-    int64_t position;              /* the first of its keys that is in no piece yet */
-    const char *cache;             /* that is read: the keys', then the values' */
-    int64_t runs[RUNS];            /* of the piece: bytes from the begin of either cache to the first head's */
-    int num_runs, run, heads_left; /* of the piece: in all; whose lines come next */
-    const char *line, *line_end;   /* what is left to ask of that run */
-    int64_t asked, used;           /* lines of this thread */
+    int64_t tile_begin, tile_end;  /* keys of the tile being prefetched */
+    int64_t position;              /* first key of the tile that is not in a piece yet */
+    const char *cache;             /* cache being prefetched: the keys', then the values' */
+    int64_t runs[RUNS];            /* offsets in bytes of the piece's runs, of the first head, in either cache */
+    int num_runs, run, heads_left; /* of the piece: number of runs; next run; heads not prefetched yet */
+    const char *line, *line_end;   /* lines of the current run that are not prefetched yet */
+    int64_t asked, used;           /* lines that this thread has prefetched and used */
 };
 
 struct unit {
     const struct attention_call *call;
-    const struct scratch *views, *scratch; /* of each head of an item, LANES rows apart; of the head that is shown */
+    const struct scratch *views, *scratch; /* memory of each head of the item, LANES rows apart; of the current head */
     struct read_ahead ahead;
     struct read_piece piece;
     const struct query_tile *tile;
-    int64_t first_head, head;           /* of the KV heads: of the item, and shown */
-    int heads;                          /* of an item */
+    int64_t first_head, head;           /* KV heads: the item's first, the current one */
+    int heads;                          /* KV heads of the item */
     int group, rows;                    /* query heads of a KV head; rows = tokens * group */
-    int blocks;                         /* of BLOCK_ROWS rows */
+    int blocks;                         /* blocks of BLOCK_ROWS rows */
     int dim, padded;                    /* elements of a head; rounded up to LANES */
     int dtype, element_bytes;
-    int steps;                          /* of a product over head_dim: elements, or pairs of them */
-    int piece_runs;                     /* of a block and a tile, an even number: what heads read by turns */
-    int runs_begin, runs_end;           /* of the tile, that hold a key */
-    int64_t offsets[RUNS];              /* bytes from the begin of either cache to the first head's run; -1: not there */
-    const char *k_runs[RUNS], *v_runs[RUNS]; /* of the head that is shown */
-    float *k, *v;                       /* the tile's keys and values, packed */
+    int steps;                          /* steps of a product over head_dim: elements, or pairs of elements */
+    int piece_runs;                     /* runs of a piece, an even number, in one block and one tile: heads take turns after each piece */
+    int runs_begin, runs_end;           /* runs of the tile that have a key */
+    int64_t offsets[RUNS];              /* offsets in bytes of the runs, of the first head, in either cache; -1: no key is seen */
+    const char *k_runs[RUNS], *v_runs[RUNS]; /* runs of the current head */
+    float *k, *v;                       /* the tile's packed keys and values */
 };
 
 FN struct run_cursor run_cursor_at(const struct unit *u, int64_t row, int64_t head, int64_t position) {
@@ -80,7 +80,7 @@ FN struct run_cursor run_cursor_at(const struct unit *u, int64_t row, int64_t he
                                head * c->block_size * c->head_dim};
 }
 
-/* Bytes from a cache's begin to the cursor's run; the cursor moves on. */
+/* Return the offset in bytes of the cursor's run in a cache, and advance the cursor. */
 FN int64_t next_run(const struct unit *u, struct run_cursor *at) {
     const struct attention_call *c = u->call;
     int64_t element = at->table[at->block] * c->block_stride + at->head_elements + at->within * c->head_dim;
@@ -111,7 +111,7 @@ FN void show_head(struct unit *u, int number, int begin, int end) {
     }
 }
 
-/* Find the tile's runs. Those of a vector of 16 keys that has any are all there: zeros where no key is seen. */
+/* Find the tile's runs. If one run of a vector of 16 keys has keys, the other one gets zeros. */
 FN void locate_runs(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end) {
     u->runs_begin = (begin - tile_begin) / LANES * 2;
     u->runs_end = (end - tile_begin + LANES - 1) / LANES * 2;
@@ -129,7 +129,7 @@ FN void locate_runs(struct unit *u, int64_t tile_begin, int64_t begin, int64_t e
 
 /* ---------------------------------------------------------------------------------------------- one head */
 
-/* The keys that are asked for next are those of the next item. */
+/* Continue the prefetches with the next item. */
 FN void read_next_item(struct unit *u) {
     struct read_ahead *a = &u->ahead;
     a->position = a->next.begin / RUN * RUN;
@@ -138,7 +138,7 @@ FN void read_next_item(struct unit *u) {
     a->next.tile = NULL;
 }
 
-/* Ask for some lines of keys, for twice as many while it has to catch up. */
+/* Prefetch some lines of keys, twice as many while the prefetches are behind. */
 FN void read_keys_ahead(struct unit *u, int lines) {
     struct read_ahead *a = &u->ahead;
     if (a->keys + 2 < a->used + READ_AHEAD) lines *= 2;
@@ -146,7 +146,7 @@ FN void read_keys_ahead(struct unit *u, int lines) {
         if (a->key_line == a->key_end) {
             do {
                 if (a->keys == a->used + READ_AHEAD) return;
-                while (a->position >= a->end) { /* the next one may have no keys either */
+                while (a->position >= a->end) { /* a loop, because the next item may have no keys */
                     if (!a->next.tile) return;
                     read_next_item(u);
                 }
@@ -160,7 +160,7 @@ FN void read_keys_ahead(struct unit *u, int lines) {
     }
 }
 
-/* The same of the values to those keys. */
+/* Prefetch some lines of the values that belong to the prefetched keys. */
 FN void read_values_ahead(struct unit *u, int lines) {
     struct read_ahead *a = &u->ahead;
     if (a->values + 2 < a->keys) lines *= 2;
@@ -177,18 +177,18 @@ FN void read_values_ahead(struct unit *u, int lines) {
 
 /* ---------------------------------------------------------------------------------------------- several heads */
 
-/* Lines that are asked for and not used yet: 256 took a twentieth longer, 2,048 too. To the second-level cache: the first one has fewer
- * on their way at a time, half the speed (Zen 4, all builds). */
+/* Most lines that are prefetched and not used yet: with 256, and with 2,048, the work took 5% longer. The prefetches go to the second-level
+ * cache, because the first-level cache can have fewer outstanding, which halves the speed (Zen 4, all builds). */
 enum { PIECE_AHEAD = 512 };
 
-/* What comes next is the item's tile from `position` on, in one of the caches; nothing where the item ends there. */
+/* Continue with the tile of the item at `position`, in one of the caches; an empty range if the item ends there. */
 FN void read_tile(struct read_piece *p, const char *cache, int64_t position) {
     p->cache = cache;
     p->position = p->tile_begin = position;
     p->tile_end = (position / TILE + 1) * TILE < p->end ? (position / TILE + 1) * TILE : p->end;
 }
 
-/* The lines that are asked for next are the first of the next item's. */
+/* Continue the prefetches with the next item. */
 FN void read_next_pieces(struct unit *u) {
     struct read_piece *p = &u->piece;
     struct item *next = &u->ahead.next;
@@ -201,7 +201,7 @@ FN void read_next_pieces(struct unit *u) {
     next->tile = NULL;
 }
 
-/* The next piece of what the thread will read; 0 where there is none. */
+/* Advance to the next piece that the thread will read; returns 0 if there is none. */
 FN int next_piece(struct unit *u) {
     const struct attention_call *c = u->call;
     struct read_piece *p = &u->piece;
@@ -225,7 +225,7 @@ FN int next_piece(struct unit *u) {
     return 1;
 }
 
-/* The next lines that lie together; 0 where there are none. */
+/* Advance to the next contiguous lines; returns 0 if there are none. */
 SHARED int next_lines(struct unit *u) {
     struct read_piece *p = &u->piece;
     if (p->run == p->num_runs) {
@@ -240,7 +240,7 @@ SHARED int next_lines(struct unit *u) {
     return 1;
 }
 
-/* Ask for some of the lines that come next, for twice as many while it has to catch up. */
+/* Prefetch some of the next lines, twice as many while the prefetches are behind. */
 FN void read_pieces_ahead(struct unit *u, int lines) {
     struct read_piece *p = &u->piece;
     const int64_t missing = p->used + PIECE_AHEAD - p->asked;
@@ -256,13 +256,13 @@ FN void read_pieces_ahead(struct unit *u, int lines) {
     }
 }
 
-/* The runs of a piece have been read, of one head. */
+/* Count the lines of a piece as used, for one head. */
 FN void end_piece(struct unit *u, int begin, int end) {
     for (int r = begin; r < end; r++)
         if (u->offsets[r] >= 0) u->piece.used += run_lines(u);
 }
 
-/* Where the processor reads what comes next during all of its work, a few lines at a time: of keys and of values each. */
+/* Prefetch `lines` lines of keys and as many of values; called throughout the work, for a few lines at a time. */
 FN void read_ahead(struct unit *u, int lines) {
     if (u->heads > 1) {
         read_pieces_ahead(u, 2 * lines);

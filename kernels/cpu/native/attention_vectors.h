@@ -1,7 +1,7 @@
-/* The products of attention in vector registers: scores of a tile's keys, and the values mixed. Included by
+/* The products of attention in vector registers: scores of a tile's keys, and weighted sums of its values. Included by
  * attention_tile.h. */
 
-/* scratch->q: [rows][steps]. */
+/* Fill scratch->q: [rows][steps]. */
 FN void load_queries(struct unit *u) {
     const struct attention_call *c = u->call;
     for (int row = 0; row < u->rows; row++) {
@@ -67,7 +67,7 @@ FN void mix_block(int rows, int vectors, const struct unit *u, const struct row_
 }
 
 #if DOT_BF16
-/* The scores of all rows with the keys as they lie in their pages: transposed in registers, the same sums. */
+/* Compute the scores of all rows with keys that are read in place: transposed in registers, with the same sums. */
 FN void score_pages(int rows, struct unit *u, int begin, int end) {
     const float *q = u->scratch->q;
     const int64_t token_steps = u->dim / 2;
@@ -85,7 +85,7 @@ FN void score_pages(int rows, struct unit *u, int begin, int end) {
             v_transpose(keys);
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++) {
-                if (j % 4 == 0) read_ahead(u, 2); /* in all as many lines as are read here */
+                if (j % 4 == 0) read_ahead(u, 2); /* in total as many lines as this function reads */
                 for (int i = 0; i < rows; i++) sums[i] = dot(v_set1(q[i * u->steps + step + j]), keys[j], sums[i]);
             }
         }
@@ -93,7 +93,7 @@ FN void score_pages(int rows, struct unit *u, int begin, int end) {
     }
 }
 
-/* Pairs of two tokens' elements; `vectors` is even. */
+/* Load pairs of two tokens' elements; `vectors` is even. */
 FN void page_values(v16 *value, const uint16_t *token, int64_t dim, int vectors) {
     const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int j = 0; j < vectors; j += 2) {
@@ -103,7 +103,7 @@ FN void page_values(v16 *value, const uint16_t *token, int64_t dim, int vectors)
     }
 }
 #else
-/* The scores of all rows, 16 keys after the others: packed, they stay in the first-level cache. */
+/* Compute the scores of all rows, 16 keys at a time: the packed keys stay in the first-level cache. */
 FN void score_pages(int rows, struct unit *u, int begin, int end) {
     for (int r = begin; r < end; r += 2) {
         read_ahead(u, run_lines(u));
@@ -118,7 +118,7 @@ FN void page_values(v16 *value, const uint16_t *token, int64_t dim, int vectors)
 }
 #endif
 
-/* What mix_block does, with the values of some runs as they lie in their pages; the factors are for the first of them. */
+/* Like mix_block, for values of some runs that are read in place. The factors are applied with the first run. */
 FN void mix_pages(int rows, int vectors, struct unit *u, int begin, int end, int is_first, float *all_mixed, int column) {
     const float *weights = u->scratch->scores, *factors = u->scratch->factors;
     float *mixed = all_mixed + column;
@@ -146,7 +146,7 @@ FN void mix_pages(int rows, int vectors, struct unit *u, int begin, int end, int
         for (int j = 0; j < vectors; j++) v_store(mixed + i * u->padded + j * LANES, sums[i][j]);
 }
 
-/* The blocks above with their extents known to the compiler, so that the sums stay in registers. */
+/* Call the functions above with constant numbers of rows, so that the compiler keeps the sums in registers. */
 #define CASE(n, call) \
     case n: \
         if (n <= BLOCK_ROWS) call(n); \
@@ -154,7 +154,7 @@ FN void mix_pages(int rows, int vectors, struct unit *u, int begin, int end, int
 #define WITH_CONSTANT_ROWS(rows, call) \
     switch (rows) { CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call) }
 
-/* Some keys after the others, each for all rows while they lie in the first-level cache. */
+/* Compute scores for a few keys at a time and all rows, while the keys are in the first-level cache. */
 FN void score_tile(struct unit *u, const struct row_block *blocks) {
     const int vectors = MAX_VECTORS, width = vectors * LANES;
     for (int first = u->runs_begin * RUN / width * width; first < u->runs_end * RUN; first += width) {
@@ -177,7 +177,7 @@ FN void score_tile(struct unit *u, const struct row_block *blocks) {
     }
 }
 
-/* Some columns after the others, each for all rows. */
+/* Add the weighted values for a few columns at a time and all rows. */
 FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
     for (int column = 0, width; column < u->padded; column += width) {
         const int vectors = column + MAX_VECTORS * LANES <= u->padded ? MAX_VECTORS : 1;
@@ -196,13 +196,13 @@ FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
     }
 }
 
-/* Where the piece that begins with a run ends. */
+/* End of the piece that begins with `run`. */
 FN int piece_end(const struct unit *u, int run, int end) {
     const int next = (run / u->piece_runs + 1) * u->piece_runs;
     return next < end ? next : end;
 }
 
-/* A tile whose keys and values stay in their pages, one block of rows: all heads of the item take a piece of each by turns. */
+/* Process a tile with keys and values that are read in place, for one block of rows. The heads of the item take turns after each piece. */
 FN void attend_pages(struct unit *u, int64_t tile_begin, int64_t low, int64_t high, const struct row_block *block, enum state number) {
     for (int begin = u->runs_begin, end; begin < u->runs_end; begin = end) {
         end = u->heads > 1 ? piece_end(u, begin, u->runs_end) : u->runs_end;

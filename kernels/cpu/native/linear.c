@@ -1,25 +1,25 @@
-/* Entry points of the packed matrix product: packing, reading back, multiplying. */
+/* Entry points of the packed matrix product: pack, unpack, multiply. */
 #include <string.h>
 #include <unistd.h>
 
 #include "linear.h"
 
 enum {
-    TWO_CHUNKS_BYTES = 48 << 10, /* of a first-level cache: one chunk, and of the next what has come when it is begun */
+    TWO_CHUNKS_BYTES = 48 << 10, /* first-level cache that holds one chunk and the part of the next one that has arrived when it begins */
 };
 
 /* Mirrored in `quire/kernels/cpu/weight_panels.py`. */
 struct pack_call {
-    uint32_t *packed;        /* [panels, steps, PANEL_COLUMNS], or in strips, as linear_call has it */
+    uint32_t *packed;        /* [panels, steps, PANEL_COLUMNS], or in strips, as in linear_call */
     int64_t in_strips;
-    const char *rows;        /* [columns, steps] of 32 bits: the weight, or part of one */
+    const char *rows;        /* [columns, steps] of 32 bits: the weight, or a part of it */
     int64_t row_stride;      /* bytes */
     int64_t columns, steps;
-    int64_t first_column;    /* where the part begins in `packed` */
+    int64_t first_column;    /* first column of the part in `packed` */
     int64_t next_panel;      /* counter of the threads; set by the library */
 };
 
-/* The part's columns of one panel after the other. */
+/* Pack the columns of the part, one panel after the other. */
 static void pack_worker(void *argument) {
     struct pack_call *c = argument;
     int64_t end_column = c->first_column + c->columns;
@@ -44,7 +44,7 @@ void quire_pack(struct pack_call *call, parallel_function *parallel, int64_t num
 }
 
 static void decode_column(struct reader r, int64_t steps, int64_t column, uint32_t *row) {
-    const int64_t place = code_place(column / LANES, column % LANES * 2); /* the second of the pair is beside it */
+    const int64_t place = code_place(column / LANES, column % LANES * 2); /* the second element of the pair is next to it */
     for (; r.step < steps; r.step++, r.now += CODED_STEP_BYTES) {
         uint32_t high[2], low[2];
         const int is_apart = r.step == *r.apart;
@@ -59,8 +59,8 @@ static void decode_column(struct reader r, int64_t steps, int64_t column, uint32
     }
 }
 
-/* rows[i] = the weight's row ids[i]; `rows` [count, steps] of 32 bits, contiguous. Returns how many ids are not between 0 and `columns` - 1,
- * whose rows stay as they are. */
+/* Set rows[i] to the weight's row ids[i]; `rows` [count, steps] of 32 bits, contiguous. Returns the number of ids that are not between 0 and
+ * `columns` - 1; their rows are not written. */
 int64_t quire_unpack_rows(const char *packed, const struct weight_code *code, int64_t in_strips, int64_t steps, int64_t columns, const int64_t *ids, int64_t count,
                           uint32_t *rows) {
     int64_t outside = 0;
@@ -80,10 +80,10 @@ int64_t quire_unpack_rows(const char *packed, const struct weight_code *code, in
     return outside;
 }
 
-/* Of the first-level data cache; 0 where the system does not tell. */
+/* Size of the first-level data cache; 0 if the system does not report it. */
 static int64_t first_level_bytes(void) {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
-    static int64_t bytes = -1; /* whoever asks at the same time stores the same */
+    static int64_t bytes = -1; /* several threads may set it at the same time, to the same value */
     int64_t known = __atomic_load_n(&bytes, __ATOMIC_RELAXED);
     if (known < 0) {
         known = sysconf(_SC_LEVEL1_DCACHE_SIZE);
@@ -122,7 +122,7 @@ void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, in
     call->team = &job->team;
 }
 
-/* Multiply. `parallel` as in quire_attention. */
+/* Compute the product. `parallel` as in quire_attention. */
 void quire_linear(struct linear_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
     struct job job;
     quire_linear_job(&job, call, isa, num_threads);

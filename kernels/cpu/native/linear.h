@@ -1,7 +1,7 @@
-/* What the sources of the packed matrix product share: the arguments of a call and the layout of the weights.
+/* Declarations that the sources of the packed matrix product share: the arguments of a call and the layout of the weights.
  *
- * `struct linear_call` is mirrored field by field in `quire/kernels/cpu/cpu_linear.py`; whoever changes one changes
- * QUIRE_ABI in attention.h and ABI in native_library.py.
+ * `struct linear_call` is mirrored field by field in `quire/kernels/cpu/cpu_linear.py`. A change of the structure must raise QUIRE_ABI in
+ * attention.h and ABI in native_library.py.
  */
 #ifndef QUIRE_LINEAR_H
 #define QUIRE_LINEAR_H
@@ -14,11 +14,11 @@
 #include "team.h"
 
 enum {
-    PANEL_COLUMNS = 64, /* of the output, that lie together */
-    CHUNK = 128,        /* steps that are summed before they join the total: 32 KiB of weights in 32 bits a step */
+    PANEL_COLUMNS = 64, /* columns of the output whose weights are contiguous */
+    CHUNK = 128,        /* steps that are summed separately and then added to the total: 32 KiB of weights */
     MAX_UNIT_ROWS = 128,
-    MAX_TALL_UNIT_ROWS = 256, /* where matrix registers multiply, which are done with 128 before the next chunk is there */
-    TALL_UNIT_STEPS = 512,    /* up to this depth, where 256 rows are 512 KiB: more of x leaves the second-level cache before the next panel comes */
+    MAX_TALL_UNIT_ROWS = 256, /* with matrix registers, which finish 128 rows before the next chunk has arrived */
+    TALL_UNIT_STEPS = 512,    /* largest depth for units of 256 rows, 512 KiB of x: more would leave the second-level cache before the next panel */
 };
 
 struct linear_call {
@@ -26,29 +26,29 @@ struct linear_call {
     int64_t x_stride;       /* bytes between rows */
     char *out;              /* [rows, columns], rows contiguous, dtype of x */
     int64_t out_stride;     /* bytes between rows */
-    const char *weight;     /* [panels, steps, PANEL_COLUMNS] of 32 bits; of int8: [panels, steps / 2, PANEL_COLUMNS] */
-    const struct weight_code *code; /* panels are [steps, CODED_STEP_BYTES] of bfloat16; or NULL */
-    int64_t in_strips;      /* whether a panel is [strips, steps, LANES] instead; not of int8, nor coded */
-    const float *scales;    /* [panels * PANEL_COLUMNS] of int8 weights; NULL: weights of the dtype of x */
+    const char *weight;     /* [panels, steps, PANEL_COLUMNS] of 32 bits; for int8 [panels, steps / 2, PANEL_COLUMNS] */
+    const struct weight_code *code; /* for coded bfloat16, where panels are [steps, CODED_STEP_BYTES]; or NULL */
+    int64_t in_strips;      /* whether a panel is [strips, steps, LANES] instead; never for int8 or coded weights */
+    const float *scales;    /* [panels * PANEL_COLUMNS] for int8 weights; NULL: weights in the dtype of x */
     const float *bias;      /* [panels * PANEL_COLUMNS] or NULL */
     const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
     int64_t residual_stride; /* bytes between rows */
     int64_t rows, steps, columns, dtype;
-    int64_t unit_rows;      /* rows of a unit of work at most; this and the next two are set by the library */
-    int64_t holds_two_chunks; /* whether the first-level cache keeps the next chunk beside the one in use */
-    struct team *team;      /* of units, panels times blocks of rows */
+    int64_t unit_rows;      /* most rows of a unit; set by the library */
+    int64_t holds_two_chunks; /* whether the first-level cache holds the next chunk in addition to the current one; set by the library */
+    struct team *team;      /* distributes the units, panels times blocks of rows; set by the library */
 };
 
 static inline int64_t linear_row_blocks(const struct linear_call *c) { return (c->rows + c->unit_rows - 1) / c->unit_rows; }
 
 static inline int64_t linear_panels(const struct linear_call *c) { return (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
 
-/* Of so many steps of a panel, as they are stored. */
+/* Stored bytes of `steps` steps of a panel. */
 static inline int64_t linear_panel_bytes(const struct linear_call *c, int64_t steps) {
     return c->code ? steps * CODED_STEP_BYTES : steps / (c->scales ? 2 : 1) * PANEL_COLUMNS * 4;
 }
 
-/* Where a column of a panel of `steps` steps begins, and the distance of its steps. */
+/* Index of a column's first step in a panel of `steps` steps, and the distance between its steps. */
 struct place {
     int64_t begin, step;
 };
@@ -58,7 +58,7 @@ static inline struct place linear_place(int64_t in_strips, int64_t steps, int64_
     return (struct place){column, PANEL_COLUMNS};
 }
 
-/* Columns `begin` to `end` - 1 of a panel, from as many rows, in squares that stay in the first-level cache. */
+/* Write columns `begin` to `end` - 1 of a panel from the same number of rows, in squares that stay in the first-level cache. */
 static inline void linear_pack_panel(uint32_t *panel, int64_t in_strips, int64_t steps, const char *rows, int64_t row_stride, int64_t begin, int64_t end) {
     enum { BLOCK_STEPS = 16 }; /* a cache line of a source row */
     for (int64_t step = 0; step < steps; step += BLOCK_STEPS) {
@@ -72,10 +72,10 @@ static inline void linear_pack_panel(uint32_t *panel, int64_t in_strips, int64_t
     }
 }
 
-/* A step of the sum over depth has 32 bits: one float32, or a pair of bfloat16. Weights in int8 have two steps in
- * 32 bits, and become such pairs a chunk at a time. */
+/* A step of the sum over depth is 32 bits: one float32 or a pair of bfloat16. int8 weights have two steps in 32 bits and are widened to
+ * pairs of bfloat16, one chunk at a time. */
 
-/* As quire_attention_job. */
+/* Like quire_attention_job. */
 void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, int64_t num_threads);
 
 int64_t quire_linear_generic(void *call);

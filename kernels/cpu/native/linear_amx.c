@@ -1,16 +1,15 @@
-/* bfloat16 on processors with matrix registers (Intel's AMX).
+/* The packed product in bfloat16 on processors with matrix registers (Intel's AMX).
  *
- * One instruction multiplies 16 rows x 16 steps with 16 steps x 16 columns. A unit's rows go 16 at a time with all columns of
- * the panel, four registers of sums: x is read once for four products, and the chunk of the panel, which all rows read, stays in
- * the first-level cache, because x is loaded past it. With 32 x 32 sums, or with chunks of the whole depth, the second-level
- * cache was the bound and a product a quarter slower.
+ * One instruction multiplies 16 rows x 16 steps with 16 steps x 16 columns. The rows of a unit are processed 16 at a time with all columns of
+ * the panel, in four registers of sums. So x is read once for four products. The chunk of the panel, which all rows read, stays in the
+ * first-level cache, because loads of x bypass it. With 32 x 32 sums, or with chunks of the whole depth, the second-level cache was the limit,
+ * and a product was 25% slower.
  *
- * Up to 32 rows it is the memory that is the bound: they read a panel once, over its whole depth, 16 rows four strips side by
- * side, more of them two strips and then the other two.
+ * Up to 32 rows the memory is the limit. They read a panel once, over its whole depth: up to 16 rows read four strips in parallel, more rows
+ * two strips and then the other two.
  *
- * One element of y is a sum of float32: for 16 steps at a time, in order, the first elements of their pairs and the second
- * ones are added up apart, and then to what was there. So chunks change nothing, and a row's bits are a function of that row
- * alone.
+ * An element of y is a sum in float32. For 16 steps at a time, in order, the hardware adds up the first elements of the pairs and the second
+ * elements separately, and then adds both to the previous sum. So chunks change no bit, and a row's bits depend on that row alone.
  */
 #include "linear.h"
 
@@ -28,7 +27,7 @@
 
 struct multiplier {
     struct extents extents;
-    int rows, steps; /* that they are set for */
+    int rows, steps; /* current setting of the extents */
 };
 
 #include "linear_unit.h"
@@ -43,8 +42,8 @@ FN void end_multiplying(struct multiplier *m) {
     _tile_release();
 }
 
-/* Up to 16 rows: registers 0 to 3 for sums, 4 for x, 5 to 7 for weights; up to 32: 1 and 3 for sums of the rows from the 17th on,
- * 5 for x of these, 6 and 7 for weights. */
+/* Registers for up to 16 rows: 0 to 3 for sums, 4 for x, 5 to 7 for weights. For up to 32 rows: 0 and 2 for sums of the first 16 rows, 1 and 3 for
+ * sums of the others, 4 and 5 for their x, 6 and 7 for weights. */
 FN void set_extents(struct multiplier *m, int rows, int steps) {
     if (m->rows == rows && m->steps == steps) return;
     m->rows = rows;
@@ -57,16 +56,16 @@ FN void set_extents(struct multiplier *m, int rows, int steps) {
     _tile_loadconfig(&m->extents);
 }
 
-/* Which rows read the whole depth of a panel at once: the weights come from memory and serve all rows when they are there. More rows
- * read each chunk again, from the first-level cache. */
+/* Most rows that read the whole depth of a panel at once: each weight is loaded from memory once and used for all rows. More rows read each chunk
+ * several times, from the first-level cache. */
 enum { DEEP_ROWS = 2 * REGISTER_ROWS };
 
 FN int64_t chunk_steps(const struct linear_call *c, int64_t rows) { return c->in_strips && rows <= DEEP_ROWS ? c->steps : CHUNK; }
 
-/* Lines of a chunk to prefetch, an even share with each of `turns` turns. Those of strips in turns: strips are read side by side. */
+/* Lines of a chunk to prefetch, an equal share in each of `turns` iterations. Lines of strips alternate, because strips are read in parallel. */
 struct share {
     const char *chunk;
-    int64_t strip_bytes; /* 0: the lines follow each other */
+    int64_t strip_bytes; /* 0: the lines are contiguous */
     int64_t line, lines, turns, due;
 };
 
@@ -77,9 +76,8 @@ FN void prefetch_share(struct share *s) {
     }
 }
 
-/* What a turn will read of a strip after the next 512 bytes, to the first-level cache; `after` is where the strip goes on after this turn. Four
- * strips at once, so close ahead, keep the memory a fifth busier than one run of lines a chunk ahead did: the processor's own
- * prefetchers take them up. */
+/* Prefetch a strip 512 bytes ahead, to the first-level cache; `after` is the strip's address after this iteration. Four strips at the same time at
+ * this small distance use 20% more of the memory's bandwidth than one run of lines a chunk ahead, because hardware prefetchers recognise them. */
 FN void prefetch_strip(const char *strip, const char *after) {
     enum { TURN_LINES = REGISTER_ROWS * LANES * 4 / CACHE_LINE, NEAR_LINES = TURN_LINES / 2 };
 #pragma GCC unroll 8
@@ -88,21 +86,21 @@ FN void prefetch_strip(const char *strip, const char *after) {
     for (int i = 0; i < NEAR_LINES; i++) __builtin_prefetch(after + i * CACHE_LINE, 0, 3);
 }
 
-/* Some steps of a chunk for some rows of a unit. */
+/* A product of some rows of a unit with some steps of a chunk. */
 struct block {
     const float *weight;
-    int64_t step_bytes, strip; /* of the weights */
+    int64_t step_bytes, strip; /* distance of the weights' steps in bytes, of their strips in elements */
     const char *x;
     int64_t x_stride;          /* bytes */
     float *total;
     int is_first;              /* whether total is undefined */
-    int64_t turns;             /* times the steps of a register */
-    const float *after;        /* where the weights go on after the last turn */
+    int64_t turns;             /* iterations, each over the steps of one register */
+    const float *after;        /* address of the weights after the last iteration */
 };
 
 enum { TOTAL_BYTES = PANEL_COLUMNS * 4 }; /* between rows of the sums */
 
-/* The four registers of sums: from what they were, or zeros. */
+/* Load the four registers of sums from the totals, or set them to zero. */
 FN void load_sums(int is_first, const float *a, const float *b, const float *c, const float *d) {
     if (is_first) {
         _tile_zero(0);
@@ -124,8 +122,8 @@ FN void store_sums(float *a, float *b, float *c, float *d) {
     _tile_stored(3, d, TOTAL_BYTES);
 }
 
-/* Up to 16 rows and the panel's columns. What is prefetched goes between the loads, a few lines at a time: in one burst a turn, one
- * row read its weights a seventh slower. With a `share` it is that, else what comes next in the strips. */
+/* Multiply up to 16 rows with the panel's columns. Prefetches are placed between the loads, a few lines at a time: with one burst per iteration,
+ * one row read its weights 14% slower. They are those of `share`, or, if it is NULL, the next lines of the strips. */
 FN void multiply_rows(const struct block *b, struct share *share) {
     const float *weight = b->weight;
     const char *x = b->x;
@@ -156,7 +154,7 @@ FN void multiply_rows(const struct block *b, struct share *share) {
     store_sums(b->total, b->total + LANES, b->total + 2 * LANES, b->total + 3 * LANES);
 }
 
-/* 17 to 32 rows and two strips. */
+/* Multiply 17 to 32 rows with two strips. */
 FN void multiply_pair(const struct block *b) {
     const float *weight = b->weight;
     const char *x = b->x, *lower_x = x + REGISTER_ROWS * b->x_stride;
@@ -194,7 +192,7 @@ FN struct block block_at(const struct product *p, int64_t row, int64_t first, in
     };
 }
 
-/* All steps of up to 32 rows, `turns` times as many from `first` on as a register is set for. */
+/* Multiply up to 32 rows with all columns, over `turns` times `steps` steps beginning at `first`. */
 FN void multiply_deep(struct multiplier *m, const struct product *p, int64_t rows, int64_t first, int64_t turns, int steps) {
     const int is_last = first + turns * steps == p->steps;
     struct block b = block_at(p, 0, first, turns);
@@ -214,7 +212,7 @@ FN void multiply_deep(struct multiplier *m, const struct product *p, int64_t row
     if (is_last) store_rows(p, 0, rows, BFLOAT16);
 }
 
-/* The same of a chunk, for any number of rows. */
+/* Multiply any number of rows with a chunk, over `turns` times `steps` steps beginning at `first`. */
 FN void multiply_steps(struct multiplier *m, const struct product *p, int64_t rows, int64_t first, int64_t turns, int steps, int64_t lines) {
     const int is_last = p->is_last && first + turns * steps == p->steps;
     const int64_t strip_bytes = p->call->in_strips ? p->strip * 4 : 0;

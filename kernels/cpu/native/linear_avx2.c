@@ -1,4 +1,4 @@
-/* AVX2 with fused multiply-add, products in float32. */
+/* The packed product with AVX2 and fused multiply-add, in float32. */
 #include "linear.h"
 
 #if defined(__x86_64__)
@@ -13,7 +13,7 @@
 #define MAX_VECTORS 4
 #define VECTORS_OF(rows) ((rows) < 2 ? 4 : (rows) < 3 ? 2 : 1)
 #define AHEAD_LEVEL 3
-/* One row's 64 columns are one tile, which reads its weights front to back: the processor's prefetchers see that coming. */
+/* For one row the 64 columns are one tile, which reads its weights front to back: hardware prefetchers recognise this. */
 #define FOLLOWS_CACHE 0
 #define AHEAD_FROM 2
 

@@ -1,4 +1,4 @@
-/* AVX-512, products in float32. */
+/* The packed product with AVX-512, in float32. */
 #include "linear.h"
 
 #if defined(__x86_64__)
@@ -12,8 +12,8 @@
 #define STREAM_ROWS 0
 #define MAX_VECTORS 4
 #define VECTORS_OF(rows) ((rows) > 6 ? 2 : 4)
-/* A chunk is two thirds of Intel's first-level cache, and all of it before Ice Lake: asked for into it, the next one pushed out the one
- * in use, and a few rows ran at five sixths of the speed. */
+/* A chunk fills two thirds of the first-level cache on Intel's processors, and all of it before Ice Lake. When the next chunk was prefetched into
+ * it, it evicted the current one, and a few rows ran at 83% of the speed. */
 #define AHEAD_LEVEL 2
 #define FOLLOWS_CACHE 0
 #define AHEAD_FROM 1

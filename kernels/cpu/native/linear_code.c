@@ -1,4 +1,4 @@
-/* Entry point that writes the weights of panels in numbers. */
+/* Entry point that codes the weights of panels (linear_code.h). */
 #include "linear_code.h"
 
 #include <string.h>
@@ -7,7 +7,7 @@
 
 enum {
     NO_NUMBER = TABLE_BYTES,
-    SAMPLED_STEPS = 128, /* at least, from which a panel's values are chosen: some 20 of each that is as rare as one in 1000 */
+    SAMPLED_STEPS = 128, /* least steps from which a panel's values are chosen: about 20 samples of a value with a share of 1 in 1000 */
 };
 
 /* Mirrored in `quire/kernels/cpu/weight_code.py`. */
@@ -15,20 +15,20 @@ struct code_call {
     const char *rows;      /* [panels * PANEL_COLUMNS, steps] pairs of bfloat16; NULL: the one panel is packed in `scratch` */
     int64_t row_stride;    /* bytes */
     int64_t first_panel, panels, steps;
-    uint8_t *tables;       /* this and the next four are those of all of the weight's panels, as weight_code has them */
-    int64_t *first;
-    uint8_t *coded;        /* [.., steps, CODED_STEP_BYTES] */
-    int32_t *apart;        /* with room for all steps, and for -1 after those of a panel */
-    uint8_t *high;         /* with room for as many */
-    int64_t used;          /* of `apart` and `high`, by this call's panels too when it returns */
+    uint8_t *tables;       /* for all panels of the weight, as in weight_code */
+    int64_t *first;        /* for all panels of the weight, as in weight_code */
+    uint8_t *coded;        /* [.., steps, CODED_STEP_BYTES], all panels of the weight */
+    int32_t *apart;        /* as in weight_code, with room for all steps and a -1 after each panel */
+    uint8_t *high;         /* as in weight_code, with the same room */
+    int64_t used;          /* entries of `apart` and `high` in use; the call adds those of its panels */
     uint32_t *scratch;     /* [threads, steps, PANEL_COLUMNS + 1] */
-    int64_t joined;        /* threads that have begun; set by the library, as the next */
-    int64_t next_panel;
+    int64_t joined;        /* threads that have begun; set by the library */
+    int64_t next_panel;    /* counter of the threads; set by the library */
 };
 
-/* The high bytes that are most frequent, in all steps or evenly spread ones. */
+/* Choose the most frequent high bytes, from all steps or from evenly spaced ones. */
 static void choose_table(const uint8_t *weights, int64_t steps, uint8_t table[TABLE_BYTES]) {
-    uint32_t counts[4][256] = {{0}}; /* four, because one would wait for itself where values repeat */
+    uint32_t counts[4][256] = {{0}}; /* four arrays: repeated increments of one counter would wait for each other */
     const int64_t stride = steps > SAMPLED_STEPS ? steps / SAMPLED_STEPS : 1;
     for (int64_t step = 0; step < steps; step += stride) {
         const uint8_t *of_step = weights + step * STEP_WEIGHTS * 2;
@@ -55,7 +55,7 @@ static void split_step(const uint8_t *weights, uint8_t low[STEP_WEIGHTS], uint8_
     }
 }
 
-/* Write a panel's steps, and the numbers of those that are apart; returns how many. */
+/* Write a panel's coded steps, and the indices of its uncoded steps; returns the number of uncoded steps. */
 static int64_t code_panel(const uint8_t *weights, int64_t steps, const uint8_t table[TABLE_BYTES], uint8_t *coded, int32_t *apart) {
     uint8_t numbers[256], high[STEP_WEIGHTS];
     memset(numbers, NO_NUMBER, sizeof numbers);

@@ -1,18 +1,18 @@
-/* bfloat16 weights in 12 bits, without loss.
+/* Lossless code of bfloat16 weights in 12 bits.
  *
- * The low byte of a weight, the exponent's last bit and the fraction, is as good as random. The high byte, the sign and the rest of the
- * exponent, takes few values: 16 of them, chosen for each panel, leave out some 8 of 100,000 normally distributed weights. A number of 4 bits
- * stands for each. A step that has another value in it, one in a hundred, has its high bytes written out beside the panels.
+ * The low byte of a weight (the exponent's last bit and the fraction) is almost random. The high byte (the sign and the rest of the exponent)
+ * takes few values: 16 values, chosen for each panel, cover all but about 8 of 100,000 normally distributed weights. A number of 4 bits encodes
+ * each of these. A step with any other value, one in a hundred, is "apart": its high bytes are stored uncoded, outside the panels.
  *
- *     panel   | step 0: 64 bytes of numbers, 128 low bytes | step 1: .. | ...                 192 bytes a step instead of 256
- *     beside  | step 17: 128 high bytes | step 203: .. | ...
+ *     panel   | step 0: 64 bytes of numbers, 128 low bytes | step 1: .. | ...                 192 bytes per step instead of 256
+ *     apart   | step 17: 128 high bytes | step 203: .. | ...
  *
- * The 128 weights of a step, four vectors v of 32 elements e, lie so that vectors come from interleaving low and high bytes 8 at a time, which
- * is one instruction for 16, 32 or 64 of them:
+ * The 128 weights of a step are four vectors v of 32 elements e. Their order is such that vectors result from interleaving low and high bytes, 8
+ * at a time, which is one instruction for 16, 32 or 64 bytes:
  *
  *     place(v, e) = v / 2 * 64 + e / 8 * 16 + v % 2 * 8 + e % 8
  *
- * Places i and 64 + i share a byte of numbers, the first in its lower half.
+ * Places i and 64 + i share a byte of numbers; the first one is in its lower half.
  */
 #ifndef QUIRE_LINEAR_CODE_H
 #define QUIRE_LINEAR_CODE_H
@@ -28,16 +28,16 @@ enum {
 
 /* Mirrored in `quire/kernels/cpu/weight_code.py`. */
 struct weight_code {
-    const uint8_t *tables; /* [panels][TABLE_BYTES]: the high byte that a number stands for */
-    const int64_t *first;  /* [panels] of the next two, where a panel's begin */
-    const int32_t *apart;  /* a panel's steps that are written out, in order, then -1 */
-    const uint8_t *high;   /* [..][STEP_WEIGHTS] of each, 64-byte aligned */
+    const uint8_t *tables; /* [panels][TABLE_BYTES]: the high byte for each number */
+    const int64_t *first;  /* [panels]: index of a panel's first entry in `apart` and `high` */
+    const int32_t *apart;  /* a panel's uncoded steps, in order, then -1 */
+    const uint8_t *high;   /* [..][STEP_WEIGHTS]: their high bytes, 64-byte aligned */
 };
 
-/* Where a thread is in a panel. */
+/* Position of a thread in a panel. */
 struct reader {
     const uint8_t *now, *table;
-    const int32_t *apart; /* the next step that is written out */
+    const int32_t *apart; /* the next uncoded step */
     const uint8_t *high;  /* its high bytes */
     int32_t step;
 };

@@ -1,4 +1,4 @@
-/* Any processor, products in float32. */
+/* The packed product on any processor, in float32. */
 #include "linear.h"
 
 #define TARGETED

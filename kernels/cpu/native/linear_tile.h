@@ -1,25 +1,26 @@
-/* A packed product in vector registers; included once per instruction set.
+/* A packed product in vector registers; included once for each instruction set.
  *
- * A chunk of a panel serves all rows of a unit, a register tile of up to BLOCK_ROWS rows x MAX_VECTORS vectors of columns
- * after the other; each prefetches its share of the next chunk. Coded weights are decoded in registers where a tile has all columns, and kept
- * as pairs where others follow it (DOT_BF16); else the chunk is decoded first. Up to STREAM_ROWS rows of bfloat16 that is not coded read several
- * chunks side by side instead, and nothing is asked for ahead:
+ * All rows of a unit use a chunk of a panel, one register tile after the other, each of up to BLOCK_ROWS rows x MAX_VECTORS vectors of
+ * columns. Each tile prefetches its share of the next chunk. Coded weights are decoded in registers if a tile has all columns, and stored as
+ * pairs if other tiles follow (DOT_BF16); otherwise the chunk is decoded first. Up to STREAM_ROWS rows of uncoded bfloat16 read several
+ * chunks in parallel instead, without prefetches:
  *
  *     panel  | chunk 0 | chunk 1 | chunk 2 | chunk 3 | ...          STREAM_STEPS steps at each arrow, then the next of each
  *              ^         ^         ^         ^
  *
- * One element of y is a sum in one lane: the steps of a chunk in order, then the chunks in order, times the scale, then the bias, then the residual.
- * Which rows, columns or threads compute beside it changes nothing: a row's bits are a function of that row alone.
- * In float32 they are the same on every instruction set with a fused multiply-add.
+ * An element of y is a sum in one lane: the steps of a chunk in order, then the chunks in order; then it is multiplied by the scale, and bias
+ * and residual are added. The other rows, columns and threads do not change it: a row's bits depend on that row alone. In float32 they are
+ * the same on every instruction set with a fused multiply-add.
  *
- * Without an instruction for pairs of bfloat16 both factors are widened to float32, which changes no bit. x is widened a chunk
- * at a time, once for all columns of the panel. Weights are widened in registers for a few rows; for WIDE_ROWS and more in
- * memory, 16 columns of the chunk, which then stay in the first-level cache while all rows pass.
+ * Without an instruction for pairs of bfloat16 both factors are widened to float32, which changes no bit. x is widened one chunk at a time,
+ * once for all columns of the panel. Weights are widened in registers for a few rows. For WIDE_ROWS rows and more they are widened in
+ * memory, 16 columns of the chunk at a time, which stay in the first-level cache while all rows use them.
  *
- * The includer defines FN, TARGETED, LINEAR_WORKER, DOT_BF16, BLOCK_ROWS (2, 6 or 12) and PAIR_ROWS (those of a tile that widens
- * weights in registers), VECTORS_OF(rows) of a tile (1, 2 or 4) and MAX_VECTORS, the most of them, WIDE_ROWS and STREAM_ROWS (0:
- * never; STREAM_ROWS 1 or 2), AHEAD_LEVEL (of the cache into which a chunk is prefetched: 3 the first, 2 the second), AHEAD_FROM (rows of a unit from which on
- * it is) and FOLLOWS_CACHE (whether a large first-level cache gets it, and what few rows will read next), and has included its simd_*.h.
+ * The including file includes its simd_*.h before and defines: FN, TARGETED (function attributes); LINEAR_WORKER (name of the function);
+ * DOT_BF16; BLOCK_ROWS, the rows of a tile (2, 6 or 12); PAIR_ROWS, the rows of a tile that widens weights in registers; VECTORS_OF(rows), the
+ * vectors of a tile (1, 2 or 4), and their maximum MAX_VECTORS; WIDE_ROWS (0: never); STREAM_ROWS (0: never, 1 or 2); AHEAD_LEVEL, the cache
+ * level of prefetches (3: the first, 2: the second); AHEAD_FROM, the rows of a unit from which the next chunk is prefetched; FOLLOWS_CACHE,
+ * whether a large first-level cache gets prefetches of the next chunk, and of the next lines for a few rows.
  */
 #define ONLY_BF16 DOT_BF16
 #define MOST_ROWS MAX_UNIT_ROWS
@@ -30,7 +31,7 @@ struct multiplier {
     char nothing;
 };
 #else
-struct multiplier { /* float32 of a chunk */
+struct multiplier { /* a chunk widened to float32 */
     _Alignas(64) float x[MAX_UNIT_ROWS * 2 * CHUNK]; /* [rows][2 * chunk_steps] */
     float weight[2 * CHUNK][LANES];
 };
@@ -39,10 +40,10 @@ struct multiplier { /* float32 of a chunk */
 enum {
     STREAMS = 4,
     STREAM_STEPS = 2,   /* 512 bytes of a stream */
-    STREAM_CHUNKS = 32, /* whose sums are kept until they join the total, 4096 steps of depth */
-    NEAR_BYTES = 4096,    /* ahead of what a few rows read; 1 KiB: a tenth slower (Zen 5) */
-    ALONE_BYTES = 6144,   /* ahead of what one row reads, on the page after it; 2, 8 and 16 KiB: 2 to 4% slower (Zen 4) */
-    FURTHER_BYTES = 4096, /* than the next chunk, in the second-level cache; 0: 24 rows and more 4 to 9% slower (Zen 4) */
+    STREAM_CHUNKS = 32, /* chunks whose sums are kept before they are added to the total: 4096 steps of depth */
+    NEAR_BYTES = 4096,    /* prefetch distance for a few rows; 1 KiB is 10% slower (Zen 5) */
+    ALONE_BYTES = 6144,   /* prefetch distance for one row, on the next page; 2, 8 and 16 KiB are 2 to 4% slower (Zen 4) */
+    FURTHER_BYTES = 4096, /* additional distance of prefetches of the next chunk, to the second-level cache; 0 is 4 to 9% slower from 24 rows on (Zen 4) */
 };
 
 #include "linear_unit.h"
@@ -56,14 +57,14 @@ FN int64_t chunk_steps(const struct linear_call *c, int64_t rows) {
     return is_streamed ? STREAM_CHUNKS * CHUNK : CHUNK;
 }
 
-/* Where a tile's weights come from. */
+/* Source of a tile's weights. */
 enum source {
-    AS_THEY_LIE,
-    FROM_CODE,  /* all columns */
-    KEEP_PAIRS, /* the same, and the pairs are kept for the tiles after it */
+    AS_THEY_LIE, /* memory */
+    FROM_CODE,   /* coded weights, for all columns */
+    KEEP_PAIRS,  /* coded weights, for all columns; the decoded pairs are stored for later tiles */
 };
 
-/* A step's weights, 32 bits a lane: those that were decoded, or from where they lie. */
+/* A step's weights, 32 bits per lane: decoded ones, or from memory. */
 #define STEP_WEIGHT(v) (decoded ? decoded[v] : v_load(weight + (v) * LANES))
 
 /* sum[r][v] += one step of `rows` rows and `vectors` vectors of columns. */
@@ -99,16 +100,16 @@ FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, con
 #endif
 }
 
-/* What is asked for while a chunk is multiplied; every tile asks for a share of it. */
+/* Prefetches while a chunk is multiplied, of which every tile does a share. */
 struct prefetch {
     const char *begin;
-    int64_t lines;     /* in all */
-    int64_t done, all; /* tiles, by the vectors of their columns */
-    int is_first;      /* to the first-level cache, whatever AHEAD_LEVEL is */
-    int is_near;       /* nothing of the next chunk: what comes NEAR_BYTES after what is read, or ALONE_BYTES for one row of weights that are not coded */
+    int64_t lines;     /* in total */
+    int64_t done, all; /* tiles, counted by their vectors of columns */
+    int is_first;      /* prefetch to the first-level cache instead of AHEAD_LEVEL */
+    int is_near;       /* instead of the next chunk, prefetch NEAR_BYTES ahead of the reads, or ALONE_BYTES for one row and uncoded weights */
 };
 
-/* So many bytes after what a step reads; `level` is a number. */
+/* Prefetch `lines` lines at `bytes` after `begin`; `level` is a literal. */
 #define ASK_LINES(begin, lines, bytes, level) \
     _Pragma("GCC unroll 4") for (int i = 0; i < lines; i++) \
         __builtin_prefetch((const char *)(begin) + i * CACHE_LINE + (bytes), 0, level);
@@ -120,8 +121,8 @@ FN void ask_for(const struct prefetch *prefetch, const char *line) {
         __builtin_prefetch(line, 0, AHEAD_LEVEL);
 }
 
-/* One register tile over a chunk; `weight` is its first column's. Few lines are asked for with the first steps, many spread over
- * all of them, because after a burst the memory would rest. */
+/* Multiply one register tile over a chunk; `weight` is that of its first column. A few lines are prefetched during the first steps. Many lines
+ * are spread over all steps, because after a burst the memory would be idle. */
 FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const float *weight, int64_t row, int vector,
                       int rows, int vectors, int dtype, int source) {
     v16 sum[BLOCK_ROWS][MAX_VECTORS];
@@ -184,8 +185,8 @@ FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const 
     }
 }
 
-/* All rows, in tiles of nearly equal height, with `vectors` vectors of the panel's columns from the `first`, where p->weight begins.
- * `dtype` of the factors as they lie there. */
+/* Multiply all rows, in tiles of nearly equal height, with `vectors` vectors of the panel's columns, beginning with vector `first`, for which
+ * p->weight is given. `dtype` is that of the factors in memory. */
 FN void multiply_columns(const struct product *p, struct prefetch *prefetch, int64_t rows, int first, int vectors, int dtype,
                          int out_dtype) {
     const int most = dtype == BFLOAT16 ? PAIR_ROWS : BLOCK_ROWS;
@@ -246,9 +247,8 @@ FN struct product widen_x(struct multiplier *m, const struct product *p, int64_t
 #endif
 
 #if STREAM_ROWS
-/* STREAMS equal parts of the depth side by side, for which the processor's prefetchers keep more lines on their way than for one
- * that is read front to back. Every chunk has a sum of its own, and these join the total in order: the bits are those of one
- * chunk after the other. */
+/* Multiply STREAMS equal parts of the depth in parallel: hardware prefetchers have more lines in flight for several streams than for one. Every
+ * chunk has a sum of its own, and the sums are added in order, so the bits are those of one chunk after the other. */
 FN void multiply_streams(const struct product *p, int rows, int out_dtype) {
     _Alignas(64) float sums[STREAM_CHUNKS][STREAM_ROWS][PANEL_COLUMNS];
     const float *x[BLOCK_ROWS];
@@ -289,7 +289,7 @@ FN void multiply_streams(const struct product *p, int rows, int out_dtype) {
 }
 #endif
 
-/* Whether the rows are so few that parts of the depth were read side by side; then it is done. */
+/* Multiply with multiply_streams if the number of rows is small enough; returns whether it did. */
 FN int multiply_streamed(const struct product *p, int64_t rows) {
 #if STREAM_ROWS
     if (chunk_steps(p->call, rows) > CHUNK) {
@@ -306,7 +306,7 @@ FN int multiply_streamed(const struct product *p, int64_t rows) {
 }
 
 #if WIDE_ROWS
-/* The chunk's products as those of float32, twice as many steps. */
+/* Multiply the chunk in float32, which has twice as many steps. */
 FN void multiply_widened(struct multiplier *m, const struct product *pairs, struct prefetch *prefetch, int64_t rows) {
     struct product p = *pairs;
     p.weight = m->weight[0];
@@ -338,7 +338,7 @@ FN void multiply_chunk(struct multiplier *m, const struct product *as_read, int6
     struct prefetch prefetch = {.begin = p->ahead + (goes_further ? FURTHER_BYTES : 0),
                                 .lines = rows < AHEAD_FROM ? 0 : p->ahead_lines,
                                 .all = tiles * PANEL_VECTORS,
-                                .is_first = FOLLOWS_CACHE && p->call->holds_two_chunks && !p->call->code, /* else pairs lie there */
+                                .is_first = FOLLOWS_CACHE && p->call->holds_two_chunks && !p->call->code, /* the pairs of coded weights fill it */
                                 .is_near = FOLLOWS_CACHE && (p->call->holds_two_chunks ? rows > 1 && rows < AHEAD_FROM : rows == 1 && !p->reader)};
 #if !DOT_BF16
     if (dtype == BFLOAT16) {

@@ -1,24 +1,25 @@
-/* Units of a packed product, whatever multiplies them; included once per instruction set, before what multiplies.
+/* Units of work of a packed product. Included once for each instruction set, before the functions that multiply.
  *
- *     W [columns, depth]  ->  panels of 64 columns, each [steps][64 columns], a step 32 bits of depth:
+ *     W [columns, depth]  ->  panels of 64 columns, each [steps][64 columns]; a step is 32 bits of depth:
  *
- *     panel 0   | step 0: w[0] w[1] .. w[63] | step 1: .. | ...     read front to back, once for every unit_rows rows
+ *     panel 0   | step 0: w[0] w[1] .. w[63] | step 1: .. | ...     read front to back, once for each unit_rows rows
  *     panel 1   | ...
  *
  *     in strips, for matrix registers:  panel 0   | step 0: w[0] .. w[15] | step 1: .. | ... | step 0: w[16] .. w[31] | ...
  *
- * A unit of work is a panel and up to unit_rows rows; all panels come before the next rows, whose x then lies in the
- * second-level cache. 128 steps of the panel (32 KiB, 24 of coded weights) at a time serve all of its rows; while they compute, the next
- * ones are on their way. So with few rows the product runs at the speed of the memory, with many at that of the multipliers.
+ * A unit is a panel and up to unit_rows rows. All panels are processed for the same rows before the next rows, so that x stays in the
+ * second-level cache. A chunk of 128 steps of the panel (32 KiB, 24 KiB of coded weights) is used for all rows of the unit, while the next
+ * chunk is prefetched. So with few rows the product is limited by the memory, with many rows by the multipliers.
  *
- * Coded weights (linear_code.h) have the bits of those that are not, and are decoded a chunk at a time, for few rows in registers.
+ * Coded weights (linear_code.h) give the same bits as uncoded ones. They are decoded one chunk at a time, for few rows in registers.
  *
- * Weights in int8 are widened to pairs of bfloat16, which hold them exactly, 32 KiB at a time; the sums are multiplied
- * by their columns' scales at the end, then come the bias, then the residual, then one rounding.
+ * int8 weights are widened to pairs of bfloat16, which represent them exactly, 32 KiB at a time. At the end the sums are multiplied by the
+ * scales of their columns; then the bias and the residual are added, and the result is rounded once.
  *
- * The includer defines FN, TARGETED, LINEAR_WORKER (the function's name), MOST_ROWS (of a unit), ONLY_BF16 (with the processor's
- * instructions for it), READS_STRIPS (whether it multiplies what lies in strips) and `struct multiplier`, what a thread keeps
- * from chunk to chunk, and has included its simd_*.h; after this, it defines the four functions declared here.
+ * The including file includes its simd_*.h before and defines: FN, TARGETED (function attributes); LINEAR_WORKER (name of the function);
+ * MOST_ROWS of a unit; ONLY_BF16, whether only bfloat16 is supported, with the processor's instructions for it; READS_STRIPS, whether weights
+ * in strips are multiplied without conversion; `struct multiplier`, the state of a thread between chunks. After this file it defines the four
+ * functions declared here.
  */
 #include "row_part.h"
 
@@ -26,31 +27,31 @@ enum { PANEL_VECTORS = PANEL_COLUMNS / LANES };
 
 struct product {
     const struct linear_call *call;
-    const float *weight;      /* the panel's chunk, 32 bits a step and column */
-    int64_t step, strip;      /* distance of a column's steps, and of vectors of columns, in it */
-    struct reader *reader;    /* of a coded chunk, not yet in `pairs`, which is where `weight` points; or NULL */
+    const float *weight;      /* the panel's chunk, 32 bits for each step and column */
+    int64_t step, strip;      /* distance between a column's steps, and between vectors of columns */
+    struct reader *reader;    /* of a coded chunk that is not decoded to `pairs` yet, to which `weight` points; or NULL */
     float *pairs;             /* [steps][PANEL_COLUMNS] */
-    const char *ahead;        /* the chunk after it as it is stored, or its first strip */
-    const char *x;            /* of the chunk's first step */
-    int64_t x_stride;         /* bytes between rows of it */
+    const char *ahead;        /* the next chunk as it is stored, or its first strip */
+    const char *x;            /* x at the chunk's first step */
+    int64_t x_stride;         /* bytes between rows of x */
     float *total;             /* [rows][PANEL_COLUMNS] */
-    int64_t ahead_lines;      /* of 64 bytes in it; 0: there is none */
-    int64_t steps;            /* of the chunk */
-    int is_first, is_last;    /* whether total is undefined, whether the sums are complete after it */
-    int64_t row, column;      /* the unit's first */
+    int64_t ahead_lines;      /* lines of 64 bytes in `ahead`; 0: there is no next chunk */
+    int64_t steps;            /* steps of the chunk */
+    int is_first, is_last;    /* whether `total` is undefined before the chunk; whether the sums are complete after it */
+    int64_t row, column;      /* first row and column of the unit */
 };
 
 FN void begin_multiplying(struct multiplier *m);
 
-/* Steps of a chunk: CHUNK, or all where no chunk needs to stay in the first-level cache. */
+/* Steps of a chunk: CHUNK, or all steps if a chunk need not stay in the first-level cache. */
 FN int64_t chunk_steps(const struct linear_call *c, int64_t rows);
 
-/* All rows of a unit over a chunk: their sums to p->total, with `store_rows` of them after the last chunk. */
+/* Multiply all rows of a unit with a chunk: add the sums to p->total, and call `store_rows` after the last chunk. */
 FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t rows, int dtype);
 
 FN void end_multiplying(struct multiplier *m);
 
-/* Scale, add the bias and the residual, round, store: rows of the unit whose sums are complete. */
+/* Finish rows of the unit whose sums are complete: scale, add the bias and the residual, round, store. */
 FN void store_rows(const struct product *p, int64_t row, int64_t rows, int dtype) {
     const struct linear_call *c = p->call;
     int64_t end = p->column + PANEL_COLUMNS < c->columns ? p->column + PANEL_COLUMNS : c->columns;
@@ -80,8 +81,8 @@ FN void store_rows(const struct product *p, int64_t row, int64_t rows, int dtype
     }
 }
 
-/* Ask for what `store_rows` will read and write. Other threads have written it last: where each line was fetched by the access
- * itself, a prefill waited for 5% of its cycles. */
+/* Prefetch the lines that `store_rows` will read and write. Other threads wrote them last: without the prefetches a prefill waited for 5% of its
+ * cycles. */
 FN void ask_for_rows(const struct product *p, int64_t row, int64_t rows, int dtype) {
     const struct linear_call *c = p->call;
     int64_t bytes = dtype == FLOAT32 ? 4 : 2, begin = p->column * bytes, end = begin + PANEL_COLUMNS * bytes;
@@ -93,7 +94,7 @@ FN void ask_for_rows(const struct product *p, int64_t row, int64_t rows, int dty
     }
 }
 
-/* `steps` steps of pairs from half as many of int8, each as many columns. */
+/* Widen int8 weights to `steps` steps of pairs. */
 FN void widen_chunk(uint32_t *pairs, const uint32_t *bytes, int64_t steps) {
     for (int64_t step = 0; step < steps; step += 2, bytes += PANEL_COLUMNS) {
         for (int v = 0; v < PANEL_COLUMNS; v += LANES) {
@@ -104,17 +105,17 @@ FN void widen_chunk(uint32_t *pairs, const uint32_t *bytes, int64_t steps) {
     }
 }
 
-/* The same for steps that lie in strips, for what does not read these. */
+/* Convert `steps` steps in strips to the layout without strips. */
 FN void join_strips(uint32_t *pairs, const uint32_t *strips, int64_t strip, int64_t steps) {
     for (int64_t step = 0; step < steps; step++)
         for (int v = 0; v < PANEL_VECTORS; v++)
             v_store((float *)(pairs + step * PANEL_COLUMNS + v * LANES), v_load((const float *)(strips + v * strip + step * LANES)));
 }
 
-/* The next step of a coded panel. */
+/* Decode the next step of a coded panel. */
 FN void read_step(v16 pairs[PANEL_VECTORS], struct reader *r) {
     v_bytes high[2];
-    if (__builtin_expect(r->step == *r->apart, 0)) { /* said, 12 to 24 rows are 1 to 2% faster (Zen 4) */
+    if (__builtin_expect(r->step == *r->apart, 0)) { /* the hint makes 12 to 24 rows 1 to 2% faster (Zen 4) */
         high[0] = v_load_bytes(r->high);
         high[1] = v_load_bytes(r->high + STEP_WEIGHTS / 2);
         r->high += STEP_WEIGHTS;
@@ -139,7 +140,7 @@ FN void store_step(float *pairs, const v16 decoded[PANEL_VECTORS]) {
     for (int v = 0; v < PANEL_VECTORS; v++) v_store(pairs + v * LANES, decoded[v]);
 }
 
-/* `steps` steps of pairs from a coded panel. */
+/* Decode `steps` steps of a coded panel to pairs. */
 FN void decode_chunk(float *pairs, struct reader *reader, int64_t steps) {
     struct reader r = *reader;
     for (int64_t step = 0; step < steps; step++, pairs += PANEL_COLUMNS) {
@@ -155,7 +156,7 @@ FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t
     int64_t rows = c->rows - row < c->unit_rows ? c->rows - row : c->unit_rows, chunk = chunk_steps(c, rows);
     int64_t panel_bytes = linear_panel_bytes(c, c->steps), strip = c->in_strips ? c->steps * LANES : LANES;
     const char *weight = c->weight + panel * panel_bytes;
-    const int is_stored = !c->scales && !c->code && (READS_STRIPS || !c->in_strips); /* as it is multiplied */
+    const int is_stored = !c->scales && !c->code && (READS_STRIPS || !c->in_strips); /* whether it is multiplied as stored */
     struct reader reader = {0};
     if (c->code) reader = read_panel(c->code, c->weight, c->steps, panel);
     for (int64_t first = 0; first < c->steps; first += chunk) {
@@ -189,7 +190,7 @@ FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t
     }
 }
 
-/* Take units until none is left; the next is taken before a unit begins, so that its weights can be prefetched. */
+/* Process units until none is left. The next unit is taken before the current one begins, so that its weights can be prefetched. */
 TARGETED int64_t LINEAR_WORKER(void *argument) {
     struct linear_call *c = argument;
     int64_t panels = linear_panels(c);

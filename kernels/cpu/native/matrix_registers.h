@@ -1,7 +1,7 @@
-/* The extents of the eight matrix registers: up to 16 rows of up to 64 bytes. The includer defines FN. */
+/* The extents of the eight AMX registers: up to 16 rows of up to 64 bytes. The including file defines FN. */
 enum { REGISTER_ROWS = 16, REGISTER_BYTES = 64 };
 
-/* As LDTILECFG reads it, which takes 150 cycles. */
+/* Operand of LDTILECFG, which takes 150 cycles. */
 struct extents {
     _Alignas(64) uint8_t palette;
     uint8_t start_row, reserved[14];
@@ -11,7 +11,7 @@ struct extents {
 
 FN struct extents no_extents(void) { return (struct extents){.palette = 1}; }
 
-/* So many rows of so many elements of 32 bits. */
+/* Set a register's extent to `rows` rows of `columns` elements of 32 bits. */
 FN void set_extent(struct extents *e, int number, int rows, int columns) {
     e->rows[number] = (uint8_t)rows;
     e->row_bytes[number] = (uint16_t)(columns * 4);

@@ -1,10 +1,10 @@
-/* Entry points of what lies between a layer's matrix products. */
+/* Entry points of the row operations: norm, gated activation, rotation with KV write. */
 #include "row_ops.h"
 
-/* A team costs a few microseconds to start: fewer elements than this are not worth it. */
+/* Starting a team takes a few microseconds, which does not pay for fewer elements. */
 enum { MIN_PARALLEL_ELEMENTS = 32768 };
 
-/* The caller tells its worker where the team is. */
+/* Set up a job. The caller sets the call's pointer to the team. */
 static void divide(struct job *job, int64_t (*worker)(void *), void *call, int64_t rows, int64_t elements, int64_t num_threads) {
     job->worker = worker;
     job->call = call;
@@ -42,7 +42,7 @@ void quire_rotate_job(struct job *job, struct rotate_call *call, int64_t isa, in
     call->outside = 0;
 }
 
-/* Arguments of the three as of quire_attention. */
+/* The arguments are those of quire_attention. */
 #define ENTRY(name, call_struct) \
     void name(struct call_struct *call, int64_t isa, parallel_function *parallel, int64_t num_threads) { \
         struct job job; \

@@ -1,7 +1,7 @@
-/* What a decoder layer does between its matrix products: arguments of the three calls.
+/* The operations of a decoder layer between its matrix products: arguments of the three calls.
  *
- * The structures are mirrored field by field in `quire/kernels/cpu/cpu_row_ops.py`; whoever changes one changes QUIRE_ABI in
- * attention.h and ABI in native_library.py.
+ * The structures are mirrored field by field in `quire/kernels/cpu/cpu_row_ops.py`. A change of a structure must raise QUIRE_ABI in attention.h and
+ * ABI in native_library.py.
  */
 #ifndef QUIRE_LAYER_H
 #define QUIRE_LAYER_H
@@ -22,7 +22,7 @@ struct norm_call {
     const float *weight;    /* [columns rounded up to LANES] */
     int64_t rows, columns, dtype;
     float eps;
-    struct team *team;      /* of units of UNIT_ROWS rows; set by the library */
+    struct team *team;      /* distributes units of UNIT_ROWS rows; set by the library */
 };
 
 /* out = act(x[:, :columns]) * x[:, columns:] */
@@ -36,7 +36,7 @@ struct gated_call {
     struct team *team;
 };
 
-/* What a step decides, the same for all layers with the same heads. */
+/* The arguments of a step, the same for all layers with the same heads. */
 struct rotate_step {
     const int64_t *rows;    /* [tokens, kv_heads] rows of the pages */
     const char *cos, *sin;  /* [tokens, rotary], contiguous, dtype of qkv */
@@ -54,10 +54,10 @@ struct rotate_call {
     int64_t page_rows, heads, kv_heads, head_dim, dtype;
     float eps;
     struct team *team;
-    int64_t outside;        /* rows that the pages do not have, which are not written */
+    int64_t outside;        /* number of rows outside the pages, which are not written */
 };
 
-/* As quire_attention_job. */
+/* Like quire_attention_job. */
 void quire_norm_job(struct job *job, struct norm_call *call, int64_t isa, int64_t num_threads);
 void quire_gated_job(struct job *job, struct gated_call *call, int64_t isa, int64_t num_threads);
 void quire_rotate_job(struct job *job, struct rotate_call *call, int64_t isa, int64_t num_threads);

@@ -1,4 +1,4 @@
-/* AVX2 with fused multiply-add. */
+/* Row operations with AVX2 and fused multiply-add. */
 #include "row_ops.h"
 
 #if defined(__x86_64__)

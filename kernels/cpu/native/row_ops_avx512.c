@@ -1,4 +1,4 @@
-/* AVX-512. */
+/* Row operations with AVX-512. */
 #include "row_ops.h"
 
 #if defined(__x86_64__)

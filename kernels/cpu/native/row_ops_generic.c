@@ -1,4 +1,4 @@
-/* Any processor. */
+/* Row operations on any processor. */
 #include "row_ops.h"
 
 #define TARGETED

@@ -1,9 +1,9 @@
-/* RMS norm, gated activation, rotation and KV write of one row after the other; included once per instruction set.
+/* RMS norm, gated activation, rotation and KV write, one row after the other. Included once for each instruction set.
  *
- * All arithmetic is in float32 with one rounding at the end, and a row's result is a function of that row alone: sums run
- * over columns in order in each of 16 lanes, then over the lanes in one order.
+ * All arithmetic is float32 with one rounding at the end. A row's result depends on that row alone: each of 16 lanes adds up its columns in
+ * order, and then the lanes are added in a fixed order.
  *
- * The includer defines FN, TARGETED and NAME(function), and has included its simd_*.h.
+ * The including file includes its simd_*.h before and defines FN, TARGETED (function attributes) and NAME(function).
  */
 #include <math.h>
 #include <string.h>
@@ -30,7 +30,7 @@ FN void norm_rows(const struct norm_call *c, int64_t begin, int64_t end, int dty
     }
 }
 
-/* x / (1 + e^-x); e^-x is bounded at 2^126, where the quotient is as good as 0. */
+/* x / (1 + e^-x); e^-x is bounded by 2^126, where the quotient is practically 0. */
 FN v16 silu(v16 x) {
     v16 power = v_mul(x, v_set1(-LOG2_E));
     power = v_where_less(v_set1(126.0f), power, v_set1(126.0f), power);
@@ -60,7 +60,7 @@ struct token_tables {
     float cos[MAX_HEAD_DIM], sin[MAX_HEAD_DIM];
 };
 
-/* Halves turn against each other: (a, b) to (a cos - b sin, b cos + a sin); what is beyond `rotary` stays. */
+/* Rotate the halves of the first `rotary` elements: (a, b) becomes (a cos - b sin, b cos + a sin). Other elements are copied. */
 FN void rotate(float *y, const float *x, const struct token_tables *t, int64_t rotary, int64_t head_dim) {
     int64_t half = rotary / 2, i = 0;
     for (; i + LANES <= half; i += LANES) {
@@ -104,7 +104,7 @@ FN void rotate_tokens(struct rotate_call *c, int64_t begin, int64_t end, int dty
             v_store(t.sin + i, load_part(c->step.sin + token * c->step.rotary * bytes, i, c->step.rotary, dtype));
         }
         const char *head = c->qkv + token * c->qkv_stride;
-        /* A head's factor is a long chain of operations: it is found while the head before is rotated. */
+        /* The norm factor of a head is a long dependency chain: compute it while the previous head is rotated. */
         float factor = c->q_norm ? head_factor(c, head, dtype) : 1.0f, next = 1.0f;
         for (int64_t h = 0; h < heads; h++, head += head_bytes, factor = next) {
             if (c->q_norm && h + 1 < heads) next = head_factor(c, head + head_bytes, dtype);

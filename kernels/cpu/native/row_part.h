@@ -1,7 +1,7 @@
-/* 16 elements of a row that may have fewer left: not every instruction set loads and stores any number of them. */
+/* Loads and stores of up to 16 elements at the end of a row, for instruction sets without masked loads and stores. */
 #include <string.h>
 
-/* Elements `first` to `first` + 15 of a row of `columns`, widened; zeros after the last. */
+/* Load elements `first` to `first` + 15 of a row of `columns` elements, widened; zeros after the last one. */
 FN v16 load_part(const char *row, int64_t first, int64_t columns, int dtype) {
     int bytes = dtype == FLOAT32 ? 4 : 2;
     if (columns - first >= LANES) return v_load_elements(row + first * bytes, dtype, LANES);
@@ -10,7 +10,7 @@ FN v16 load_part(const char *row, int64_t first, int64_t columns, int dtype) {
     return v_load_elements(whole, dtype, LANES);
 }
 
-/* The same elements, rounded; nothing is written after the last. */
+/* Round and store the same elements; nothing is written after the last one. */
 FN void store_part(char *row, int64_t first, int64_t columns, int dtype, v16 x) {
     int bytes = dtype == FLOAT32 ? 4 : 2;
     if (columns - first >= LANES) {

@@ -1,4 +1,4 @@
-/* Write the rows of one tensor to scattered rows of another: a step's keys or values into their pages. */
+/* Scatters the rows of one tensor to rows of another: a step's keys or values to their slots in the cache. */
 #include <stdint.h>
 #include <string.h>
 
@@ -14,7 +14,7 @@ struct scatter_call {
     const int64_t *rows;                 /* [tokens * heads] rows of `to` */
     int64_t num_rows, row_bytes, tokens, heads;
     int64_t next_token;                  /* counter of the threads; set by the library */
-    int64_t outside;                     /* rows that `to` does not have, which are not written */
+    int64_t outside;                     /* number of rows outside `to`, which are not written */
 };
 
 static void scatter_worker(void *argument) {

@@ -1,11 +1,11 @@
-/* Several calls one after the other on one team of threads: between them is a barrier in place of a join and a fork.
+/* Runs several calls one after the other on one team of threads, with a barrier between them instead of a join and a fork.
  *
  *     thread 0   | norm | qkv ........ | rotate | attention ... | output ..... | ...
  *     thread 1   |  ... | qkv .......... | .... | attention ..... | output ... | ...
  *
- * A call is done when its units are done, whoever did them: a runtime may start fewer threads than it was asked for, or
- * start one when the others have finished, and none of it can leave a barrier waiting. So each call has counters of its own,
- * those of all layers too: a thread may still look at the first when the others are at the last.
+ * A call is complete when its units are complete; the number of threads does not matter. So a barrier cannot wait forever if the runtime starts
+ * fewer threads than requested, or starts one when the others have finished. Each call of all layers has counters of its own, because a late
+ * thread may still read the first call's counters when the others are at the last call.
  */
 #include <sched.h>
 #include <time.h>
@@ -16,9 +16,9 @@
 
 enum {
     MAX_STEPS = 16,
-    SPINS = 2048, /* some 40 us; then the core goes to whom the units may be waiting for */
-    WARM_ROWS = 16,         /* of a product: with more its weights are not what it waits for */
-    WARM_BYTES = 128 << 10, /* within a second-level cache, beside what comes before the product */
+    SPINS = 2048, /* about 40 us; then the thread yields its core, which a thread with unfinished units may need */
+    WARM_ROWS = 16,         /* most rows of a product whose weights are prefetched: with more it is not limited by memory */
+    WARM_BYTES = 128 << 10, /* fits the second-level cache together with the data of the calls before the product */
 };
 
 enum kind { NORM = 0, LINEAR = 1, ROTATE = 2, ATTENTION = 3, GATED = 4 };
@@ -30,26 +30,26 @@ struct step {
 };
 
 struct sequence {
-    const struct step *steps; /* each with a call of its own, whose counters are set before any runs */
+    const struct step *steps; /* each with its own call; all counters are set before any call runs */
     int64_t num_steps;        /* at most MAX_STEPS */
-    int64_t *finished_ns;     /* [1 + num_steps] when it began, and when each step was done; or NULL */
+    int64_t *finished_ns;     /* [1 + num_steps] times of the begin and of the end of each step; or NULL */
 };
 
-/* A decoder layer: its calls in order, and those of them that take what is another in every step. */
+/* A decoder layer: its calls in order, and the calls whose arguments change with every step of the model. */
 struct layer {
     struct sequence *sequence;
-    struct norm_call *attention_norm; /* reads what goes in */
+    struct norm_call *attention_norm; /* reads the layer's input */
     struct rotate_call *rotate;
     struct attention_call *attention;
-    struct linear_call *output; /* adds what goes in */
-    struct linear_call *down;   /* writes what comes out */
+    struct linear_call *output; /* adds the layer's input */
+    struct linear_call *down;   /* writes the layer's output */
 };
 
 struct stage {
     struct job job;
     const struct linear_call *product; /* or NULL */
     int64_t *finished_ns;
-    _Alignas(CACHE_LINE) int64_t done; /* units; on a line of its own, because all others wait on it */
+    _Alignas(CACHE_LINE) int64_t done; /* completed units; on its own cache line, because all other threads wait for it */
 };
 
 struct run {
@@ -58,9 +58,9 @@ struct run {
     int64_t joined; /* threads that have begun */
 };
 
-/* What a thread asks of memory while it waits: the first weights of its range of the next product. */
+/* Prefetches of a waiting thread: the first weights of its range of the next product. */
 struct warming {
-    const struct stage *stage; /* of the product, or the end of the run */
+    const struct stage *stage; /* stage of the product, or the end of the run */
     const char *line, *end;
 };
 
@@ -80,7 +80,7 @@ static inline void relax(void) {
 
 _Thread_local int64_t quire_place = -1;
 
-/* The product that comes after a stage, if it has begun with another one; nothing where the weights are not what takes its time. */
+/* Set the prefetches for the first product at or after a stage, unless they are set already. None if the product is not limited by memory. */
 static void warm_next(struct warming *w, const struct run *run, const struct stage *stage) {
     const struct stage *end = run->stages + run->num_stages;
     if (w->stage >= stage) return;
@@ -95,7 +95,7 @@ static void warm_next(struct warming *w, const struct run *run, const struct sta
     w->end = w->line + (bytes < WARM_BYTES ? bytes : WARM_BYTES);
 }
 
-/* Return when all that the stage's units wrote can be read. */
+/* Wait until all units of the stage are complete and their results are visible. */
 static void wait_for(const struct stage *stage, struct warming *w) {
     int spins = 0;
     while (__atomic_load_n(&stage->done, __ATOMIC_ACQUIRE) < stage->job.units) {
@@ -139,7 +139,7 @@ static void prepare(struct job *job, const struct step *step, int64_t isa, int64
     }
 }
 
-/* A sequence's stages, to be run as its entry points would run the calls. */
+/* Prepare the stages of a sequence, in the same way as the entry points of the calls. */
 static void prepare_stages(struct stage *stages, const struct sequence *sequence, int64_t isa, int64_t num_threads) {
     for (int64_t i = 0; i < sequence->num_steps; i++) {
         prepare(&stages[i].job, &sequence->steps[i], isa, num_threads);
@@ -153,7 +153,7 @@ int64_t quire_sequence_bytes(void) { return sizeof(struct sequence); }
 
 int64_t quire_sequence_max_steps(void) { return MAX_STEPS; }
 
-/* The calls in order. `num_threads`: at most what attention has scratch for. */
+/* Run the calls in order. `num_threads` is at most the number for which attention has scratch memory. */
 void quire_sequence(struct sequence *sequence, int64_t isa, parallel_function *parallel, int64_t num_threads) {
     struct stage stages[MAX_STEPS];
     struct run run = {stages, sequence->num_steps, 0};
@@ -166,15 +166,15 @@ int64_t quire_layer_bytes(void) { return sizeof(struct layer); }
 
 int64_t quire_stage_bytes(void) { return sizeof(struct stage); }
 
-/* Layers one after the other: the first reads `x`, all write `out`, which the next one reads; both [tokens, hidden]. `stages`:
- * memory for one of each of their calls, 64-byte aligned. Returns the rows that the pages do not have, which are not written. */
+/* Run layers one after the other. The first one reads `x`; all write `out`, which the next one reads; both are [tokens, hidden]. `stages` has one
+ * stage for each call of all layers, 64-byte aligned. Returns the number of rows outside the pages, which are not written. */
 int64_t quire_layers(const struct layer *layers, int64_t num_layers, const char *x, char *out, const struct rotate_step *step,
                      const struct attention_plan *plan, struct stage *stages, int64_t isa, parallel_function *parallel,
                      int64_t num_threads) {
     struct run run = {stages, 0, 0};
     for (const struct layer *layer = layers; layer < layers + num_layers; layer++, x = out) {
         layer->attention_norm->x = layer->output->residual = x;
-        layer->down->out = out; /* last of all: what went in is no longer needed */
+        layer->down->out = out; /* the last call of the layer, so its input is no longer needed */
         layer->rotate->step = *step;
         layer->attention->plan = *plan;
         prepare_stages(stages + run.num_stages, layer->sequence, isa, num_threads);

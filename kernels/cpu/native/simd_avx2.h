@@ -1,4 +1,4 @@
-/* 16 float32 lanes in two AVX2 registers: the same lanes, hence the same sums, as one AVX-512 register. */
+/* 16 float32 lanes in two AVX2 registers: the same lanes, and hence the same sums, as in one AVX-512 register. */
 #include <immintrin.h>
 #include <string.h>
 
@@ -36,7 +36,7 @@ FN float v_hmax(v16 x) {
     return _mm_cvtss_f32(_mm_max_ss(n, _mm_movehdup_ps(n)));
 }
 
-/* The lanes' sum, in one order on every instruction set: i and i + 8, then i + 4, i + 2, i + 1. */
+/* Sum of the lanes, in the same order on every instruction set: i and i + 8, then i + 4, i + 2, i + 1. */
 FN float v_sum(v16 x) {
     __m256 half = _mm256_add_ps(x.a, x.b);
     __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
@@ -49,10 +49,10 @@ FN __m256 v_pow2_half(__m256 n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
 }
 
-/* a 2^n for integers n in [-126, 127]; the product is no denormal. */
+/* a * 2^n for integers n in [-126, 127]; the product must not be denormal. */
 FN v16 v_scale2(v16 a, v16 n) { return v_mul(a, v_pair(v_pow2_half(n.a), v_pow2_half(n.b))); }
 
-/* x < bound ? yes : no, and `no` where x is NaN. */
+/* x < bound ? yes : no; `no` if x is NaN. */
 FN v16 v_where_less(v16 x, v16 bound, v16 yes, v16 no) {
     return v_pair(_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, bound.a, _CMP_LT_OQ)),
                   _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, bound.b, _CMP_LT_OQ)));
@@ -92,7 +92,7 @@ FN v_bytes v_bytes_of(__m256i a, __m256i b) {
 FN v_bytes v_load_bytes(const uint8_t *p) {
     return v_bytes_of(_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32)));
 }
-/* 16 bytes four times. */
+/* Repeat 16 bytes four times. */
 FN v_bytes v_repeat_bytes(const uint8_t *p) {
     const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
     return v_bytes_of(twice, twice);
@@ -102,9 +102,9 @@ FN v_bytes v_lower_halves(v_bytes x) {
     return v_bytes_of(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask));
 }
 FN v_bytes v_upper_halves(v_bytes x) { return v_lower_halves(v_bytes_of(_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4))); }
-/* table[i % 16], of repeated bytes, for each i < 16. */
+/* table[i] for each index i < 16; `table` has the same 16 bytes four times. */
 FN v_bytes v_look_up(v_bytes table, v_bytes i) { return v_bytes_of(_mm256_shuffle_epi8(table.a, i.a), _mm256_shuffle_epi8(table.b, i.b)); }
-/* Of each 16 bytes the first 8, or the last 8, as the low bytes and the high bytes of 8 numbers. */
+/* From each 16 bytes, interleave the first 8, or the last 8, as low and high bytes of 8 numbers. */
 FN v16 v_interleave_first(v_bytes low, v_bytes high) {
     return v_pair(_mm256_castsi256_ps(_mm256_unpacklo_epi8(low.a, high.a)), _mm256_castsi256_ps(_mm256_unpacklo_epi8(low.b, high.b)));
 }
@@ -121,7 +121,7 @@ FN __m256 v_byte_pair_half(__m256 x, int first) {
     return _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi32((int)0xffff0000))));
 }
 
-/* Bytes `first` and `first` + 1 of each lane, signed, as a pair of bfloat16. */
+/* Signed bytes `first` and `first` + 1 of each lane, converted to a pair of bfloat16. */
 FN v16 v_byte_pair(v16 x, int first) { return v_pair(v_byte_pair_half(x.a, first), v_byte_pair_half(x.b, first)); }
 
 FN __m256 v_widen(const void *p, int dtype) {
@@ -147,13 +147,13 @@ FN void v_narrow(void *p, int dtype, __m256 x) {
     }
 }
 
-/* 8 or 16 elements, widened; zeros after them. */
+/* Load 8 or 16 elements, widened; zeros after them. */
 FN v16 v_load_elements(const void *p, int dtype, int count) {
     const char *next = (const char *)p + 8 * (dtype == FLOAT32 ? 4 : 2);
     return v_pair(v_widen(p, dtype), count > 8 ? v_widen(next, dtype) : _mm256_setzero_ps());
 }
 
-/* 8 or 16 elements, rounded to the nearest, ties to even. */
+/* Store 8 or 16 elements, rounded to the nearest, ties to even. */
 FN void v_store_elements(void *p, int dtype, int count, v16 x) {
     v_narrow(p, dtype, x.a);
     if (count > 8) v_narrow((char *)p + 8 * (dtype == FLOAT32 ? 4 : 2), dtype, x.b);
@@ -178,7 +178,7 @@ FN void v_transpose8(__m256 r[8]) {
     memcpy(r, t, sizeof t);
 }
 
-/* r[i] lane j becomes r[j] lane i. */
+/* Transpose: lane j of r[i] becomes lane i of r[j]. */
 FN void v_transpose(v16 r[16]) {
     __m256 low[8], high[8];
     v16 result[16];

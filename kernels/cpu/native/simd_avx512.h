@@ -1,4 +1,4 @@
-/* 16 float32 lanes in one AVX-512 register. The includer defines FN: `static inline`, forced, with its target. */
+/* 16 float32 lanes in one AVX-512 register. The including file defines FN: `static inline`, always inlined, with its target. */
 #include <immintrin.h>
 
 typedef __m512 v16;
@@ -15,7 +15,7 @@ FN v16 v_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
 FN v16 v_round(v16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 FN float v_hmax(v16 a) { return _mm512_reduce_max_ps(a); }
 
-/* The lanes' sum, in one order on every instruction set: i and i + 8, then i + 4, i + 2, i + 1. */
+/* Sum of the lanes, in the same order on every instruction set: i and i + 8, then i + 4, i + 2, i + 1. */
 FN float v_sum(v16 a) {
     __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
     __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
@@ -23,10 +23,10 @@ FN float v_sum(v16 a) {
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
 
-/* a 2^n for integers n in [-126, 127]; the product is no denormal. */
+/* a * 2^n for integers n in [-126, 127]; the product must not be denormal. */
 FN v16 v_scale2(v16 a, v16 n) { return _mm512_scalef_ps(a, n); }
 
-/* x < bound ? yes : no, and `no` where x is NaN. */
+/* x < bound ? yes : no; `no` if x is NaN. */
 FN v16 v_where_less(v16 x, v16 bound, v16 yes, v16 no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), no, yes);
 }
@@ -48,17 +48,17 @@ FN v16 v_bfloat_high(v16 x) {
 typedef __m512i v_bytes; /* 64 */
 
 FN v_bytes v_load_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
-/* 16 bytes four times. */
+/* Repeat 16 bytes four times. */
 FN v_bytes v_repeat_bytes(const uint8_t *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
 FN v_bytes v_lower_halves(v_bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 FN v_bytes v_upper_halves(v_bytes x) { return v_lower_halves(_mm512_srli_epi16(x, 4)); }
-/* table[i % 16], of repeated bytes, for each i < 16. */
+/* table[i] for each index i < 16; `table` has the same 16 bytes four times. */
 FN v_bytes v_look_up(v_bytes table, v_bytes i) { return _mm512_shuffle_epi8(table, i); }
-/* Of each 16 bytes the first 8, or the last 8, as the low bytes and the high bytes of 8 numbers. */
+/* From each 16 bytes, interleave the first 8, or the last 8, as low and high bytes of 8 numbers. */
 FN v16 v_interleave_first(v_bytes low, v_bytes high) { return _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high)); }
 FN v16 v_interleave_last(v_bytes low, v_bytes high) { return _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high)); }
 
-/* Bytes `first` and `first` + 1 of each lane, signed, as a pair of bfloat16. */
+/* Signed bytes `first` and `first` + 1 of each lane, converted to a pair of bfloat16. */
 FN v16 v_byte_pair(v16 x, int first) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(bits, 24 - 8 * first), 24);
@@ -70,7 +70,7 @@ FN v16 v_byte_pair(v16 x, int first) {
 
 FN __mmask16 v_first(int count) { return (__mmask16)((1u << count) - 1); }
 
-/* `count` <= 16 elements, widened; zeros after them. */
+/* Load `count` <= 16 elements, widened; zeros after them. */
 FN v16 v_load_elements(const void *p, int dtype, int count) {
     __mmask16 m = v_first(count);
     if (dtype == FLOAT32) return _mm512_maskz_loadu_ps(m, p);
@@ -79,7 +79,7 @@ FN v16 v_load_elements(const void *p, int dtype, int count) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* `count` <= 16 elements, rounded to the nearest, ties to even. */
+/* Store `count` <= 16 elements, rounded to the nearest, ties to even. */
 FN void v_store_elements(void *p, int dtype, int count, v16 x) {
     __mmask16 m = v_first(count);
     if (dtype == FLOAT32) {
@@ -96,7 +96,7 @@ FN void v_store_elements(void *p, int dtype, int count, v16 x) {
     }
 }
 
-/* r[i] lane j becomes r[j] lane i. */
+/* Transpose: lane j of r[i] becomes lane i of r[j]. */
 FN void v_transpose(v16 r[16]) {
     v16 t[16];
 #pragma GCC unroll 16

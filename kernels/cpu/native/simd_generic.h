@@ -1,5 +1,5 @@
-/* 16 float32 lanes in portable C, which compilers turn into SSE2 or NEON. Where the machine has a fused
- * multiply-add (ARM) the lanes have the same bits as AVX-512's; where not, products are rounded. */
+/* 16 float32 lanes in portable C, which compilers vectorise with SSE2 or NEON. On machines with a fused multiply-add (ARM) the lanes have the same
+ * bits as with AVX-512; on others products are rounded. */
 #include <string.h>
 
 typedef float v16 __attribute__((vector_size(64)));
@@ -26,7 +26,7 @@ FN v16 v_fma(v16 a, v16 b, v16 c) {
     return a * b + c;
 #endif
 }
-/* To the nearest integer, ties to even, for |a| < 2^22: what the exponential needs. */
+/* Round to the nearest integer, ties to even, for |a| < 2^22, which is enough for the exponential. */
 FN v16 v_round(v16 a) {
     const v16 magic = v_set1(12582912.0f); /* 1.5 * 2^23: its unit in the last place is 1 */
     return (a + magic) - magic;
@@ -37,20 +37,20 @@ FN float v_hmax(v16 a) {
     return top;
 }
 
-/* The lanes' sum, in one order on every instruction set: i and i + 8, then i + 4, i + 2, i + 1. */
+/* Sum of the lanes, in the same order on every instruction set: i and i + 8, then i + 4, i + 2, i + 1. */
 FN float v_sum(v16 a) {
     for (int width = 8; width > 0; width /= 2)
         for (int i = 0; i < width; i++) a[i] += a[i + width];
     return a[0];
 }
 
-/* a 2^n for integers n in [-126, 127]; the product is no denormal. */
+/* a * 2^n for integers n in [-126, 127]; the product must not be denormal. */
 FN v16 v_scale2(v16 a, v16 n) {
     /* n + 1.5 * 2^23 has n in its low bits. */
     return a * (v16)(((v16_mask)(n + v_set1(12582912.0f)) + 127) << 23);
 }
 
-/* x < bound ? yes : no, and `no` where x is NaN. */
+/* x < bound ? yes : no; `no` if x is NaN. */
 FN v16 v_where_less(v16 x, v16 bound, v16 yes, v16 no) { return v_select(x < bound, yes, no); }
 
 /* Lanes begin <= i < end of x, `fill` in the others. */
@@ -72,7 +72,7 @@ FN v_bytes v_load_bytes(const uint8_t *p) {
     memcpy(&x, p, sizeof x);
     return x;
 }
-/* 16 bytes four times. */
+/* Repeat 16 bytes four times. */
 FN v_bytes v_repeat_bytes(const uint8_t *p) {
     v_bytes x;
     for (int i = 0; i < 64; i++) x.at[i] = p[i % 16];
@@ -86,7 +86,7 @@ FN v_bytes v_upper_halves(v_bytes x) {
     for (int i = 0; i < 64; i++) x.at[i] >>= 4;
     return x;
 }
-/* table[i % 16], of repeated bytes, for each i < 16. */
+/* table[i] for each index i < 16; `table` has the same 16 bytes four times. */
 FN v_bytes v_look_up(v_bytes table, v_bytes i) {
     for (int j = 0; j < 64; j++) i.at[j] = table.at[i.at[j]];
     return i;
@@ -99,11 +99,11 @@ FN v16 v_interleave(v_bytes low, v_bytes high, int begin) {
     }
     return (v16)x;
 }
-/* Of each 16 bytes the first 8, or the last 8, as the low bytes and the high bytes of 8 numbers. */
+/* From each 16 bytes, interleave the first 8, or the last 8, as low and high bytes of 8 numbers. */
 FN v16 v_interleave_first(v_bytes low, v_bytes high) { return v_interleave(low, high, 0); }
 FN v16 v_interleave_last(v_bytes low, v_bytes high) { return v_interleave(low, high, 8); }
 
-/* Bytes `first` and `first` + 1 of each lane, signed, as a pair of bfloat16. */
+/* Signed bytes `first` and `first` + 1 of each lane, converted to a pair of bfloat16. */
 FN v16 v_byte_pair(v16 x, int first) {
     v16_mask bits = (v16_mask)x;
     v16 low = __builtin_convertvector((bits << (24 - 8 * first)) >> 24, v16);
@@ -126,7 +126,7 @@ FN uint32_t to_bits(float x) {
 FN float widen_half(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
     if (rest >= 0x7c00u << 13) return from_bits(sign | rest | 0x70000000u); /* inf, NaN */
-    /* 2^112 moves the exponent's bias from 15 to 127, of denormals too. */
+    /* A product with 2^112 changes the exponent's bias from 15 to 127, for denormals too. */
     return from_bits(sign | to_bits(from_bits(rest) * 0x1p112f));
 }
 
@@ -146,7 +146,7 @@ FN uint16_t narrow_bfloat(float x) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-/* `count` <= 16 elements, widened; zeros after them. */
+/* Load `count` <= 16 elements, widened; zeros after them. */
 FN v16 v_load_elements(const void *p, int dtype, int count) {
     const uint16_t *half = p;
     v16 r = v_set1(0);
@@ -160,7 +160,7 @@ FN v16 v_load_elements(const void *p, int dtype, int count) {
     return r;
 }
 
-/* `count` <= 16 elements, rounded to the nearest, ties to even. */
+/* Store `count` <= 16 elements, rounded to the nearest, ties to even. */
 FN void v_store_elements(void *p, int dtype, int count, v16 x) {
     uint16_t *half = p;
     if (dtype == FLOAT32) {
@@ -172,7 +172,7 @@ FN void v_store_elements(void *p, int dtype, int count, v16 x) {
     }
 }
 
-/* r[i] lane j becomes r[j] lane i. */
+/* Transpose: lane j of r[i] becomes lane i of r[j]. */
 FN void v_transpose(v16 r[16]) {
     v16 t[16];
     for (int j = 0; j < 16; j++)

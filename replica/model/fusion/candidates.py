@@ -121,12 +121,13 @@ class Candidates:
         if others:
             if set(others) != {"q_norm", "k_norm"}:
                 return None
-            fused = [self.norm(others[name]) for name in ("q_norm", "k_norm")]
-            if any(norm is None for norm in fused) or fused[0].weight.eps != fused[1].weight.eps:
+            q_norm, k_norm = self.norm(others["q_norm"]), self.norm(others["k_norm"])
+            if q_norm is None or k_norm is None or q_norm.weight.eps != k_norm.weight.eps:
                 return None
-            if any(len(_norm_parameters(m)[0]) != group.head_dim for m in others.values()):
+            weights = [_norm_parameters(norm)[0] for norm in others.values()]
+            if any(weight is None or len(weight) != group.head_dim for weight in weights):
                 return None
-            norms = (fused[0].weight, fused[1].weight)
+            norms = (q_norm.weight, k_norm.weight)
         sinks = call["sinks"]
         names = ("q_proj", "k_proj", "v_proj") if "q_proj" in linears else ("qkv_proj",)
         facts = AttentionFacts(

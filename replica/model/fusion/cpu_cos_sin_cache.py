@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.replica.model.attention import Tables
 from quire.replica.model.fusion.fuse_report import same_tensor
-from quire.replica.model.fusion.probe import CALLED_OTHERWISE, Probe
+from quire.replica.model.fusion.trial_pass import CALLED_OTHERWISE, TrialPass
 
 # A position beyond what any model was trained on.
 _FAR = 1 << 22
@@ -58,7 +58,9 @@ class CosSinCache:
         self._cos, self._sin = tables
 
 
-def tabled_rotation(rotation: nn.Module, like: torch.Tensor, probe: Probe) -> CosSinCache | None:
+def tabled_rotation(
+    rotation: nn.Module, like: torch.Tensor, trial: TrialPass
+) -> CosSinCache | None:
     """A table of what `rotation` makes, where a position's cos and sin are a function of that position alone.
 
     With scaling that goes by the longest of a batch, or of all so far, they are not.
@@ -66,8 +68,8 @@ def tabled_rotation(rotation: nn.Module, like: torch.Tensor, probe: Probe) -> Co
     table = CosSinCache(rotation)
     try:
         for near, far in (([3], []), ([3, 700, 41], []), ([3, 700, 41], [_FAR]), ([41], [])):
-            made = rotation(probe.normal(like), torch.tensor([near + far]))
-            tabled = table(probe.normal(like), torch.tensor([near]))
+            made = rotation(trial.normal(like), torch.tensor([near + far]))
+            tabled = table(trial.normal(like), torch.tensor([near]))
             for own, found in zip(made, tabled, strict=True):
                 if not same_tensor(found, own[:, : len(near)]):
                     return None

@@ -78,7 +78,9 @@ class CpuLayer(FusedLayer):
         if not self.is_last or step.selected is None:
             return None
         left_out = int(step.cu_q[-1]) - len(step.selected)
-        if left_out * self.sequence(step.pool).selectable_work < _MIN_WORK_SAVED:
+        prepared = self.sequence(step.pool)
+        assert prepared is not None
+        if left_out * prepared.selectable_work < _MIN_WORK_SAVED:
             return None
         return step.selection(step.pool.group_of(self.attention.facts.layer))
 
@@ -122,6 +124,7 @@ class CpuLayer(FusedLayer):
         step: CpuStepContext,
     ) -> torch.Tensor:
         """As `forward`, with the layers that are chained to it; each has a form as one call."""
+        assert step.workspace is not None
         facts = self.attention.facts
         tables = step.layer_step(step.pool.group_of(facts.layer), position_embeddings)
         chain = self._called(step)

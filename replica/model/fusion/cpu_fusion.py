@@ -29,8 +29,8 @@ from quire.replica.model.fusion.cpu_fused_parts import (
 from quire.replica.model.fusion.fuse_report import MAX_DEVIATION, deviation, same_tensor
 from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.model.fusion.fused_parts import FusedNorm, NormWeight, Product
-from quire.replica.model.fusion.fusion_backend import ReplaceProduct
-from quire.replica.model.fusion.probe import Probe
+from quire.replica.model.fusion.fusion_backend import ContextFactory, ReplaceProduct
+from quire.replica.model.fusion.trial_pass import TrialPass
 from quire.replica.model.output_head import split_model
 
 
@@ -43,7 +43,7 @@ class CpuFusion:
         The runner's, where layers run as one call: as such they are compared. None: each of their parts is a call.
     """
 
-    table_repeats = (1,)
+    table_repeats: tuple[int, ...] = (1,)
     norm = CpuNorm
     mlp = CpuMLP
     attention = CpuAttention
@@ -52,7 +52,7 @@ class CpuFusion:
 
     def __init__(self, workspace: Workspace | None):
         self.has_chains = workspace is not None
-        self.context = partial(CpuStepContext, workspace=workspace)
+        self.context: ContextFactory = partial(CpuStepContext, workspace=workspace)
 
     def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
         """Packed, where the library takes such weights."""
@@ -66,30 +66,32 @@ class CpuFusion:
         """As the model has them."""
         return sinks
 
-    def mark_last(self, layer: CpuLayer, probe: Probe) -> None:
+    def mark_last(self, layer: CpuLayer, trial: TrialPass) -> None:
         """Tokens that are not read may be left out of it, if the model treats each of its result by itself."""
-        layer.is_last = _is_last(layer, probe)
+        layer.is_last = _is_last(layer, trial)
 
     def takes_last_norm(self, norm: nn.Module) -> bool:
         """Any."""
         return True
 
     def rotations(
-        self, rotation: nn.Module, like: torch.Tensor, probe: Probe
+        self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass
     ) -> Iterator[Rotation]:
         """A table, if there can be one; then the model's own."""
-        table = tabled_rotation(rotation, like, probe)
+        table = tabled_rotation(rotation, like, trial)
         if table is not None:
             yield table
         yield rotation
 
-    def fuse_head(self, model: nn.Module, decoder: CpuDecoder, probe: Probe) -> bool:
+    def fuse_head(self, model: nn.Module, decoder: CpuDecoder, trial: TrialPass) -> bool:
         """See `FusionBackend.fuse_head`."""
         _, head = split_model(model)
-        decoder.head = fused_head(head, decoder.last_norm, model.get_output_embeddings(), probe)
+        decoder.head = fused_head(head, decoder.last_norm, model.get_output_embeddings(), trial)
         return decoder.head is not None
 
-    def replace_rest(self, model: nn.Module, probe: Probe, replace: ReplaceProduct) -> list[str]:
+    def replace_rest(
+        self, model: nn.Module, trial: TrialPass, replace: ReplaceProduct
+    ) -> list[str]:
         """Pack the linear layers left over, one at a time; an embedding tied to one becomes a look-up."""
         reasons: list[str] = []
         for path in [path for path, m in model.named_modules() if type(m) is nn.Linear]:
@@ -108,7 +110,7 @@ class CpuFusion:
             product = cpu_product([module])
             if not isinstance(product, PackedProduct):
                 continue
-            x = _input_of(module, probe).to(module.weight.dtype)
+            x = _input_of(module, trial).to(module.weight.dtype)
             deviates = deviation(product(x).float(), module(x).float())
             if not deviates <= MAX_DEVIATION[x.dtype]:
                 reasons.append(f"product {path}: deviates by {deviates:.2g}")
@@ -118,7 +120,7 @@ class CpuFusion:
                 replace("embeddings", p, n, PackedEmbedding(product.packed))
         return reasons
 
-    def quantize(self, model: nn.Module, probe: Probe) -> list[float]:
+    def quantize(self, model: nn.Module, trial: TrialPass) -> list[float]:
         """Products but the output head's to int8; the deviation of each on normal input."""
         head = model.get_output_embeddings()
         deviations = []
@@ -127,20 +129,20 @@ class CpuFusion:
                 module.forget_sequence()
             if not isinstance(module, PackedProduct) or module is head:
                 continue
-            x = _input_of(module, probe).to(module.packed.dtype)
+            x = _input_of(module, trial).to(module.packed.dtype)
             expected = module(x).float()
             if module.quantize():
                 deviations.append(deviation(module(x).float(), expected))
         return deviations
 
 
-def _input_of(module: nn.Linear | Product, probe: Probe) -> torch.Tensor:
-    """Normal input of a product [probe's tokens, in_features] float32."""
-    return torch.randn(probe.num_tokens, module.in_features, generator=probe.random)
+def _input_of(module: nn.Linear | Product, trial: TrialPass) -> torch.Tensor:
+    """Normal input of a product [trial pass's tokens, in_features] float32."""
+    return torch.randn(trial.num_tokens, module.in_features, generator=trial.random)
 
 
 def fused_head(
-    head: nn.Module, norm: nn.Module, product: nn.Module, probe: Probe
+    head: nn.Module, norm: nn.Module, product: nn.Module, trial: TrialPass
 ) -> NormedProduct | None:
     """The last norm and the output head as one call, where that has every bit of both; None where it has not.
 
@@ -156,7 +158,7 @@ def fused_head(
     if not isinstance(norm, FusedNorm) or not isinstance(product, PackedProduct):
         return None
     fused = NormedProduct(norm_part(norm.weight), ProductPart(product.packed, product.bias))
-    x = probe.normal(probe.run(probe.context())[0])
+    x = trial.normal(trial.run(trial.context())[0])
     # Of several sizes: a bound on the logits must show.
     for normed in (x / 64, x, x * 64):
         expected = head(inputs_embeds=normed[None], use_cache=False).logits[0]
@@ -165,17 +167,17 @@ def fused_head(
     return fused if same_tensor(fused(x, Workspace()), product(norm(x))) else None
 
 
-def _is_last(layer: FusedLayer, probe: Probe) -> bool:
+def _is_last(layer: FusedLayer, trial: TrialPass) -> bool:
     """Whether what the model makes of a token after this layer is a function of that token's result alone."""
-    kept = probe.num_tokens // 2  # others before it and after it
+    kept = trial.num_tokens // 2  # others before it and after it
 
     def change(_layer: FusedLayer, _args: tuple[Any, ...], result: torch.Tensor) -> torch.Tensor:
-        changed = probe.normal(result)
+        changed = trial.normal(result)
         changed[:, kept] = result[:, kept]
         return changed
 
-    given = probe.input()
-    expected = probe.run(probe.context(), given)
+    given = trial.input()
+    expected = trial.run(trial.context(), given)
     with layer.register_forward_hook(change):
-        found = probe.run(probe.context(), given)
+        found = trial.run(trial.context(), given)
     return torch.equal(found[:, kept], expected[:, kept])

@@ -16,7 +16,7 @@ layers may run together, and whether the decoder does anything beside (`layer_ch
 
 Memory: a layer's original weights live until its fused form is proven, so where they are packed the peak is the model
 and one layer, or the model and the output head. Elsewhere merged weights are those that the loader laid side by side
-(`placement.py`): nothing is copied.
+(`weight_mapping.py`): nothing is copied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from quire.replica.model.fusion.fuse_report import MAX_DEVIATION, FuseReport, de
 from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.model.fusion.fusion_backend import FusionBackend
 from quire.replica.model.fusion.layer_chains import chain_layers, fused_decoder
-from quire.replica.model.fusion.probe import Probe
+from quire.replica.model.fusion.trial_pass import TrialPass
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +103,10 @@ class _FusePass:
         self.pool = pool
         self.backend = backend
         vocab_size = model.get_input_embeddings().num_embeddings
-        self.probe = Probe(decoder, vocab_size, pool, attentions, backend.context)
+        self.trial = TrialPass(decoder, vocab_size, pool, attentions, backend.context)
         self.report = FuseReport()
         self.observed = Observed()
-        self.candidates = Candidates(self.observed, backend, pool, self.probe.random)
+        self.candidates = Candidates(self.observed, backend, pool, self.trial.random)
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -118,18 +118,18 @@ class _FusePass:
             for parent, name, module in _children(self.model):
                 if module in self.observed.calls:
                     self._replace(kind, parent, name, module, build)
-        self.report.dropped += self.backend.replace_rest(self.model, self.probe, self._put)
+        self.report.dropped += self.backend.replace_rest(self.model, self.trial, self._put)
         if self.backend.has_chains:
-            firsts = chain_layers(self.decoder, self.probe)
+            firsts = chain_layers(self.decoder, self.trial)
             if firsts:
-                self.backend.mark_last(firsts[-1].chained[-1], self.probe)
+                self.backend.mark_last(firsts[-1].chained[-1], self.trial)
             self.report.chains = [len(first.chained) for first in firsts]
             self._fuse_decoder()
 
     @torch.inference_mode()
     def quantize(self) -> None:
         """See `fuse`."""
-        deviations = self.backend.quantize(self.model, self.probe)
+        deviations = self.backend.quantize(self.model, self.trial)
         self.report.fused["int8 products"] = len(deviations)
         if deviations:
             self.report.int8_deviation = (float(np.mean(deviations)), max(deviations))
@@ -147,9 +147,9 @@ class _FusePass:
             module.register_forward_pre_hook(record, with_kwargs=True)
             for module in self.model.modules()
         ]
-        context, self.observed.attention_calls = self.probe.noting_context()
+        context, self.observed.attention_calls = self.trial.noting_context()
         try:
-            self.probe.run(context)
+            self.trial.run(context)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -249,10 +249,10 @@ class _FusePass:
         # So small that the residual does not hide what is added to it: norms undo the scale.
         scale = 2.0**-6 if isinstance(fused, FusedLayer) else 1.0
         if args:
-            args[0] = self.probe.normal(args[0], scale)
+            args[0] = self.trial.normal(args[0], scale)
         else:
             first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-            kwargs[first] = self.probe.normal(kwargs[first], scale)
+            kwargs[first] = self.trial.normal(kwargs[first], scale)
         expected = self._results(module, args, kwargs)
         found = self._results(fused, args, kwargs)
         if expected.keys() != found.keys():
@@ -275,12 +275,13 @@ class _FusePass:
     ) -> dict[str, torch.Tensor]:
         """A module's output, and what it left in the cache and asked of attention."""
         kwargs = dict(kwargs)
-        context, calls = self.probe.noting_context() if "quire" in kwargs else (None, {})
+        context, calls = self.trial.noting_context() if "quire" in kwargs else (None, {})
         if context is not None:
             kwargs["quire"] = context
         output = module(*args, **kwargs)
         results = {"output": output[0] if isinstance(output, tuple) else output}
         for layer, call in calls.items():
+            assert context is not None
             results[f"q of layer {layer}"] = call["q"]
             g = self.pool.group_of(layer)
             for what, pages in zip(("k", "v"), self.pool.pages(layer), strict=True):
@@ -294,12 +295,12 @@ class _FusePass:
 
     def _fuse_decoder(self) -> None:
         """The decoder as a whole, where all it does is to call known parts in order."""
-        fused = fused_decoder(self.decoder, self.probe, self.backend)
+        fused = fused_decoder(self.decoder, self.trial, self.backend)
         if fused is None:
             return
         ((parent, name),) = [(p, n) for p, n, m in _children(self.model) if m is self.decoder]
         self._put("decoders", parent, name, fused)
-        if self.backend.fuse_head(self.model, fused, self.probe):
+        if self.backend.fuse_head(self.model, fused, self.trial):
             self.report.fused["heads"] += 1
 
 

@@ -14,6 +14,7 @@ the norm of the next layer, or the decoder's last one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +57,8 @@ class FusedLayer(nn.Module):
             return hidden_states
         return self.run(hidden_states, position_embeddings, quire)
 
-    def run(self, x: torch.Tensor, tables: Tables, step: StepContext) -> torch.Tensor:
+    # `step` is the StepContext of the subclass' device.
+    def run(self, x: torch.Tensor, tables: Tables, step: Any) -> torch.Tensor:
         """Its chain: [1, T, hidden] to the same; the layers that have run ahead are left in `step`."""
         raise NotImplementedError
 
@@ -127,13 +129,12 @@ class FusedDecoder(nn.Module):
         hidden = self.run(input_ids, position_ids, quire)
         return BaseModelOutputWithPast(last_hidden_state=hidden)
 
-    def runs_whole(self, step: StepContext) -> bool:
+    # `step` is the StepContext of the subclass' device.
+    def runs_whole(self, step: Any) -> bool:
         """Whether a step needs nothing of the decoder's own loop."""
         return step.on_attend is None
 
-    def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext
-    ) -> torch.Tensor:
+    def run(self, token_ids: torch.Tensor, positions: torch.Tensor, step: Any) -> torch.Tensor:
         """[1, T] and [1, T] to hidden states [1, T, hidden]."""
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -175,6 +175,7 @@ class FusedAttention(nn.Module):
         out = quire.attend(facts.layer, q, facts.scaling, facts.softcap, facts.sinks)
         return self.output(out.view(1, len(qkv), -1), residual), None
 
-    def write(self, qkv: torch.Tensor, tables: Tables, step: StepContext) -> torch.Tensor:
+    # `step` is the StepContext of the subclass' device.
+    def write(self, qkv: torch.Tensor, tables: Tables, step: Any) -> torch.Tensor:
         """Norm the heads, rotate, write keys and values: qkv [T, width] to q [T, heads, head_dim]."""
         raise NotImplementedError

@@ -20,7 +20,7 @@ from quire.replica.model.fusion.fused_parts import (
     NormWeight,
     Product,
 )
-from quire.replica.model.fusion.probe import Probe
+from quire.replica.model.fusion.trial_pass import TrialPass
 
 # Builds a `StepContext` from its fields.
 ContextFactory = Callable[..., StepContext]
@@ -68,7 +68,7 @@ class FusionBackend(Protocol):
         mlp: FusedMLP,
     ) -> FusedLayer: ...
 
-    def mark_last(self, layer: FusedLayer, probe: Probe) -> None:
+    def mark_last(self, layer: FusedLayer, trial: TrialPass) -> None:
         """Find out what the model makes of the result of its last chained layer."""
         ...
 
@@ -77,7 +77,7 @@ class FusionBackend(Protocol):
         ...
 
     def rotations(
-        self, rotation: nn.Module, like: torch.Tensor, probe: Probe
+        self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass
     ) -> Iterator[Rotation]:
         """Forms of the model's rotation that a fused decoder may use, the fastest first."""
         ...
@@ -91,15 +91,17 @@ class FusionBackend(Protocol):
         norm: nn.Module,
     ) -> FusedDecoder: ...
 
-    def fuse_head(self, model: nn.Module, decoder: FusedDecoder, probe: Probe) -> bool:
+    def fuse_head(self, model: nn.Module, decoder: FusedDecoder, trial: TrialPass) -> bool:
         """Join the last norm and the output head, where that keeps every bit; returns whether it does."""
         ...
 
-    def replace_rest(self, model: nn.Module, probe: Probe, replace: ReplaceProduct) -> list[str]:
+    def replace_rest(
+        self, model: nn.Module, trial: TrialPass, replace: ReplaceProduct
+    ) -> list[str]:
         """Replace linear layers that no fused part has taken; the reasons why some were not."""
         ...
 
-    def quantize(self, model: nn.Module, probe: Probe) -> list[float]:
+    def quantize(self, model: nn.Module, trial: TrialPass) -> list[float]:
         """Store weights in int8; the deviation of each product."""
         ...
 

@@ -11,10 +11,10 @@ from quire.replica.model.attention import Rotation
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
 from quire.replica.model.fusion.fused_parts import FusedNorm, NormWeight, Product
-from quire.replica.model.fusion.fusion_backend import ReplaceProduct
+from quire.replica.model.fusion.fusion_backend import ContextFactory, ReplaceProduct
 from quire.replica.model.fusion.gpu_fused_layer import GpuDecoder, GpuLayer
 from quire.replica.model.fusion.gpu_fused_parts import GpuAttention, GpuMLP, GpuNorm
-from quire.replica.model.fusion.probe import Probe
+from quire.replica.model.fusion.trial_pass import TrialPass
 from quire.replica.model.gpu_step_context import GpuStepContext
 
 
@@ -22,9 +22,9 @@ class GpuFusion:
     """See `FusionBackend`."""
 
     # 2: the tables hold the angles of one half of a head for both.
-    table_repeats = (1, 2, 0)
+    table_repeats: tuple[int, ...] = (1, 2, 0)
     has_chains = True
-    context = GpuStepContext
+    context: ContextFactory = GpuStepContext
     norm = GpuNorm
     mlp = GpuMLP
     attention = GpuAttention
@@ -43,7 +43,7 @@ class GpuFusion:
         """In float32: a layer would convert them in every step."""
         return sinks.detach().float()
 
-    def mark_last(self, layer: FusedLayer, probe: Probe) -> None:
+    def mark_last(self, layer: FusedLayer, trial: TrialPass) -> None:
         """It runs for all tokens: graphs have fixed shapes."""
 
     def takes_last_norm(self, norm: nn.Module) -> bool:
@@ -51,19 +51,21 @@ class GpuFusion:
         return isinstance(norm, FusedNorm)
 
     def rotations(
-        self, rotation: nn.Module, like: torch.Tensor, probe: Probe
+        self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass
     ) -> Iterator[Rotation]:
         """The model's own: the host, which could look a table up, does not know the positions."""
         yield rotation
 
-    def fuse_head(self, model: nn.Module, decoder: FusedDecoder, probe: Probe) -> bool:
+    def fuse_head(self, model: nn.Module, decoder: FusedDecoder, trial: TrialPass) -> bool:
         """The last norm belongs to the layers."""
         return False
 
-    def replace_rest(self, model: nn.Module, probe: Probe, replace: ReplaceProduct) -> list[str]:
+    def replace_rest(
+        self, model: nn.Module, trial: TrialPass, replace: ReplaceProduct
+    ) -> list[str]:
         """They are the vendor's products already."""
         return []
 
-    def quantize(self, model: nn.Module, probe: Probe) -> list[float]:
+    def quantize(self, model: nn.Module, trial: TrialPass) -> list[float]:
         """`startup.sizing` refuses int8 on a GPU."""
         raise NotImplementedError

@@ -21,14 +21,14 @@ from torch import nn
 
 from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
 from quire.replica.model.fusion.fusion_backend import FusionBackend
-from quire.replica.model.fusion.probe import CALLED_OTHERWISE, Probe
+from quire.replica.model.fusion.trial_pass import CALLED_OTHERWISE, TrialPass
 
 
-def chain_layers(decoder: nn.Module, probe: Probe) -> list[FusedLayer]:
+def chain_layers(decoder: nn.Module, trial: TrialPass) -> list[FusedLayer]:
     """Join the layers of `decoder` to chains; the first layer of each."""
     chains: list[list[FusedLayer]] = []
     last: tuple[torch.Tensor, torch.Tensor, object] | None = None  # result, its copy, tables
-    pool = probe.pool
+    pool = trial.pool
 
     def begin(layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal last
@@ -58,16 +58,18 @@ def chain_layers(decoder: nn.Module, probe: Probe) -> list[FusedLayer]:
         for layer in layers:
             hooks.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
             hooks.enter_context(layer.register_forward_hook(end, with_kwargs=True))
-        probe.run(probe.context())
+        trial.run(trial.context())
     for chain in chains:
         for i, layer in enumerate(chain):
             layer.chain(chain[i + 1 :])
     return [chain[0] for chain in chains]
 
 
-def fused_decoder(decoder: nn.Module, probe: Probe, backend: FusionBackend) -> FusedDecoder | None:
+def fused_decoder(
+    decoder: nn.Module, trial: TrialPass, backend: FusionBackend
+) -> FusedDecoder | None:
     """`decoder` without its own loop, where that has no bit of its own; None where it has."""
-    calls = _calls(decoder, probe)
+    calls = _calls(decoder, trial)
     layers = calls[2:-1]
     if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
         return None
@@ -76,12 +78,12 @@ def fused_decoder(decoder: nn.Module, probe: Probe, backend: FusionBackend) -> F
     embedding, rotation, norm = calls[0], calls[1], calls[-1]
     if not backend.takes_last_norm(norm):
         return None
-    given = probe.input()
-    expected = probe.run(probe.context(), given)
-    for rotate in backend.rotations(rotation, expected, probe):
+    given = trial.input()
+    expected = trial.run(trial.context(), given)
+    for rotate in backend.rotations(rotation, expected, trial):
         fused = backend.decoder(decoder, embedding, rotate, layers[0], norm)
         try:
-            found = probe.run(probe.context(), given, fused)
+            found = trial.run(trial.context(), given, fused)
         except CALLED_OTHERWISE:
             continue
         if torch.equal(found, expected):
@@ -89,7 +91,7 @@ def fused_decoder(decoder: nn.Module, probe: Probe, backend: FusionBackend) -> F
     return None
 
 
-def _calls(decoder: nn.Module, probe: Probe) -> list[nn.Module]:
+def _calls(decoder: nn.Module, trial: TrialPass) -> list[nn.Module]:
     """The modules that `decoder` itself calls, in order."""
     calls: list[nn.Module] = []
     depth = 0
@@ -109,5 +111,5 @@ def _calls(decoder: nn.Module, probe: Probe) -> list[nn.Module]:
             if module is not decoder:
                 hooks.enter_context(module.register_forward_pre_hook(begin))
                 hooks.enter_context(module.register_forward_hook(end))
-        probe.run(probe.context())
+        trial.run(trial.context())
     return calls

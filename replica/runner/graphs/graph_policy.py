@@ -128,15 +128,17 @@ class GraphPolicy:
         kv_len
             Tokens in the cache of the longest row.
         """
-        if num_tokens > self._mixed.max_graph_tokens:
+        mixed_shapes = self._mixed
+        assert mixed_shapes is not None
+        if num_tokens > mixed_shapes.max_graph_tokens:
             self.mixed.add(num_tokens, None)
             return None
-        wanted = self._mixed.pad(num_rows, num_tokens, kv_len, part)
+        wanted = mixed_shapes.pad(num_rows, num_tokens, kv_len, part)
         usable = sorted(
             (
                 key
                 for key in self._captured
-                if key.part is part and self._mixed.serves(key, num_rows, num_tokens, kv_len)
+                if key.part is part and mixed_shapes.serves(key, num_rows, num_tokens, kv_len)
             ),
             key=lambda key: (key.num_tokens, key.num_rows, key.kv_tokens),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from quire.protos.wire import Frame, Submit
@@ -18,8 +18,12 @@ class FaultyReplica(Replica):
     """A replica to which faults happen."""
 
     engine_class = FaultyEngine
+    _engine: FaultyEngine
 
-    async def __init__(self, engine_args: dict[str, Any], heartbeat_ms: int):
+    # Ray awaits it.
+    async def __init__(  # type: ignore[misc]
+        self, engine_args: dict[str, Any], heartbeat_ms: int
+    ):
         logger.warning("fault_injection is on: requests can bring this process down")
         await super().__init__(engine_args, heartbeat_ms)
 
@@ -29,7 +33,7 @@ class FaultyReplica(Replica):
             self._engine.faults.arm(fault)
         return await super().generate(submit, route=route)
 
-    async def _frames(self, router_id: str) -> AsyncIterator[bytes]:
+    async def _frames(self, router_id: str) -> AsyncGenerator[bytes, None]:
         before = b""
         async for data in super()._frames(router_id):
             fault = self._engine.faults.of_frame(router_id, Frame.decode(data))

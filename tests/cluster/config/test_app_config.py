@@ -21,17 +21,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from quire.cluster.config import serve_config
-from quire.cluster.config.app_config import (
-    AppConfig,
-    AutoscalingArgs,
-    ConfigError,
-    EngineArgs,
-    ReplicaResources,
-    RouterArgs,
-    RouterResources,
-    did_you_mean,
-)
+from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.config_problems import ConfigError, did_you_mean
 from quire.cluster.config.default_config import default_config
+from quire.cluster.config.engine_section import EngineArgs
+from quire.cluster.config.router_section import RouterArgs
+from quire.cluster.config.scaling_sections import AutoscalingArgs, ReplicaResources, RouterResources
 from quire.cluster.grpc import grpc_servicers
 from quire.cluster.proxies.ray_settings import (
     DEPLOYMENT_VARIABLES,
@@ -39,6 +34,7 @@ from quire.cluster.proxies.ray_settings import (
     SERVE_DEFAULTS,
 )
 from quire.replica.config import EngineArgs as ReplicaEngineArgs
+from quire.replica.config import EngineOptions, SizingError, check_args
 
 ROOT = Path(__file__).parents[3]
 CLUSTER_YAML = (ROOT / "cluster.yaml").read_text()
@@ -126,14 +122,55 @@ def test_a_unit_in_the_name_is_the_unit_of_the_description(model: type[BaseModel
             assert word in model.model_fields[name].description
 
 
-NOT_THE_ENGINES = ("heartbeat_ms", "fault_injection")  # but of the actor, or of which actor
-
-
-def test_engine_arguments_agree_with_the_replicas():
-    theirs = {f.name: f.default for f in dataclasses.fields(ReplicaEngineArgs)}
-    mine = {n: f.default for n, f in EngineArgs.model_fields.items() if n not in NOT_THE_ENGINES}
+def test_the_engine_section_has_every_option_of_the_engine_and_those_of_its_actor():
+    theirs = {f.name: f.default for f in dataclasses.fields(EngineOptions)}
+    mine = {name: f.default for name, f in EngineArgs.model_fields.items()}
+    assert mine == theirs | {"fault_injection": False, "heartbeat_ms": 100}
     app = {n: AppConfig.model_fields[n].default for n in ("model", "revision", "device", "dtype")}
-    assert mine | app == theirs
+    whole = {f.name: f.default for f in dataclasses.fields(ReplicaEngineArgs)}
+    assert theirs | app == whole
+    assert AppConfig().engine.engine_options() == theirs
+
+
+def out_of_bounds() -> Iterator[tuple[str, Any]]:
+    """Each option of the engine with values beyond its bounds, from the declaration."""
+    for field in dataclasses.fields(EngineOptions):
+        for kind, step in (("ge", -1), ("gt", 0), ("le", 1), ("lt", 0)):
+            if kind in field.metadata:
+                yield field.name, field.metadata[kind] + step
+        yield field.name, "no such choice"
+        yield field.name, float("nan")
+
+
+@pytest.mark.parametrize(("name", "value"), list(out_of_bounds()))
+def test_yaml_and_the_engine_refuse_the_same_values(name: str, value: Any):
+    assert f"got {value!r}" in problems_of({"engine": {name: value}})[f"engine.{name}"]
+    with pytest.raises(SizingError, match=f"^{name} must be .*got {re.escape(repr(value))}$"):
+        check_args(ReplicaEngineArgs(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"block_size": 48}, "must be a power of two from 8 to 256, got 48"),
+        (
+            {"safety_margin": 0.4, "resume_margin": 0.3},
+            "resume_margin (0.3) must be at least safety_margin (0.4)",
+        ),
+        (
+            {"num_blocks": 9, "kv_cache_gib": 2.0},
+            "num_blocks (9) and kv_cache_gib (2.0) both set the size of the KV cache; give one of them",
+        ),
+    ],
+)
+def test_yaml_and_the_engine_refuse_the_same_combinations(args: dict[str, Any], message: str):
+    assert message in problems_of({"engine": args}).values()
+    with pytest.raises(SizingError, match=re.escape(message)):
+        check_args(ReplicaEngineArgs(**args))
+
+
+def test_the_defaults_are_within_their_bounds():
+    check_args(ReplicaEngineArgs())
 
 
 def test_defaults_serve_the_embedded_model_on_two_replicas():

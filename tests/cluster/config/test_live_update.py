@@ -9,13 +9,16 @@ import pytest
 import yaml
 
 from quire.cluster.config import serve_config
-from quire.cluster.config.app_config import AppConfig, ConfigError, EngineArgs, RouterArgs
+from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.config_problems import ConfigError
+from quire.cluster.config.engine_section import EngineArgs
 from quire.cluster.config.live_update import (
     ENGINE_FIELDS,
     ROUTER_FIELDS,
     engine_section,
     router_section,
 )
+from quire.cluster.config.router_section import RouterArgs
 
 CONFIG = yaml.safe_load((Path(__file__).parents[3] / "cluster.yaml").read_text())
 

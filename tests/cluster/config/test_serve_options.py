@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from quire.cluster.config import serve_config, serve_options
-from quire.cluster.config.app_config import ConfigError
+from quire.cluster.config.config_problems import ConfigError
 from quire.cluster.config.default_config import default_config, to_yaml
 
 ROOT = Path(__file__).parents[3]

@@ -1,7 +1,7 @@
 """The gRPC front end, through a real channel, called as Ray Serve calls it.
 
-The methods get Serve's own context. What they set on it reaches the client at the end of the call
-(`direct`: behind HAProxy) or with each message (`proxy`: behind Ray's own proxy).
+The methods get Serve's own context. Its code, details and metadata reach the client at the end of the call (`direct`:
+behind HAProxy) or with each message (`proxy`: behind Ray's own proxy).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STREAMING = ("Generate", "WatchCache", "Watch")
 class Servicer:
     """Calls a `GrpcApi` as Serve does (ray.serve._private, `replica.py` and `proxy.py`)."""
 
-    List = None  # of newer health protos; not served
+    List = None  # in newer health protos; not served
 
     def __init__(self, api: GrpcApi, mode: str):
         for name in UNARY:
@@ -445,7 +445,7 @@ def test_errors_have_their_status(service, mode: str) -> None:
         errors = await both(request())
         assert {e.code() for e in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert {e.details() for e in errors} == {"the queue is full"}
-        # Of a stream that fails with its first message Serve's proxy loses the metadata.
+        # If a stream fails with its first message, Serve's proxy loses the metadata.
         for error in errors if mode == "direct" else errors[:1]:
             assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "250"
 
@@ -483,7 +483,7 @@ def test_an_answer_that_was_cut_off_does_not_look_complete(service, mode, cause)
 
 
 # --------------------------------------------------------------------------------------------------
-# Clients that leave
+# Clients that disconnect
 # --------------------------------------------------------------------------------------------------
 
 
@@ -604,7 +604,7 @@ def test_watchers_are_bounded_for_a_client_and_for_all(service, method: str) -> 
         async with serving(service, "direct", watchers=watchers) as clients:
 
             def watch(client: str) -> Any:
-                # The first address is what a client says of itself; the proxy adds the last one.
+                # The first address comes from the client; the proxy appends the last one.
                 metadata = [("x-forwarded-for", "1.2.3.4"), ("x-forwarded-for", client)]
                 if method == "WatchCache":
                     return clients.control.WatchCache(
@@ -623,7 +623,7 @@ def test_watchers_are_bounded_for_a_client_and_for_all(service, method: str) -> 
             assert "2 streams" in (text := await refused("a"))
             assert "router.max_watchers_per_client is 2" in text
             assert "router.max_watchers is 5" in await refused("d")
-            # Other calls are served, and an end makes room.
+            # Other calls are served, and the end of a stream makes room for another.
             await clients.generation.GenerateOnce(request())
             opened[0].cancel()
             await until(lambda: watchers.num_open == 4)
@@ -700,7 +700,7 @@ def test_every_rpc_of_the_protos_has_its_method() -> None:
     assert methods - {"List"} == {
         *UNARY,
         *STREAMING,
-    }  # List is newer than the oldest grpcio we take
+    }  # List is newer than the oldest supported grpcio
     assert all(callable(getattr(GrpcApi, name, None)) for name in methods - {"List"})
 
 
@@ -727,7 +727,7 @@ def test_large_requests_are_refused_before_they_are_parsed(service, mode: str, n
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, error
             assert "the request must have at most" in error.details()
 
-    # gRPC's own bound is 4 MiB unless Serve sets another.
+    # gRPC's default limit is 4 MiB; Serve may set another.
     options = [("grpc.max_receive_message_length", 32 << 20)]
     run(service, mode, body, options)
     assert service.requests == []

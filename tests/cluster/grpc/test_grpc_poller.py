@@ -1,4 +1,4 @@
-"""grpcio's thread gets the policy that lets the event loop go on, and no other thread does."""
+"""grpcio's polling thread gets SCHED_BATCH, and no other thread does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def policies() -> dict[str, int]:
-    """By the name of the thread."""
+    """Scheduling policies by the name of the thread."""
     return {t.name: os.sched_getscheduler(t.native_id) for t in threading.enumerate()}
 
 
@@ -31,7 +31,7 @@ def test_the_poller_of_a_real_server_waits_for_its_turn_and_the_event_loop_does_
         return found
 
     first, again, found = asyncio.run(run())
-    assert first >= 1  # if grpcio names its thread otherwise, nothing is gained any more
+    assert first >= 1  # fails if grpcio renames its thread: the policy would then have no effect
     assert again == first
     pollers = {name: policy for name, policy in found.items() if "_poll_wrapper" in name}
     assert set(pollers.values()) == {os.SCHED_BATCH}

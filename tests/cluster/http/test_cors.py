@@ -1,4 +1,4 @@
-"""Browsers' rules for pages of other origins: a preflight is answered if the origin is configured, and only then."""
+"""CORS: a preflight is answered only if its origin is configured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from live_app import serving
 
 from quire.cluster.api_common.front_end import EXPLAIN_HEADERS, explain_headers
-from quire.cluster.config.app_config import AppConfig, ConfigError
+from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.config_problems import ConfigError
 from quire.protos.errors import Overloaded
 from quire.router.types import Explain
 

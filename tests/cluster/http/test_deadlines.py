@@ -1,4 +1,4 @@
-"""How long a client waits reaches the router, by whichever way it was said."""
+"""A client's timeout reaches the router from the header and from the body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP front end, through real sockets and the clients that people use."""
+"""The HTTP front end, through real sockets and popular clients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MESSAGES = [{"role": "user", "content": "hello there"}]
 
 @pytest.fixture(scope="module")
 def app() -> tuple[FastAPI, dict[str, object]]:
-    """One application for all tests, and the place of the service that it calls."""
+    """One application for all tests, and the service that it calls."""
     current: dict[str, object] = {}
     built = build_app(
         lambda: current["service"], max_body_bytes=MAX_BODY_BYTES, echo_request_id=True
@@ -79,7 +79,7 @@ def client(base_url: str) -> openai.OpenAI:
 
 
 def data_of(event: str) -> str:
-    """What an event's client sees of it: there is nothing else."""
+    """The data that a client sees of an event; the event has nothing else."""
     (data,) = event.splitlines()
     assert data.startswith("data: ")
     return data.removeprefix("data: ")
@@ -160,7 +160,7 @@ def test_every_chunk_has_the_usage_so_far_when_asked_for(http: httpx.Client) -> 
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("num_choices", [1, 2])
 def test_what_ends_a_stream_is_sent_with_its_last_token(app, service, num_tokens, num_choices):
-    """Each message passes a dozen layers on its way to the socket."""
+    """A stream sends few messages, because each passes a dozen layers on its way to the socket."""
     body = {"prompt": "hello", "max_tokens": num_tokens, "n": num_choices, "stream": True}
     unread = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     sent: list[dict] = []
@@ -701,7 +701,7 @@ REFUSED = [
         "unsupported_field",
         "messages[0].tool_calls",
     ),
-    # What Python's own protocols look for in an object is a field like any other.
+    # Names that Python looks up in objects are ordinary fields in a body.
     *(
         (
             CHAT,
@@ -875,7 +875,7 @@ def test_failure_in_a_stream_is_its_last_event(client, http, service, failure) -
     )
     with pytest.raises(openai.APIError):
         list(client.completions.create(model="acme/tiny", **body))
-    assert all(stream.closed.is_set() for stream in service.streams)
+    assert all(stream.closed.wait(10) for stream in service.streams)
 
 
 def test_failure_of_a_whole_answer_has_its_status(http: httpx.Client, service) -> None:
@@ -987,7 +987,7 @@ def test_headers_say_why_this_replica(http: httpx.Client) -> None:
     }
     attempts = {"x-quire-attempts": "1"}
     assert {k: v for k, v in whole.items() if k.startswith("x-quire")} == decided | attempts
-    # Headers go out with the first token; the request may still move.
+    # Headers are sent with the first token, when the request may still continue on another replica.
     assert {k: v for k, v in stream.items() if k.startswith("x-quire")} == decided
 
 
@@ -1061,12 +1061,12 @@ def test_documentation_knows_every_field(http: httpx.Client) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Clients that leave
+# Clients that disconnect
 # --------------------------------------------------------------------------------------------------
 
 
 def _leave(base_url: str, body: dict, bytes_to_read: int) -> None:
-    """Send a request, read so many bytes, close the socket."""
+    """Send a request, read some bytes, close the socket."""
     host, port = base_url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
@@ -1112,7 +1112,7 @@ def test_finished_streams_are_closed(http: httpx.Client, service) -> None:
 
 
 def test_first_token_does_not_wait_for_the_second(http: httpx.Client, service) -> None:
-    """Which is not made before the client has the first one."""
+    """The service makes the second token only after the client has read the first one."""
     service.goes_on.clear()
     body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "seed": 1}
     with http.stream("POST", CHAT, json=body) as response:

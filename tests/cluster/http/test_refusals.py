@@ -1,4 +1,4 @@
-"""Every refusal says in a sentence what is not served, then the field, what it may be and what it was."""
+"""Every refusal names what is not supported, the field, its allowed values and the value that it had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams as clients read them: real bytes from a socket, through readers that follow the rules of well-known ones."""
+"""Streams as clients read them: bytes from a socket, through readers with the rules of well-known clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMENT = b": keep-alive\n\n"
 def pieces_of(
     client: httpx.Client, path: str, headers: dict[str, str] | None = None, **fields: Any
 ) -> list[bytes]:
-    """The body as it came."""
+    """The body as received."""
     body = {**BODIES[path], **fields}
     with client.stream("POST", path, json=body, headers=headers) as response:
         assert response.status_code == 200, response.read()
@@ -39,7 +39,7 @@ def whole_text(client: httpx.Client, path: str) -> str:
 
 
 def with_comments(pieces: list[bytes]) -> list[bytes]:
-    """As a gateway sends them that keeps the connection alive: between events."""
+    """Insert comments between events, like a gateway that keeps the connection alive."""
     return [b"".join(pieces).replace(b"\n\n", b"\n\n" + COMMENT)]
 
 
@@ -71,7 +71,7 @@ def test_ids_come_when_they_are_asked_for(service, path, way):
     *events, done, end = b"".join(pieces).split(b"\n\n")
     assert (done, end) == (b"data: [DONE]", b"")
     assert all(event.startswith(b"id: q1.") and b"\ndata: {" in event for event in events)
-    # What made ids an option: these readers fail on them, and openai-python's on a comment behind one.
+    # Why ids are optional: these readers fail on them, and openai-python fails on a comment after one.
     for name in ("vllm_bench", "sglang_bench", "llmperf", "dify"):
         with pytest.raises(Unreadable):
             READERS[name](pieces)

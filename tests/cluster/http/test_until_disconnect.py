@@ -1,4 +1,4 @@
-"""A request over HTTP ends when its client leaves, and for no other reason that is not its own."""
+"""A request over HTTP ends when its client disconnects, and not because of anything else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.cluster.http.http_generation import _until_disconnect
 
 
 class Client:
-    """What the server hears of it."""
+    """The messages that the server receives from the client."""
 
     def __init__(self) -> None:
         self._left = asyncio.Event()
@@ -27,7 +27,7 @@ class Client:
 
 
 class Work:
-    """Runs until it may end, and notes how it did."""
+    """Work that runs until it is released, and records how it ended."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.may_end = asyncio.Event()
@@ -42,7 +42,7 @@ class Work:
             self.ended = "done"
         except asyncio.CancelledError:
             self.ended = "cancelled"
-            await asyncio.sleep(0)  # ending takes it a while
+            await asyncio.sleep(0)  # its end takes some time
             raise
 
 
@@ -52,7 +52,7 @@ async def settle() -> None:
 
 
 async def started(client: Client, work: Work) -> asyncio.Task[None]:
-    """The work, on its way."""
+    """Start the work."""
     task = asyncio.create_task(_until_disconnect(client.receive, work.run()))
     await settle()
     return task

@@ -1,4 +1,4 @@
-"""Decode attention: right against the reference, and the same bits however the work is cut."""
+"""Decode attention: correct by the reference, with the same bits for every division of the work."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_bits_do_not_depend_on_batch_grid_order_or_slots(paged_batch, dtype, loc
     for other in (
         dict(num_programs=1),
         dict(num_programs=7, permute=1),
-        dict(max_slots=1),  # no row is split: one program walks each
+        dict(max_slots=1),  # no row is split: one program computes each
         dict(max_slots=6, permute=2),
         dict(config=replace(CONFIG, merge_unroll=5)),
         dict(share_prefixes=not local),
@@ -133,7 +133,7 @@ def test_bits_do_not_depend_on_batch_grid_order_or_slots(paged_batch, dtype, loc
 
 @pytest.mark.parametrize("num_splits", [1, 3, 4, 9, 10, 17])
 def test_a_long_row_is_merged_by_runs_of_splits_in_order(paged_batch, close, num_splits):
-    """The result of a run takes the slot of its first split; the row's is that of the runs."""
+    """The merge stores a run's result in the slot of its first split, and merges these for the row."""
     batch = paged_batch([1, 1], [32 * num_splits, 40], 2, 1, 64, 16, torch.float32)
     ws = workspace_for(batch)
     plan = plan_for(batch, ws)
@@ -168,7 +168,7 @@ def merge_results(a, b):
 
 
 def share(batch, tree):
-    """Rows take their first blocks from others: (row, whose, blocks) in turn; the content they had is gone."""
+    """Replace first blocks of rows by other rows' blocks, in order: (row, other row, number of blocks)."""
     for row, leader, blocks in tree:
         batch.tables[row, :blocks] = batch.tables[leader, :blocks]
 
@@ -218,9 +218,9 @@ def test_shared_prefixes_give_the_same_bits(paged_batch, close, data):
 
 
 def test_a_shared_split_is_read_once_for_as_many_rows_as_fill_a_tile(paged_batch):
-    # 4 heads a KV head: 4 rows fill the 16-row tile.
+    # 4 query heads for each KV head: 4 rows fill the 16-row tile.
     batch = paged_batch([1] * 7, [130, 140, 100, 90, 200, 170, 65], 8, 2, 64, 16, torch.bfloat16)
-    # Splits of two blocks. All but row 6 share the first; rows 1, 4, 5 the second, rows 4, 5 two more.
+    # Splits have two blocks. All rows except 6 share the first split; rows 1, 4, 5 the second, rows 4, 5 two more.
     share(batch, [(r, 0, 2) for r in range(1, 6)] + [(4, 1, 4), (5, 4, 8)])
     ws = workspace_for(batch, share_prefixes=True, max_slots=64)
     plan_for(batch, ws)

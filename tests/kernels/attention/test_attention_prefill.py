@@ -1,4 +1,4 @@
-"""Prefill attention: right against the reference, and the same bits however a prompt is cut into chunks."""
+"""Prefill attention: correct by the reference, with the same bits for every division of a prompt into chunks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_matches_the_reference_at_any_shape(paged_batch, close, data):
 
 
 def cut(batch, boundaries):
-    """Row 0 in chunks: one batch for each, over the same cache."""
+    """Row 0 in chunks: one batch for each chunk, over the same cache."""
     start = int(batch.kv_len[0]) - len(batch.q)
     for low, high in zip([0, *boundaries], [*boundaries, len(batch.q)], strict=True):
         yield replace(
@@ -153,7 +153,7 @@ def test_plan_covers_every_query_once(q_lens, group, least):
         if q_len >= least
         for first in range(0, q_len, step)
     ]
-    # Within a row the tile with most keys comes first.
+    # Within a row the tile with the most keys comes first.
     assert tiles == sorted(tiles, key=lambda tile: (tile[0], -tile[1]))
 
 

@@ -1,4 +1,4 @@
-"""Slots of decode attention: every split of what a cache can hold has one, and no more than that is kept."""
+"""Slots of decode attention: enough for every split of a full cache, and not more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def splits_of(length, window=None, chunk=None):
     reads=st.integers(1, SHARED_READS),
 )
 def test_every_split_of_rows_that_fit_the_cache_has_a_slot(lengths, spare, reads):
-    """Even if each block is read by SHARED_READS rows."""
+    """There are enough slots even if SHARED_READS rows read each block."""
     cache_tokens = max(-(-sum(lengths) // reads), max(lengths)) + spare
     kinds = [dict(share_prefixes=reads > 1)]
     kinds += [] if reads > 1 else [dict(window=1000), dict(window=257), dict(chunk=8192)]
@@ -48,13 +48,13 @@ def test_short_rows_and_windows_bound_the_slots():
 
 
 def test_slots_cost_little_of_the_cache():
-    kv_bytes = 32 * 8 * 128 * 2 * 2  # Llama 3.1 8B, a token
+    kv_bytes = 32 * 8 * 128 * 2 * 2  # bytes per token of Llama 3.1 8B
     assert partial_bytes_per_token(32, 128, share_prefixes=True) < kv_bytes / 200
 
 
 @pytest.mark.parametrize("share_prefixes", [False, True])
 def test_long_rows_of_a_full_cache_are_split(share_prefixes):
-    """What `PagedAttention` allocates, by the planner's own list."""
+    """The memory that `PagedAttention` allocates has the size that sizing counts."""
     from quire.kernels.attention.paged_attention import PagedAttention
     from quire.kernels.compile.interpreter import kernel_device
 

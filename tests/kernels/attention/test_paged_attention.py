@@ -1,4 +1,4 @@
-"""One attention for both devices: against the reference, and under a model of transformers."""
+"""`PagedAttention` on both devices: against the reference, and in a transformers model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_buffers_are_all_the_memory_that_outlives_a_call(uniform):
         k_cache, 4, max_rows=3, share_prefixes=True, uniform=uniform, backend="triton"
     )
     held = attention.buffers()
-    assert bool(held) != uniform  # rows of one token have a kernel of their own
+    assert bool(held) != uniform  # rows with one token are computed by the decode kernel
     workspace = vars(attention)["_workspace"]
     for name, tensor in held.items():
         owner = workspace if hasattr(workspace, name) else workspace.shared
@@ -58,7 +58,7 @@ def test_uniform_attention_gives_a_decode_the_bits_of_a_prefill(paged_batch, dty
         return attention(part.q, part.k, part.v, part.scale, plan), plan.prefill.config
 
     together, high = attend(batch)
-    for row in range(3):  # its last token alone
+    for row in range(3):  # only its last token
         part = batch.rows([row])
         part.q, part.cu_q = part.q[-1:], torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
         alone, low = attend(part)
@@ -90,7 +90,7 @@ for entry in compile_attention._attention("sm_90", torch.bfloat16, 128):
 
 
 def test_both_heights_of_uniform_attention_use_the_same_instructions(tmp_path):
-    """The interpreter cannot see it: on a device equal bits need the same instructions."""
+    """On a device equal bits need the same instructions, which the interpreter cannot show."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run(
@@ -121,7 +121,7 @@ def test_decodes_and_chunks_in_one_batch_match_the_reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_begin_alike_read_their_blocks_together(paged_batch, dtype):
-    """With the kernels' own configuration: splits of 256 tokens. Row 2 is prefilled, row 3 shares nothing."""
+    """With the default configuration: splits of 256 tokens. Row 2 is prefilled, row 3 shares nothing."""
     batch = paged_batch([1, 1, 3, 1, 1], [530, 600, 540, 300, 270], 4, 2, 64, 32, dtype, shared=16)
     batch.tables[3] = batch.tables[3].flip(0).roll(10)
     batch.tables[3, :10] = torch.arange(10)
@@ -196,6 +196,9 @@ def test_a_model_gives_the_same_logits_on_both_paths(checkpoint):
         max_running_requests=4,
         max_waiting_requests=4,
         safety_margin=0.2,
+        scheduler="fifo",
+        max_prefill_ms=None,
+        resume_margin=0.0,
         prefix_caching=False,
         deterministic=False,
         num_threads=1,

@@ -1,8 +1,8 @@
-"""Offline compilation: the committed table is complete and sound, and this machine's compiler still agrees with it.
+"""Offline compilation: the committed table is complete and valid, and this machine's compiler agrees with it.
 
-All of it: `make kernels-table` (five minutes on one core). Here is a representative part, compiled anew: attention
-at head size 128 for every architecture, what most often breaks on Hopper, and there one configuration of each
-other kernel.
+`make kernels-table` compiles all entries (five minutes on one core). These tests compile a representative part:
+attention at head size 128 for every architecture, the entries on Hopper that break most often, and one configuration
+of each other kernel there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def table():
 
 def test_table_covers_every_configuration(table):
     names = {entry.name for entry in compile_table.entries()}
-    assert {"3.6", "3.9"} <= set(table)  # the oldest and the newest version that we allow
+    assert {"3.6", "3.9"} <= set(table)  # the oldest and the newest supported version
     for minor, records in table.items():
         assert set(records) == names, minor
 

@@ -1,4 +1,4 @@
-"""The interpreter's repairs: bfloat16 as GPUs and torch round it, scalars as Python numbers."""
+"""Repairs of the interpreter: bfloat16 is rounded as on GPUs and in torch, and scalars convert to Python numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _product_kernel(out_ptr, x_ptr, steps, SIZE: tl.constexpr):
     at = lane[:, None] * SIZE + lane[None, :]
     x = tl.load(x_ptr + at)
     acc = tl.zeros([SIZE, SIZE], tl.float32)
-    for _ in range(steps):  # a scalar of the device as a bound
+    for _ in range(steps):  # a device scalar as a loop bound
         acc = tl.dot(x, x, acc)
     tl.store(out_ptr + at, acc.to(tl.bfloat16))
 
@@ -40,5 +40,5 @@ def test_bfloat16_products_are_of_the_values(steps):
     x = torch.randint(-4, 5, (16, 16), generator=generator).bfloat16().to(DEVICE)
     out = torch.empty_like(x)
     _product_kernel[(1,)](out, x, steps, SIZE=16)
-    # Whole numbers below 2^24: every sum is exact, so only the last rounding is left.
+    # Integers below 2^24: every sum is exact, so only the last rounding remains.
     assert torch.equal(out, (steps * (x.float() @ x.float())).bfloat16())

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU, both implementations: right against the reference, and the same bits in any batch."""
+"""Both implementations of attention on the CPU: correct by the reference, with the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ both_backends = pytest.mark.parametrize(
 
 
 class Batch:
-    """Random ragged rows over a permuted, elsewhere NaN, paged cache laid out as the pool's."""
+    """Random ragged rows over a permuted paged cache in the pool's layout; slots without a key contain NaN."""
 
     def __init__(self, rows, heads, kv_heads, head_dim, block_size, dtype=torch.float32, seed=0):
         rng = np.random.default_rng(seed)
@@ -54,7 +54,7 @@ class Batch:
         self.scale = head_dim**-0.5
 
     def run(self, rows=slice(None), function=paged_attention, **options):
-        """Attention of some of the rows by themselves."""
+        """Attention of some of the rows alone."""
         index = np.arange(len(self.kv_len))[rows]
         tokens = [np.arange(self.cu_q[i], self.cu_q[i + 1]) for i in index]
         cu_q = np.concatenate([[0], np.cumsum([len(t) for t in tokens])]).astype(int)
@@ -99,7 +99,7 @@ def test_half_precision_pages_are_summed_in_float32(backend, dtype, tolerance):
     out = batch.run(backend=backend)
     assert out.dtype == dtype
     expected = batch.run(function=reference.paged_attention)
-    # The output's own rounding separates them, and that of the weights where pairs of bfloat16 are multiplied.
+    # They differ by the rounding of the output, and of the weights where pairs of bfloat16 are multiplied.
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -243,7 +243,7 @@ def test_misfits_are_refused_by_name():
         ((batch.q.bfloat16(), *good[1:]), "k_cache is"),
         (
             (batch.q, batch.k.transpose(1, 2).contiguous().transpose(1, 2), batch.v),
-            "k_cache: pages",
+            "k_cache: heads of a block",
         ),
     ]
     for arguments, message in cases:

@@ -1,4 +1,4 @@
-"""The compiled attention: how the work is cut changes no bit, whatever the dtype, and bad arguments never reach C."""
+"""Native attention: the division of the work changes no bit in any dtype, and bad arguments never reach C."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 class Batch:
-    """Random ragged rows; pages lie in any order in a pool that holds NaN where no token is."""
+    """Random ragged rows; blocks are in random order in a pool that contains NaN in slots without a token."""
 
     def __init__(self, rows, heads, kv_heads, head_dim, block_size, dtype, seed=0):
         rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ class Batch:
         shape = (len(blocks), 2, 2, kv_heads, block_size, head_dim)
         pool = torch.full(shape, float("nan"), dtype=dtype)
         self.k, self.v = pool[:, 1, 0], pool[:, 1, 1]
-        # Entries that hold no key are ignored: an id far outside the pool would crash.
+        # Entries without a key must be ignored: a read at an id far outside the pool would crash.
         self.tables = np.full((len(rows), max(counts, default=0) + 1), 1 << 40)
         start = 0
         for row, (count, (_, kv)) in enumerate(zip(counts, rows, strict=True)):
@@ -86,7 +86,7 @@ class Batch:
         return out
 
     def expected(self, **options):
-        """The reference, on tables without the wild entries."""
+        """The reference, with tables without the invalid entries."""
         tables = np.where(self.tables < len(self.k), self.tables, 0)
         arrays = (torch.tensor(x) for x in (tables, self.cu_q, self.kv_len))
         scale = self.q.shape[-1] ** -0.5
@@ -94,7 +94,7 @@ class Batch:
 
 
 def available_isas():
-    """Empty without the library: the module is collected all the same, and its tests fail."""
+    """Instruction sets to test; empty without the library, so that the module can be collected and its tests fail."""
     library = native_library.load()
     return () if library is None else library.isas
 
@@ -179,7 +179,7 @@ def test_tiles_are_tall_only_where_every_thread_still_has_enough(monkeypatch):
 
 
 def share_prefixes(batch, shared):
-    """Each row's first blocks become those of the row before it, as many as `shared` says."""
+    """Replace the first `shared` blocks of each row by those of the previous row."""
     for row, count in enumerate(shared, 1):
         batch.tables[row, :count] = batch.tables[row - 1, :count]
 
@@ -214,7 +214,7 @@ def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(
     if isa not in available_isas():
         isa = None
     batch = Batch(rows, *heads, head_dim, 32, dtype)
-    # Whole blocks that both rows have written.
+    # Only whole blocks that both rows have written.
     full = [(kv - q) // 32 for q, kv in rows]
     share_prefixes(batch, [min(n, *full[i : i + 2]) for i, n in enumerate(shared[: len(rows) - 1])])
     options = dict(options, sinks=torch.linspace(-1, 1, heads[0]) if with_sinks else None, isa=isa)
@@ -235,7 +235,7 @@ def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(
 def test_a_shared_prefix_is_read_once_for_all_its_rows(monkeypatch):
     lengths = [300, 290, 700, 1100, 1100, 1090, 500, 64]
     batch = Batch([(1, kv) for kv in lengths], 4, 2, 64, 32, torch.float32)
-    # Rows 0 to 2 share 9 blocks at most, 3 to 5 the most of 1024 tokens; the rest nothing.
+    # Rows 0 to 2 share at most 9 blocks, rows 3 to 5 most of 1024 tokens, the other rows nothing.
     share_prefixes(batch, [9, 8, 0, 32, 32, 0, 0])
 
     def plan(threads=1, **span):
@@ -250,8 +250,8 @@ def test_a_shared_prefix_is_read_once_for_all_its_rows(monkeypatch):
     # 8 rows x 2 heads are 16 items; with two threads 8 are wanted, so that two tiles may be one.
     assert sorted(trunks(plan(threads=2))) == [(256, 2, 2), (1024, 2, 2)]
     assert trunks(plan(threads=4)) == []
-    assert trunks(plan(window=64)) == []  # keys begin at another position in every row
-    order = np.argsort(np.array([3, 0, 6, 1, 4, 7, 2, 5]))  # wherever the rows stand
+    assert trunks(plan(window=64)) == []  # the first key differs between the rows
+    order = np.argsort(np.array([3, 0, 6, 1, 4, 7, 2, 5]))  # for any order of the rows
     batch.kv_len, batch.tables = batch.kv_len[order], batch.tables[order]
     assert sorted(trunks(plan())) == [(256, 3, 3), (1024, 3, 3)]
 
@@ -298,7 +298,7 @@ def test_split_tiles_keep_their_partial_results_apart_in_any_order_of_the_units(
         used[first : first + splits * tokens * 6] += 1
     assert (used == 1).all()
 
-    # What threads may do to each other, without their luck: one thread, the units in another order.
+    # Simulates every order in which threads may finish: one thread, with the units in another order.
     for order in itertools.islice(itertools.permutations(range(len(plan.units))), 0, None, 50):
         plan.partials.fill(np.nan)
         other = dataclasses.replace(plan, units=plan.units[list(order)], num_threads=1)
@@ -312,7 +312,7 @@ def test_long_rows_are_split_only_where_threads_would_idle_and_memory_allows(mon
     def units(threads, rows=1):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         cu_q = np.arange(2 * rows + 1)
-        # Other blocks in every row: shared ones would be read together.
+        # Each row has its own blocks: shared ones would be read together.
         tables = np.concatenate([(batch.tables + row) % len(batch.k) for row in range(rows)])
         arrays = (cu_q, np.tile(batch.kv_len, rows), tables)
         plan = plan_attention(*arrays, batch.k, 4, backend="native")
@@ -342,7 +342,7 @@ def test_long_rows_are_split_only_where_threads_would_idle_and_memory_allows(mon
 def test_heads_that_are_read_together_have_the_bits_of_heads_alone(
     rows, heads, head_dim, block_size, isa, options, with_sinks, threads
 ):
-    """A row of a prompt beside them, and every thread takes head by head."""
+    """With a prompt in the batch, every thread takes one head at a time."""
     if isa not in available_isas():
         isa = None
     batch = Batch([*rows, (30, 40)], *heads, head_dim, block_size, torch.bfloat16)
@@ -385,8 +385,8 @@ def test_threads_take_as_many_heads_together_as_leave_them_enough_to_share():
     assert heads_of(decode[:3]) == 2  # 3 rows of 4 pairs of heads
     assert heads_of(decode[:1]) == 4  # one row: half of it for each
     assert heads_of(decode[:1], threads=1) == 8
-    assert heads_of(decode, kv_heads=20, threads=1) == 10  # not more than there is room for
-    assert heads_of([*decode, (30, 40)]) == 1  # a prompt's keys are packed, head by head
+    assert heads_of(decode, kv_heads=20, threads=1) == 10  # not more than fit the memory
+    assert heads_of([*decode, (30, 40)]) == 1  # a prompt's keys are packed, one head at a time
     assert heads_of(decode, torch.float32) == 1
 
 
@@ -418,7 +418,7 @@ def test_a_query_without_keys_gives_zeros():
 
 
 class Decoding:
-    """The last steps of a batch whose rows decode, each step planned after the one before."""
+    """The last steps of a decoding batch, each planned from the previous plan."""
 
     def __init__(self, lengths, heads=(6, 2), dtype=torch.bfloat16, steps=8):
         self.batch = Batch([(1, kv) for kv in lengths], *heads, 64, 32, dtype)
@@ -503,7 +503,7 @@ def test_a_plan_does_not_go_on_to_another_step():
     kv_len, tables = batch.kv_len, batch.tables
     assert before.following(batch.cu_q, kv_len, tables) is not None
     others = tables.copy()
-    others[0, 7] = others[0, 6]  # in the trunk of its rows
+    others[0, 7] = others[0, 6]  # in the trunk of these rows
     for name, arguments in {
         "the same step": (batch.cu_q, kv_len - 1, tables),
         "one row waited": (batch.cu_q, kv_len - [0, 1, 0], tables),
@@ -517,13 +517,13 @@ def test_a_plan_does_not_go_on_to_another_step():
         assert decoding.plan(0, **span).following(batch.cu_q, kv_len, tables) is None
     prompt = decoding.plan(0, cu_q=np.array([0, 2, 3, 4]))
     assert prompt.following(np.array([0, 2, 3, 4]), kv_len, tables) is None
-    split = Decoding([300, 513], steps=2)  # the second row begins another
+    split = Decoding([300, 513], steps=2)  # the second row begins a new split
     batch = split.batch
     assert split.plan(0).following(batch.cu_q, batch.kv_len, batch.tables) is None
 
 
 def test_a_plan_that_goes_on_checks_the_blocks_it_will_read():
-    decoding = Decoding([65, 40], steps=2)  # the first row begins a block
+    decoding = Decoding([65, 40], steps=2)  # the first row begins a new block
     batch = decoding.batch
     for row, column in ((0, 2), (1, 0)):
         before = decoding.plan(0)
@@ -532,7 +532,7 @@ def test_a_plan_that_goes_on_checks_the_blocks_it_will_read():
             decoding.plan(1, before)
         batch.tables[row, column] = good
     batch.tables[0, 2] = 1 << 40
-    before = decoding.plan(0)  # does not read it yet; and the table does not change any more
+    before = decoding.plan(0)  # the entry is not read yet, and the table does not change afterwards
     with pytest.raises(ValueError, match="row 0, column 2 must be between 0 and"):
         decoding.plan(1, before)
 
@@ -590,9 +590,9 @@ def test_python_and_c_agree_on_the_arguments():
 
 @pytest.mark.parametrize("isa", range(len(native_library.ISAS)))
 def test_weights_are_exact_to_one_unit_in_the_last_place(isa):
-    """2^x as the softmax computes it: against float64 on every 997th float, and where the result has an edge.
+    """2^x of the softmax: against float64 on every 997th float, and at the edges of its range.
 
-    Two units where products are rounded before they are added.
+    The tolerance is two units where products are rounded before they are added.
     """
     library = native_library.load()
     if isa > library.last_isa:

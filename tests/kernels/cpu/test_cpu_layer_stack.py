@@ -1,4 +1,4 @@
-"""A layer in one call: the bits of its parts one by one, whatever team runs it, and bad arguments never reach C."""
+"""Layers in one call: the bits of separate calls, with any team of threads, and bad arguments never reach C."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 class Layer:
-    """A small decoder layer with everything that is optional, or nothing of it, and the pages of some rows."""
+    """A small decoder layer with all options or with none, and the cache of some rows."""
 
     def __init__(
         self, dtype=torch.float32, int8=False, plain=False, num_blocks=64, context=CONTEXT
@@ -81,7 +81,7 @@ class Layer:
         def norm(columns, seed):
             return NormPart(pad_weight(1.0 + normal(columns, seed=seed) / 4), 1e-5)
 
-        # Two layers of a pool, of which this is the second.
+        # A pool of two layers; this is the second.
         self.pool = normal(num_blocks, 2, 2, kv_heads, BLOCK, dim, dtype=dtype, seed=11)
         flat = self.pool.view(-1, dim)
         plane = kv_heads * BLOCK
@@ -116,7 +116,7 @@ class Layer:
         return cu_q, lengths, tables.reshape(len(sizes), width)
 
     def selection(self, tokens, chosen, seed=0, **span) -> Selection:
-        """The chosen of the tokens of `step`, each as a row that ends with it."""
+        """A selection of the tokens of `step`; each is a row that ends with this token."""
         cu_q, lengths, tables = self.rows(tokens, seed)
         row = np.searchsorted(cu_q, chosen, side="right") - 1
         plan = plan_attention(
@@ -130,7 +130,7 @@ class Layer:
         return Selection(torch.from_numpy(chosen), plan)
 
     def step(self, tokens, seed=0, **span) -> dict:
-        """Rows of one token, of three, and one of all others, after some context."""
+        """Rows with one token, with three, and one row with all others, after some context."""
         cu_q, lengths, tables = self.rows(tokens, seed)
         slots = np.concatenate(
             [
@@ -149,11 +149,11 @@ class Layer:
         )
 
     def together(self, workspace, x, cos, sin, rows, plan, isa=None):
-        """As one call."""
+        """Run the layer as one call."""
         return self.stack(x, LayerStep.of(plan, rows, cos, sin), workspace, isa=isa)
 
     def apart(self, x, cos, sin, rows, plan, isa=None):
-        """The same as calls one by one."""
+        """Run the layer as separate calls."""
         p = self.parts
         q_norm, k_norm = p.head_norms or (None, None)
         normed = rms_norm(x, *p.attention_norm, isa=isa)
@@ -244,7 +244,7 @@ def test_a_result_is_not_touched_by_later_calls():
 def test_thousands_of_runs_have_the_same_bits(tokens):
     layer, workspace = Layer(dtype=torch.bfloat16), Workspace()
     before = torch.get_num_threads()
-    torch.set_num_threads(4)  # more than cores: they are taken away at any moment
+    torch.set_num_threads(4)  # more threads than cores: they are preempted at any moment
     try:
         step = layer.step(tokens)
         expected, _ = layer.apart(**step)
@@ -255,7 +255,7 @@ def test_thousands_of_runs_have_the_same_bits(tokens):
 
 
 def test_two_layers_run_at_the_same_time_in_two_threads():
-    """As two engines of a process do."""
+    """Two threads run sequences at the same time, as two engines of a process do."""
     layers = [Layer(), Layer(dtype=torch.bfloat16)]
     steps = [layer.step(5) for layer in layers]
     expected = [layer.apart(**step)[0] for layer, step in zip(layers, steps, strict=True)]
@@ -276,7 +276,7 @@ def test_two_layers_run_at_the_same_time_in_two_threads():
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Teams that are not what was asked for
+# Teams of other sizes than requested
 # ----------------------------------------------------------------------------------------------------------
 
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -288,7 +288,7 @@ def one_of_many(work, argument, num_threads, flags):
 
 
 def one_after_the_other(work, argument, num_threads, flags):
-    """The second finds nothing left to do."""
+    """A team whose second thread starts when all units are complete."""
     for _ in range(num_threads):
         thread = threading.Thread(target=work, args=[argument])
         thread.start()
@@ -305,7 +305,7 @@ def one_late(work, argument, num_threads, flags):
 @pytest.mark.parametrize("context", [CONTEXT, 1500], ids=["short", "split"])
 @pytest.mark.parametrize("parallel", [one_of_many, one_after_the_other, one_late])
 def test_any_team_finishes_with_the_same_bits(parallel, context, monkeypatch):
-    """All layers; where several threads attend to a row's keys, whoever is last leaves the counters to the next."""
+    """All layers in one call. The last of the threads that share a row's keys resets the counters."""
     layers = [Layer(num_blocks=400, context=context) for _ in range(3)]
     stack, workspace = LayerStack([layer.sequence for layer in layers]), Workspace()
     callback = _PARALLEL(parallel)
@@ -401,7 +401,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         "sin: must be [3, 16]": dict(sin=step["sin"][:2]),
         "isa: ": dict(isa=next(iter(set(native_library.ISAS) - set(isas())), None)),
     }.items():
-        if changes == dict(isa=None):  # this processor has them all
+        if changes == dict(isa=None):  # this processor has all instruction sets
             continue
         with pytest.raises(ValueError) as error:
             layer.together(workspace, **(step | changes))
@@ -437,7 +437,7 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
     norm = NormCall.of(parts.mlp_norm.weight, 96, torch.float32, 1e-6)
     with pytest.raises(ValueError, match=r"^calls: must be at most 16, got 17"):
         CallSequence({str(i): norm for i in range(17)})
-    with pytest.raises(ValueError, match=r"^calls: must each be another"):
+    with pytest.raises(ValueError, match=r"^calls: must be distinct"):
         CallSequence({"a": norm, "b": norm})
     sequence, other = PreparedLayer(parts), Layer(torch.bfloat16).sequence
     gate_up, down = (
@@ -447,7 +447,7 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
     for layers in ([], [sequence, other], [sequence, PreparedLayer(wider)]):
         with pytest.raises(ValueError, match=r"^layers: must have one shape, dtype and cache"):
             LayerStack(layers)
-    with pytest.raises(ValueError, match=r"^layers: must each be another"):
+    with pytest.raises(ValueError, match=r"^layers: must be distinct"):
         LayerStack([sequence, sequence])
 
 
@@ -502,7 +502,7 @@ def test_selected_tokens_have_the_bits_of_a_whole_step(kind, isa, depth, threads
                 expected = kept.clone()
                 expected[chosen] = whole[chosen]
                 assert torch.equal(found, expected)
-                # A whole step of as many tokens as were selected: nothing of the selection is left.
+                # A step of all tokens, with as many as were selected before: no address of the selection is left.
                 if count:
                     other = last.step(count, seed=count)
                     assert torch.equal(
@@ -545,7 +545,7 @@ def test_tokens_that_pad_a_step_change_no_other():
 
 
 def test_a_sequence_of_calls_that_differ_in_size():
-    """One unit, then more than threads: what came before must be seen."""
+    """A call with one unit, then one with more units than threads: its results must be visible."""
     x, weight = normal(1, 64), pad_weight(normal(64, seed=1))
     normed, out = torch.empty(1, 64), torch.empty(1, 32)
     norm = NormCall.of(weight, 64, torch.float32, 1e-6)
@@ -567,7 +567,7 @@ def test_a_norm_and_its_product_have_the_bits_of_both(rows, dtype, isa, threads)
     norm = NormPart(pad_weight(1.0 + normal(depth, seed=1) / 4), 1e-5)
     weight = PackedWeight.pack([normal(columns, depth, dtype=dtype, seed=2)])
     bias = weight.pad_bias(normal(columns, seed=3))
-    # Rows that do not follow each other, as a slice of hidden states.
+    # Rows with gaps between them, as in a slice of hidden states.
     x = normal(rows, 2 * depth, dtype=dtype)[:, :depth]
     workspace = Workspace()
     head = NormedProduct(norm, ProductPart(weight, bias))

@@ -1,4 +1,4 @@
-"""Packed products: right, the same bits for any rows, threads and neighbours, and bad arguments never reach C."""
+"""Packed products: correct, with the same bits for any rows and threads, and bad arguments never reach C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
 pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Of the largest |output|: sums of up to 3072 products in float32, and bfloat16's rounding of the result.
+# Relative to the largest |output|: sums of up to 3072 products in float32, and bfloat16's rounding of the result.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 SHAPES = [(173, 64), (64, 2), (1, 34), (300, 1026), (128, 3072)]  # columns, depth
 
@@ -68,7 +68,7 @@ def test_rows_have_the_same_bits_alone_and_among_others(isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [2, 200, 258, 2560, 8192, 8450, 16386])
 def test_few_rows_have_the_same_bits_at_any_depth(isa, dtype, depth):
-    """One and two rows may read parts of the depth side by side, up to 8192 elements of bfloat16 at a time."""
+    """One and two rows may read parts of the depth in parallel, up to 8192 elements of bfloat16 at a time."""
     if isa not in isas():
         pytest.skip("not this processor's")
     weight = PackedWeight.pack([normal(70, depth, dtype=dtype)])
@@ -160,7 +160,7 @@ def test_int8_of_merged_parts_and_of_zeros():
 
 
 def test_int8_costs_a_hundredth_of_a_product():
-    """Of Gaussian weights: half a level of the largest of 1024 over 127, 0.9 % of the product's spread."""
+    """Half a level of the largest of 1024 Gaussian weights, divided by 127, is 0.9 % of the product's spread."""
     w, x = normal(512, 1024), normal(64, 1024, dtype=torch.bfloat16, seed=1)
     expected = x.double() @ w.double().t()
     out = packed_linear(x, PackedWeight.pack([w.bfloat16()], int8=True)).double()

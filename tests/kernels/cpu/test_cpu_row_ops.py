@@ -1,4 +1,4 @@
-"""What lies between a layer's products: right in every dtype and instruction set, and the same bits for a row alone."""
+"""Row operations: correct in every dtype and instruction set, with the same bits for a row alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.kernels.cpu.cpu_row_ops import gated, pad_weight, rms_norm, rotate_an
 pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# One rounding: half a unit in the last place of the largest result, and float32's own errors.
+# One rounding: half a unit in the last place of the largest result, and the errors of float32.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}
 KINDS = ("generic", "avx2", "avx512")
 

@@ -1,4 +1,4 @@
-"""Scattered rows: every row lands where it is sent, and nowhere else."""
+"""Scattered rows: each row is written to its target, and nothing else is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coded weights: all of 2^16 bit patterns come back, and products have the bits of those that are not coded."""
+"""Coded weights: all 2^16 bit patterns are restored, and products have the same bits as with uncoded weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = (1, 2, 3, 5, 6, 7, 8, 12, 13, 16, 23, 24, 25, 33, 128, 131)
 
 @pytest.fixture(autouse=True)
 def without_strips(monkeypatch):
-    """What matrix registers read is not coded; the other instructions of such a processor are tested all the same."""
+    """Weights for AMX are not coded; on such processors these tests use the other instruction sets."""
     monkeypatch.setattr(cpu_linear, "_in_strips", lambda dtype: False)
 
 
@@ -30,7 +30,7 @@ def normal(*shape, seed=0):
 
 
 def with_outliers(columns, depth, share, seed=0):
-    """Normal weights, `share` of them any bit pattern of finite numbers."""
+    """Normal weights, of which a share has random bit patterns of finite numbers."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**15), 2**15, (columns, depth), generator=generator).to(torch.int16)
     anything = torch.nan_to_num(bits.view(torch.bfloat16), 0.0, 1e30, -1e30)
@@ -48,7 +48,7 @@ def test_normal_weights_take_less_than_77_percent():
     assert coded.code is not None and plain.code is None
     assert coded.num_bytes < 0.77 * plain.num_bytes
     assert same_bits(coded.unpack(), w)
-    # Of the 256 high bytes the 16 most frequent leave out less than 2^-13 of the weights.
+    # The 16 most frequent of 256 high bytes cover all but 2^-13 of the weights.
     panels, steps = plain.data.shape[:2]
     assert panels < len(coded.code.high) < panels * (1 + 0.02 * steps)
 
@@ -78,12 +78,12 @@ def test_every_bit_pattern_comes_back_by_its_number_or_from_beside_the_panels(is
     if is_shuffled:
         patterns = patterns[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
     w = scattered(patterns, 32)
-    if is_shuffled:  # else written out as it is: nearly all steps are apart
+    if is_shuffled:  # otherwise stored uncoded, because nearly all steps are apart
         w = torch.cat([w, torch.zeros(64 * 300, w.shape[1], dtype=torch.bfloat16)])
     packed = PackedWeight.pack([w])
     assert packed.code is not None
     apart = len(packed.code.high) - len(w) // 64
-    # In order a panel has 8 high bytes, all of which have a number but those that were not sampled.
+    # With weights in order a panel has 8 high bytes; all that were sampled have a number.
     assert apart > 50_000 if is_shuffled else apart < 16 * 32
     assert same_bits(packed.unpack(), w)
 
@@ -106,7 +106,7 @@ def test_products_have_the_bits_of_those_that_are_not_coded(isa, share, columns,
         pytest.skip("not this processor's")
     w = with_outliers(columns, depth, share)
     coded, plain = PackedWeight.pack([w]), PackedWeight.pack([w], coded=False)
-    assert coded.code is not None or depth < 100  # too few steps for what lies beside them
+    assert coded.code is not None or depth < 100  # too few steps for the size of the tables
     for rows in ROWS:
         x = normal(rows, depth, seed=1)
         bias = coded.pad_bias(normal(columns, seed=2))
@@ -129,7 +129,7 @@ def test_whatever_the_weights_are_they_come_back_and_multiply_alike(
     sizes, depth, values, frequent, rows, seed
 ):
     generator = torch.Generator().manual_seed(seed)
-    # The rarer ones are seldom enough for the whole to be coded, and more than the numbers are apart.
+    # Rare values are few enough for the weight to be coded, and more than there are numbers.
     weight = torch.where(torch.arange(len(values)) < frequent, 1.0, 1e-3)
     drawn = torch.multinomial(weight, sum(sizes) * depth, replacement=True, generator=generator)
     w = torch.tensor(values, dtype=torch.int16)[drawn].view(torch.bfloat16)
@@ -172,7 +172,7 @@ def test_other_weights_are_not_coded():
 
 
 def test_a_tenth_must_be_saved():
-    """A step with a weight apart takes 320 bytes instead of 192: from some 30% of them on the weight stays as it is."""
+    """A step that is apart takes 320 bytes instead of 192: with more than about 30% of them a weight is not coded."""
     for share, is_coded in ((0.25, True), (0.35, False)):
         w = torch.tensor([4.0**i for i in range(16)]).bfloat16().repeat(64, 125)
         steps = math.floor(1000 * share)

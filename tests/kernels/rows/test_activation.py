@@ -1,4 +1,4 @@
-"""Gated activations: right against the reference over odd sizes, and rounded as the separate operations."""
+"""Gated activations: correct by the reference for odd sizes, and rounded like the separate operations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_extreme_gates_neither_overflow_nor_cancel(form):
     out = function(x)
     assert torch.isfinite(out).all()
     expected = reference.gated(x.double(), gelu=gelu)
-    # torch's own float32 formula cancels for the most negative gates: compare absolutely there.
+    # torch's float32 formula loses digits for the most negative gates: compare absolute errors there.
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-7)
 
 

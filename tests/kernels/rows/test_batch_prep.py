@@ -1,4 +1,4 @@
-"""Batch preparation: what the host would compute, row by row, for any batch and padding."""
+"""Batch preparation: the same results as a row-by-row computation on the host, for any batch and padding."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_missing_blocks_and_foreign_rows_have_no_slot():
     assert got["slots"][:6].tolist() == [90, 91, 92, 93, 94, 95]
     assert (got["slots"][6:22] == -1).all()
     assert got["slots"][22:38].tolist() == list(range(112, 128))
-    assert (got["slots"][38:] == -1).all()  # beyond the table, of a foreign row, of no row
+    assert (got["slots"][38:] == -1).all()  # beyond the table, of another row, of no row
     assert got["kv_len"].tolist() == [55, 0]
 
 

@@ -1,4 +1,4 @@
-"""Products of experts in a fixed order: right against a loop, and tokens that know nothing of their batch."""
+"""Products of experts in a fixed order: equal to a loop, with bits that do not depend on the batch."""
 
 from __future__ import annotations
 

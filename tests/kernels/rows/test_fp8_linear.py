@@ -1,4 +1,4 @@
-"""FP8 products: codes and scales bit for bit, the error of a product within what rounding to four bits can do."""
+"""FP8 products: exact codes and scales, and errors within the bound of rounding to four bits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_codes_and_scales_are_those_of_the_reference(rows, columns, dtype, bound
     if rows > 1:
         x[1] = 0.0
     if rows > 2:
-        x[2, -1] = 30 * magnitude  # the largest is in the last part, and what is small is subnormal
+        x[2, -1] = (
+            30 * magnitude
+        )  # the largest number is in the last part, and small ones are subnormal
     if not rows:
         codes, scales = fp8_rows.quantise_rows(x)
         assert codes.shape == (0, columns) and scales.shape == (0, 1)
@@ -88,9 +90,9 @@ def product(x, w, bias=None):
 @pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize("depth, columns", [(64, 16), (1024, 512), (2832, 48)])
 def test_no_element_is_further_off_than_rounding_allows(rows, depth, columns):
-    """The bound of the module's docstring, with the subnormal numbers' part, and without a margin of its own."""
+    """The bound in the module's docstring, with the part of subnormal numbers, without an additional margin."""
     x, w = normal(rows, depth), normal(columns, depth, seed=1)
-    x[0, : depth // 2] *= 1e-4  # mostly subnormal beside the rest
+    x[0, : depth // 2] *= 1e-4  # mostly subnormal in comparison with the rest
     bias = normal(columns, seed=2)
     exact_x, exact_w = x.double(), w.double()
     exact = exact_x @ exact_w.t() + bias.double()
@@ -100,7 +102,7 @@ def test_no_element_is_further_off_than_rounding_allows(rows, depth, columns):
         for a in (exact_x, exact_w)
     )
     bound = exact_x.abs() @ off_w.t() + off_x @ exact_w.abs().t() + off_x @ off_w.t()
-    # bfloat16's own rounding; that of the sums and of the scales in float32, at most one in 2^24 an operation.
+    # The rounding of bfloat16; that of sums and scales in float32, at most one in 2^24 for each operation.
     bound = bound + (exact.abs() + bound) * (2.0**-8 + depth * 2.0**-24)
     error = (product(x, w, bias).double() - exact).abs()
     assert (error <= bound).all()
@@ -109,7 +111,7 @@ def test_no_element_is_further_off_than_rounding_allows(rows, depth, columns):
 @needs_products
 @pytest.mark.parametrize("depth", [256, 4096])
 def test_the_error_of_a_product_is_that_of_two_roundings_to_four_bits(depth):
-    """2.6 % of each factor, independent: 3.7 % of the result, whatever the depth; bfloat16 alone has 0.2 %."""
+    """Independent errors of 2.6 % of each factor give 3.7 % of the result for any depth; bfloat16 alone has 0.2 %."""
     x, w = normal(64, depth), normal(256, depth, seed=1)
     exact = x.double() @ w.double().t()
     deviation = ((product(x, w).double() - exact).norm() / exact.norm()).item()
@@ -120,7 +122,7 @@ def test_the_error_of_a_product_is_that_of_two_roundings_to_four_bits(depth):
 
 @needs_products
 def test_scales_are_of_the_channel_and_of_the_token():
-    """A channel, or a token, a million times larger changes nothing about the others' relative error."""
+    """A channel or a token that is a million times larger does not change the relative error of the others."""
     x, w = normal(4, 512), normal(32, 512, seed=1)
     plain = product(x, w).float()
     w[3] *= 2.0**20
@@ -149,7 +151,7 @@ for entry in compile_entries.fp8_entries():
 
 
 def test_the_kernel_compiles_where_products_exist(tmp_path):
-    """For Hopper and Blackwell, with this machine's Triton: nothing spills."""
+    """The kernels compile for Hopper and Blackwell with the installed Triton, without spills."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Rotation, QK-norm and KV write: right against the reference, in the right slots and nowhere else."""
+"""Rotation, QK-norm and KV write: correct by the reference, and only the right slots are written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Step:
         if rotary:
             self.tables = dict(
                 positions=torch.randint(0, 50, (tokens,), generator=self.generator).to(DEVICE),
-                # Any table will do: the halves need not be equal, nor cos^2 + sin^2 be 1.
+                # Any table is allowed: the halves may differ, and cos^2 + sin^2 need not be 1.
                 cos=self.normal(50, rotary).to(DEVICE),
                 sin=self.normal(50, rotary).to(DEVICE),
             )
@@ -155,7 +155,7 @@ def test_fp8_with_rotation_and_norm_is_near_the_reference():
     )
     _, k_cache, v_cache = step.expected(**weights, **scales)
     step.write(**weights, **scales)
-    # A number next to a border of rounding may fall to the other side: one step of 2^-3.
+    # A number close to a rounding boundary may be rounded the other way: one step of 2^-3.
     torch.testing.assert_close(
         step.k_cache.float(), k_cache, rtol=0.13, atol=2.0**-9, equal_nan=True
     )

@@ -1,4 +1,4 @@
-"""Fixed-order product: right against the reference, and rows that know nothing of their batch."""
+"""Fixed-order product: correct by the reference, with bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from quire.kernels.rows.matmul_fixed import (
 
 DEVICE = kernel_device()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# Tiles of another shape than the tables', to cross their borders with small operands.
+# Smaller tiles than in the tables, so that small operands cross their boundaries.
 SMALL = MatmulConfig(32, 16, (Tile(16, 4, 2), Tile(32, 4, 2)), Tile(32, 4, 2))
 
 
 @pytest.fixture
 def small_splits(monkeypatch):
-    """k is cut from 32 on; products of 5 tiles and more compute their splits in turn."""
+    """k is split from 32 on; products with 5 tiles and more compute their splits in turn."""
     monkeypatch.setattr(module, "MIN_SPLIT_DEPTH", 32)
     monkeypatch.setattr(module, "PROGRAMS", 5)
 
@@ -63,14 +63,14 @@ def test_product_is_the_reference(rows, columns, depth, dtype, bias, close):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("depth", [200, 1100])
 def test_rows_are_bit_equal_in_every_batch_and_position(dtype, depth):
-    """Up to 70 rows the tables' tiles have two heights, and k of 1100 is cut in 4."""
+    """Up to 70 rows the tables have tiles of two heights, and k of 1100 has 4 splits."""
     x, w = operands(70, 150, depth, dtype)
     whole = matmul_fixed(x, w)
     for first, end in ((0, 1), (69, 70), (3, 8), (5, 69), (63, 66)):
         assert torch.equal(matmul_fixed(x[first:end], w), whole[first:end])
     order = torch.randperm(70, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     assert torch.equal(matmul_fixed(x[order], w), whole[order])
-    # Other rows, NaN among them, are other rows.
+    # Other rows, even with NaN, have no influence.
     disturbed = x.clone()
     disturbed[::2] = float("nan")
     assert torch.equal(matmul_fixed(disturbed, w)[1::2], whole[1::2])
@@ -85,13 +85,13 @@ def test_all_forms_and_heights_give_the_same_bits(small_splits, dtype):
     assert [product.form(rows)[0] for rows in (1, 64, 65)] == ["apart", "apart", "in turn"]
     assert [product.form(rows)[1].block_m for rows in (16, 17)] == [16, 32]
 
-    def result(rows):  # in float32: nothing is rounded away
+    def result(rows):  # in float32, so that no difference is rounded away
         return product(x[:rows], torch.empty(rows, 40, device=DEVICE))
 
     whole = result(100)
     for rows in (1, 16, 17, 40, 64, 65):
         assert torch.equal(result(rows), whole[:rows])
-    # And they are not those of another order of additions, which a test of rounding would not see.
+    # The bits differ from another order of additions, which a tolerance would not show.
     assert not torch.equal(
         FixedProduct(w.float(), config=SMALL)(x.float()), x.float() @ w.float().T
     )
@@ -179,7 +179,7 @@ print(json.dumps({entry.name: sorted(matrix_instructions(entry)) for entry in en
 
 
 def test_all_heights_use_one_matrix_instruction(tmp_path):
-    """The interpreter cannot see it: on a device equal bits need the same instruction."""
+    """On a device equal bits need the same instruction, which the interpreter cannot show."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""RMS norm: right against the reference, rounded as transformers does, the same alone and in a batch."""
+"""RMS norm: correct by the reference, rounded as in transformers, with the same bits alone and in a batch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_llama_form_rounds_before_the_weight_and_gemma_after():
     exact = reference.rms_norm(x, torch.ones_like(weight), 1e-6)
     llama = exact.bfloat16() * weight
     gemma = reference.rms_norm(x, weight, 1e-6, gemma=True).bfloat16()
-    # The sums of squares are added in another order, which turns a rounding here and there.
+    # The sums of squares are added in another order, which changes some roundings.
     assert (rms_norm(x, weight, 1e-6) == llama).float().mean() > 0.99
     assert (rms_norm(x, weight, 1e-6, gemma=True) == gemma).float().mean() > 0.99
     assert (reference.rms_norm(x, weight, 1e-6).bfloat16() == llama).float().mean() < 0.9

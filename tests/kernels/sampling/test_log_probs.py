@@ -1,4 +1,4 @@
-"""Log-probs of the model's own distribution."""
+"""Log-probabilities of the model's own distribution: exact, and the largest ones in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scores_of(logits, tokens, num_top, width, source=None):
 @given(data=st.data())
 def test_they_are_those_of_the_sorted_softmax(data):
     vocab, dtype = data.draw(st.sampled_from([1, 64, 150])), data.draw(st.sampled_from(FLOATS))
-    # A spread of 0.01: nearly all logits at the cut, so that the lists are too short.
+    # With a spread of 0.01 nearly all logits are at the cut, so that the lists are too short.
     logits = normal(2, vocab, scale=data.draw(st.sampled_from([0.01, 3.0, 60.0])))
     logits = logits.to(dtype).to(DEVICE)
     if data.draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""Edited copies of rows of logits."""
+"""Masks, bias and penalties on copies of rows of logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def draw_edits(rows, vocab, num_listed, seed=0):
-    """Edits of `len(num_listed)` of the rows, each with its number of listed ids, some with masks and penalties."""
+    """Edits for `len(num_listed)` rows with the given numbers of listed ids, some with masks and penalties."""
     rng = np.random.default_rng(seed)
     count = len(num_listed)
     states = rng.integers(0, 4, (3, vocab)) * rng.integers(0, 2, (3, vocab))

@@ -1,4 +1,4 @@
-"""Counter-based noise: the exact numbers, and that they are as good as independent."""
+"""Counter-based noise: the exact numbers, and tests of their independence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DRAWS = 100_000
 
 
 def keys_of(seed, choice, position) -> np.ndarray:
-    """Keys of one row or of many."""
+    """Keys of one row or of several rows."""
     seed, choice, position = np.atleast_1d(*np.broadcast_arrays(seed, choice, position))
     return noise_keys(seed.astype(np.uint64), choice, position)
 

@@ -1,4 +1,4 @@
-"""How often a row of logits is read, and that its result does not depend on how it was found."""
+"""The number of reads of a row of logits, and equal results on every path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRUNCATED = {
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Counts what kernels load of a tensor, in passes over all of it."""
+    """Counts the kernels' loads of a tensor, in passes over the whole tensor."""
     if DEVICE != "cpu":
         pytest.skip("the interpreter counts")
 
@@ -50,7 +50,7 @@ def passes(monkeypatch):
 
 
 def likely(dtype, rows=1):
-    """As a model's: normal, and some ids that stand out."""
+    """Logits like a model's: normal, with some ids that stand out."""
     logits = draw_rows(rows, VOCAB, spread=2.0)
     at = torch.rand(rows, VOCAB, generator=torch.Generator().manual_seed(1)).topk(32).indices
     logits.scatter_add_(1, at.to(DEVICE), torch.linspace(12, 2, 32, device=DEVICE).expand(rows, -1))
@@ -83,7 +83,7 @@ def test_log_probs_read_a_row_at_most_twice(passes):
     logits = likely(torch.bfloat16, rows=2)
     out = torch.empty(2, 41, device=DEVICE)
     tokens = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    # And one number more: the token's own logit.
+    # One more number: the token's logit.
     most = 2.0 + 1 / VOCAB
     assert passes(logits, lambda: log_probs(logits, tokens, ids(20, 20), out=out)) <= most
 
@@ -92,7 +92,7 @@ def test_log_probs_read_a_row_at_most_twice(passes):
     "limits", [dict(top_k=5), dict(top_k=3000), dict(top_p=0.9), dict(min_p=0.5)], ids=str
 )
 def test_a_flat_row_is_read_more_often(passes, limits):
-    """Then the lists are too short; `test_sampling_kernel.py` shows that the result is right."""
+    """The lists are then too short; `test_sampling_kernel.py` checks the result."""
     logits = torch.zeros(1, VOCAB, device=DEVICE)
     config = SamplingConfig(part_slots=16, pivots=16)
     assert passes(logits, lambda: choose(logits, **limits, config=config)) > 2.0
@@ -110,7 +110,7 @@ def test_long_and_short_lists_give_the_same_token(limits):
 
 
 def test_the_share_of_chunks_that_fills_the_lists():
-    """It is that of chunks with one of n values, spread evenly, that fill a quarter of the slots."""
+    """The number of chunks that have one of n evenly spread values, where n values fill a quarter of the slots."""
     for vocab in (1000, 50_257, 151_936, 262_144):
         chunks = math.ceil(vocab / DEFAULT_CONFIG.chunk)
         slots = DEFAULT_CONFIG.num_parts(vocab) * DEFAULT_CONFIG.part_slots

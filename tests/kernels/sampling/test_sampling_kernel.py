@@ -1,4 +1,4 @@
-"""Sampling kernel: exactly what sorting would keep, drawn with the noise of `quire.kernels.sampling.noise`."""
+"""Sampling kernel: keeps the same ids as a sort, and samples with the noise of `quire.kernels.sampling.noise`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_greedy_is_the_first_argmax(data):
 @settings(max_examples=25)
 @given(data=st.data())
 def test_kept_set_is_the_sorted_one_and_the_draw_uses_the_noise(data):
-    """The noise of a row decides among the ids that sorting keeps; many keys probe many ids."""
+    """The row's noise decides among the ids that a sort keeps; many keys test many ids."""
     vocab = data.draw(st.sampled_from([2, 40, 64, 130, 200]))
     levels = data.draw(st.sampled_from([0, 0, 3, 12]))
     temperature = data.draw(st.sampled_from([0.05, 0.7, 1.0, 4.0]))
@@ -86,7 +86,7 @@ def test_kept_set_is_the_sorted_one_and_the_draw_uses_the_noise(data):
         tokens.tolist(), (scaled + gumbel(keys, vocab, DEVICE)).cpu(), strict=True
     ):
         best = max(kept, key=lambda i: (float(score[i]), -i))
-        # Two logarithms of two libraries: a score may differ in its last bits.
+        # The logarithms come from two libraries, so a score may differ in its last bits.
         assert token in kept and float(score[best] - score[token]) < 1e-5 * (
             1 + abs(float(score[best]))
         )
@@ -178,7 +178,7 @@ def test_bad_arguments_are_named():
         (dict(logits=torch.zeros(40, 2).T), "logits: rows must be contiguous"),
         (dict(top_k=column), "top_k: must be one of int32, got torch.float32"),
         (dict(top_p=torch.ones(3)), r"top_p: must have shape \[2\], got \[3\]"),
-        (dict(edited=torch.zeros(1, 40)), "edited, source: give both or none"),
+        (dict(edited=torch.zeros(1, 40)), "edited, source: must be given together, got one"),
         (
             dict(edited=torch.zeros(1, 41), source=torch.zeros(2).int()),
             r"edited: must have shape \[any, 40\], got \[1, 41\]",

@@ -10,7 +10,8 @@ import pytest
 
 from quire.cluster.bench.load.load_generator import Record
 from quire.cluster.bench.load.workloads import TimedRequest
-from quire.protos.wire import CacheEvents, Frame, RoutingHasher
+from quire.protos.routing_hash import RoutingHasher
+from quire.protos.wire import CacheEvents, Frame
 from quire.router.explain.decision_log import DecisionLog, LoggedDecision, read
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from quire.cluster.bench.results import report
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
-from quire.replica.model.deterministic.tiles import probe, tiled_linear
+from quire.replica.model.deterministic.cpu_tiles import fitting_tile_rows, tiled_linear
 
 COLUMNS, DEPTH, LAYERS = 6144, 1024, 8  # gate and up of a 0.6B model: 96 MiB in bfloat16
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
@@ -69,7 +69,7 @@ def measure(
         if is_coded:
             candidates["uncoded"] = lambda x=x: [packed_linear(x, weight) for weight in uncoded]
         if dtype == torch.float32:
-            heights = probe(weights[0])
+            heights = fitting_tile_rows(weights[0])
             candidates["tiles"] = lambda x=x, h=heights: [
                 tiled_linear(x, weight, h) for weight in weights
             ]

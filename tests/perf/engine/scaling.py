@@ -68,6 +68,8 @@ class CacheHost:
                 max_running_requests=ROWS + 1,
                 max_waiting_requests=ROWS + 1,
                 safety_margin=0.0,
+                scheduler="fifo",
+                resume_margin=0.0,
                 prefix_caching=True,
                 deterministic=True,
                 num_threads=1,

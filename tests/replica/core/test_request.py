@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -10,12 +11,19 @@ from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import (
     ALLOWED_TRANSITIONS,
-    MAX_STOP_TOKEN_IDS,
     DeltaBatch,
     FinishReason,
     Phase,
     Request,
     validate,
+)
+from tests.protos.sampling_bound_cases import (
+    ACCEPTED,
+    PRIORITIES_ACCEPTED,
+    PRIORITIES_REFUSED,
+    REFUSED,
+    VOCAB_SIZE,
+    as_field,
 )
 
 CONFIG = EngineConfig(
@@ -32,6 +40,9 @@ CONFIG = EngineConfig(
     max_running_requests=4,
     max_waiting_requests=4,
     safety_margin=0.2,
+    scheduler="fifo",
+    max_prefill_ms=None,
+    resume_margin=0.0,
     prefix_caching=True,
     deterministic=True,
     num_threads=1,
@@ -58,16 +69,16 @@ def refusal(request, config=CONFIG):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "prompt: must have at least 1 token, got 0"),
-        ([1, 100], "prompt: token ids must be in [0, 100), got 100"),
-        ([1, -1], "prompt: token ids must be in [0, 100), got -1"),
-        ([2**40], f"prompt: token ids must be in [0, 100), got {2**40}"),
-        ([2**70], "prompt: must be integers, got object"),
-        ([1.0, 2.0], "prompt: must be integers, got float64"),
-        ([True], "prompt: must be integers, got bool"),
-        (["a"], "prompt: must be integers, got <U1"),
-        ([[1, 2]], "prompt: must be a flat list of token ids, got 2 dimensions"),
-        (5, "prompt: must be a flat list of token ids, got 0 dimensions"),
+        ([], "prompt must have at least 1 token, got 0"),
+        ([1, 100], "prompt must be token ids in [0, 100), got 100"),
+        ([1, -1], "prompt must be token ids in [0, 100), got -1"),
+        ([2**40], f"prompt must be token ids in [0, 100), got {2**40}"),
+        ([2**70], "prompt must be integers, got object"),
+        ([1.0, 2.0], "prompt must be integers, got float64"),
+        ([True], "prompt must be integers, got bool"),
+        (["a"], "prompt must be integers, got <U1"),
+        ([[1, 2]], "prompt must be a flat list of token ids, got 2 dimensions"),
+        (5, "prompt must be a flat list of token ids, got 0 dimensions"),
     ],
 )
 def test_a_bad_prompt_is_refused_with_the_bound_and_the_value(prompt, message):
@@ -79,8 +90,8 @@ def test_a_bad_prompt_is_refused_with_the_bound_and_the_value(prompt, message):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (-1, "num_expected_cached: must be in [0, 2147483647], got -1"),
-        (0.5, "num_expected_cached: must be an integer, got 0.5"),
+        (-1, "num_expected_cached must be an integer in [0, 2147483647], got -1"),
+        (0.5, "num_expected_cached must be an integer in [0, 2147483647], got 0.5"),
     ],
 )
 def test_an_expectation_that_is_none_is_refused(value, message):
@@ -88,51 +99,58 @@ def test_an_expectation_that_is_none_is_refused(value, message):
 
 
 def test_a_ragged_prompt_is_refused():
-    with pytest.raises(InvalidRequest, match="prompt: must be a flat list"):
+    with pytest.raises(InvalidRequest, match="prompt must be a flat list"):
         make([[1], [1, 2]])
 
 
+WIDE = dataclasses.replace(CONFIG, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("name", "value"), ACCEPTED)
+def test_values_at_the_bounds_of_the_router_are_accepted(name, value):
+    validate(make(**as_field(name, value)), WIDE)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_what_the_router_refuses_is_refused_by_field_with_bound_and_value(name, value):
+    error = refusal(make(**as_field(name, value)), WIDE)
+    assert error.field == name
+    assert name in error.message
+    assert "got" in error.message or "not valid Unicode" in error.message
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "bound"),
+    ("field", "value", "message"),
     [
-        ("max_tokens", 0, "must be in [1, 2147483647], got 0"),
-        ("max_tokens", 1.5, "must be an integer, got 1.5"),
-        ("max_tokens", True, "must be an integer, got True"),
-        ("min_tokens", -1, "must be in [0, 16] (max_tokens), got -1"),
-        ("min_tokens", 17, "must be in [0, 16] (max_tokens), got 17"),
-        ("temperature", float("nan"), "must be a number in [0, 1e+06], got nan"),
-        ("temperature", float("inf"), "must be a number in [0, 1e+06], got inf"),
-        ("temperature", -0.1, "must be a number in [0, 1e+06], got -0.1"),
-        ("temperature", "1", "must be a number in [0, 1e+06], got '1'"),
-        ("top_p", 0.0, "must be a number in (0, 1], got 0.0"),
-        ("top_p", 1.1, "must be a number in (0, 1], got 1.1"),
-        ("top_p", float("nan"), "must be a number in (0, 1], got nan"),
-        ("top_k", -1, "must be in [0, 2147483647], got -1"),
-        ("seed", -1, f"must be in [0, {2**64 - 1}], got -1"),
-        ("seed", 2**64, f"must be in [0, {2**64 - 1}], got {2**64}"),
-        ("choice", -1, "must be in [0, 2147483647], got -1"),
-        ("stop_token_ids", (100,), "ids must be in [0, 100), got 100"),
-        ("stop_token_ids", (-1,), "ids must be in [0, 100), got -1"),
-        ("stop_token_ids", ("a",), "must be integers, got 'a'"),
-        ("logprobs", 21, "must be in [0, 20], got 21"),
-        ("min_p", 1.5, "must be a number in [0, 1], got 1.5"),
-        ("presence_penalty", -2.5, "must be a number in [-2, 2], got -2.5"),
-        ("frequency_penalty", float("nan"), "must be a number in [-2, 2], got nan"),
-        ("repetition_penalty", 0, "must be a number in (0, 100], got 0"),
-        ("logit_bias", ((100, 1.0),), "ids must be in [0, 100), got 100"),
-        ("logit_bias", ((1, 1.0), (1, 2.0)), "must have each id once"),
-        ("allowed_token_ids", (-1,), "ids must be in [0, 100), got -1"),
+        ("max_tokens", 0, "max_tokens must be an integer >= 1, got 0"),
+        ("min_tokens", 17, "min_tokens must be <= max_tokens, which is 16, got 17"),
+        ("temperature", math.inf, "temperature must be a number in [0, 100], got inf"),
+        ("top_p", 0.0, "top_p must be a number in (0, 1], got 0.0"),
+        ("top_k", -1, f"top_k must be an integer in [0, {2**31 - 1}], got -1"),  # a client's "off"
+        ("seed", -1, f"seed must be an integer in [0, {2**64 - 1}], got -1"),
+        ("choice", -1, f"choice must be an integer in [0, {2**31 - 1}], got -1"),
+        ("repetition_penalty", 0, "repetition_penalty must be a number in (0, 100], got 0"),
         (
-            "stop_token_ids",
-            (1,) * (MAX_STOP_TOKEN_IDS + 1),
-            f"at most {MAX_STOP_TOKEN_IDS} ids, got {MAX_STOP_TOKEN_IDS + 1}",
+            "bad_words",
+            ((1,),) * 257,
+            "bad_words must have at most 256 token sequences, got 257",
         ),
+        ("stop_token_ids", (1,) * 129, "stop_token_ids must have at most 128 ids, got 129"),
     ],
 )
-def test_a_bad_parameter_is_refused_by_name(field, value, bound):
-    error = refusal(make(**{field: value}))
-    assert error.message == f"{field}: {bound}"
-    assert error.field == field
+def test_a_bad_parameter_is_refused_with_its_bound(field, value, message):
+    assert refusal(make(**{field: value})).message == message
+
+
+@pytest.mark.parametrize("priority", PRIORITIES_REFUSED)
+def test_a_priority_out_of_bounds_is_refused(priority):
+    request = Request("key", [1, 2, 3], SamplingParams(), priority=priority)
+    assert refusal(request).field == "priority"
+
+
+@pytest.mark.parametrize("priority", PRIORITIES_ACCEPTED)
+def test_a_priority_within_bounds_is_accepted(priority):
+    validate(Request("key", [1, 2, 3], SamplingParams(), priority=priority), CONFIG)
 
 
 def test_masking_the_whole_vocabulary_is_refused():
@@ -150,7 +168,7 @@ def test_constraints_that_leave_no_first_token_are_refused():
     validate(make(**ending), CONFIG)
     assert refusal(make(**ending, min_tokens=1)).field == "allowed_token_ids"
     assert refusal(make(bad_words=((1,), ()))).field == "bad_words[1]"
-    assert refusal(make(logit_bias=((1, 101.0),))).field == "logit_bias[1]"
+    assert refusal(make(logit_bias=((1, 101.0),))).field == "logit_bias[0]"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +190,10 @@ def test_a_bad_label_is_refused_by_name(field, arguments):
 def test_tokens_already_emitted_leave_something_to_do():
     validate(make([1] * 9, num_emitted=4, max_tokens=5), CONFIG)
     error = refusal(make([1] * 9, num_emitted=5, max_tokens=5))
-    assert (error.field, error.message) == ("num_emitted", "num_emitted: must be in [0, 4], got 5")
+    assert (error.field, error.message) == (
+        "num_emitted",
+        "num_emitted must be an integer in [0, 4], got 5",
+    )
 
 
 @given(st.integers(1, 80), st.integers(1, 80), st.sampled_from([CONFIG, SMALL_CACHE]))

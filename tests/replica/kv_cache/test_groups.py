@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_config import small_config
 
-from quire.protos.wire import RoutingHasher, SamplingParams
+from quire.protos.routing_hash import RoutingHasher
+from quire.protos.wire import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.kv_cache.groups import (

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.protos.wire import RoutingHasher
+from quire.protos.routing_hash import RoutingHasher
 from quire.replica.kv_cache import prefix_entries
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.cache_events import EventLog

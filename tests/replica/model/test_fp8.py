@@ -137,7 +137,7 @@ def test_the_memory_table_counts_the_bytes_that_are_loaded(zoo, name, weights):
 
 def test_what_transformers_had_to_load_is_quantised_afterwards(zoo, monkeypatch):
     expected = load(zoo("qwen2")).state_dict()
-    monkeypatch.setattr("quire.replica.model.loader.place_tensors", lambda model, stored: None)
+    monkeypatch.setattr("quire.replica.model.loader.map_weights", lambda model, stored: None)
     spec = ModelSpec.from_checkpoint(zoo("qwen2"))
     # Without the rounding to bfloat16 that comes first on this way.
     found = load_model(spec, "cpu", "float32", "fp8").state_dict()

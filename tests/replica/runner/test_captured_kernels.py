@@ -14,6 +14,7 @@ from step_driver import engine_config
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import ATTENTION_NAME, register
+from quire.replica.model.fusion import candidates
 from quire.replica.model.fusion import fuse_pass as fuse_module
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.runner import Runner
@@ -47,7 +48,8 @@ def meta(monkeypatch):
     """Kernels are recorded; on the meta device every comparison of the fuse pass succeeds."""
     equal = torch.equal
     monkeypatch.setattr(torch, "equal", lambda a, b: a.is_meta or b.is_meta or equal(a, b))
-    monkeypatch.setattr(fuse_module, "deviation", lambda found, expected: 0.0)
+    for module in (fuse_module, candidates):
+        monkeypatch.setattr(module, "deviation", lambda found, expected: 0.0)
     with recorded_kernels():
         yield
 

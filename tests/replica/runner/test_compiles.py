@@ -38,7 +38,7 @@ MORE_SETTINGS: dict[str, dict[str, Any]] = {
     "graphs, few rows": dict(rows=64, config=dict(cuda_graphs="on")),
     "no graphs, many rows": dict(rows=256, config=dict(cuda_graphs="off")),
     "mixed graphs": dict(rows=64, config=dict(q_padding=32, max_cached_graphs=12)),
-    "step by step": dict(rows=64, config=dict(async_batching=False)),
+    "step by step": dict(rows=64, config=dict(async_batching="off")),
     "float32": dict(rows=64, config=dict(dtype="float32")),
     "fp8 cache": dict(rows=64, config=dict(kv_cache_dtype="fp8")),
     "deterministic": dict(rows=64, config=dict(deterministic=True)),

@@ -12,6 +12,7 @@ nobody owns and nobody could match are spoiled before each step.
 
 import dataclasses
 from collections import Counter
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -27,8 +28,9 @@ from hypothesis.stateful import (
 )
 
 from quire.protos.errors import DeadlineExceeded, EngineError
-from quire.protos.wire import SamplingParams, tier_digest
-from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineConfig
+from quire.protos.routing_hash import tier_digest
+from quire.protos.wire import SamplingParams
+from quire.replica.config import DemotionOrder, EngineConfig, SchedulerName
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepPlan, StepResult
 from quire.replica.kv_cache import prefix_entries
@@ -266,10 +268,10 @@ MIXES = {
 
 POLICIES = st.fixed_dictionaries(
     {
-        "scheduler": st.sampled_from(SCHEDULERS),
+        "scheduler": st.sampled_from(get_args(SchedulerName)),
         "max_prefill_ms": st.sampled_from([None, 1.0, 20.0, 45.0]),  # a token takes 1 ms
         "resume_margin": st.sampled_from([0.0, 0.3, 0.7, 1.0]),
-        "demotion_order": st.sampled_from(DEMOTION_ORDERS),
+        "demotion_order": st.sampled_from(get_args(DemotionOrder)),
     }
 )
 

@@ -343,7 +343,7 @@ def test_a_step_is_in_flight_by_default_only_beside_a_device_that_queues(
     monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sizing.torch.cuda, "mem_get_info", lambda: (8 * GIB, 8 * GIB))
     found = {
-        asked: resolve(EngineArgs(device=device, async_batching=asked), spec).async_batching
+        asked: resolve(EngineArgs(device=device, async_batching=asked), spec).plans_ahead
         for asked in ("auto", "on", "off")
     }
     assert found == {"auto": by_default, "on": True, "off": False}
@@ -366,7 +366,7 @@ def test_memory_of_a_gpu_that_torch_keeps_for_reuse_is_available(monkeypatch):
         ("cuda", dict(q_padding=64), 64),
         ("cuda", dict(max_batch_tokens=100), 100),  # no larger than a step
         ("cuda", dict(max_model_len=40), 40),  # nor than a request
-        ("cuda", dict(max_batch_tokens=3), None),
+        ("cuda", dict(max_model_len=3), None),
         ("cpu", {}, None),
     ],
 )
@@ -393,7 +393,7 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
         (dict(num_blocks=10**9), "num_blocks 1000000000 does not fit, at most"),
         (dict(kv_cache_gib=1e-6), "cannot hold one block"),
         (dict(max_memory_percent=1e-6), "model alone does not fit"),
-        (dict(max_memory_percent=1.5), r"max_memory_percent must be in \(0, 1\], got 1.5"),
+        (dict(max_memory_percent=1.5), r"max_memory_percent must be a number in \(0, 1\], got 1.5"),
         (dict(max_memory_percent=float("nan")), "max_memory_percent"),
         (dict(safety_margin=1.0), "safety_margin"),
         (
@@ -401,21 +401,21 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
             "scheduler must be one of shortest_first, fifo, prefill_first, priority, got 'lifo'",
         ),
         (dict(demotion_order="mru"), "demotion_order must be one of lru, most_recent, got 'mru'"),
-        (dict(max_prefill_ms=0.5), "max_prefill_ms must be at least 1"),
+        (dict(max_prefill_ms=0.5), "max_prefill_ms must be a number of at least 1, got"),
         (dict(q_padding=3), r"q_padding must be 0 or in \[4, 512\].*got 3"),
         (dict(q_padding=513), r"q_padding must be 0 or in \[4, 512\].*got 513"),
-        (dict(q_padding=False), r"q_padding must be 0 or in .*got False"),
-        (dict(max_prefill_ms=float("nan")), "max_prefill_ms must be at least 1"),
+        (dict(q_padding=False), "q_padding must be an integer of at least 0, got False"),
+        (dict(max_prefill_ms=float("nan")), "max_prefill_ms must be a number of at least 1, got"),
         (
             dict(safety_margin=0.4, resume_margin=0.3),
-            r"resume_margin must be in .*\[0.4, 1\], got 0.3",
+            r"resume_margin \(0.3\) must be at least safety_margin \(0.4\)",
         ),
         (dict(kv_cache_gib=float("inf")), "kv_cache_gib"),
         (dict(cpu_offload_gib=-1.0), "cpu_offload_gib must be a number of at least 0, got -1.0"),
         (dict(cpu_offload_gib=float("nan")), "cpu_offload_gib"),
         (dict(cpu_offload_gib=1e-6), "1e-06 holds no block of .* bytes; 0 turns it off"),
         (dict(cpu_offload_gib=1e6), "cpu_offload_gib 1000000.0 does not fit beside the model"),
-        (dict(block_size=0), "block_size must be an integer of at least 1, got 0"),
+        (dict(block_size=0), r"block_size must be an integer in \[8, 256\], got 0"),
         (dict(num_threads=True), "num_threads"),
         (dict(max_running_requests=0), "max_running_requests"),
         (dict(device="tpu"), "device must be one of"),

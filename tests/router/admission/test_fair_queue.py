@@ -1,4 +1,4 @@
-"""Deficit round robin: nobody is starved, nobody gets far ahead, nothing idle waits."""
+"""Deficit round robin: no tenant starves, no tenant gets far ahead, and the queue never idles."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(cost=st.integers(0, 5000))
     def take_next(self, cost):
-        """Work conservation: whatever the balances, somebody goes."""
+        """Work conservation: some request is next for any balances."""
         first = self.queue.next()
         assert first in self.waiting
         assert self.queue.next() is first
@@ -149,7 +149,7 @@ def test_the_share_is_equal_although_one_tenant_sends_ten_times_as_much_and_larg
 
 @settings(max_examples=60, deadline=None)
 @given(costs=st.lists(st.integers(1, 2000), min_size=1, max_size=5), debt=st.integers(0, 5000))
-def test_nobody_waits_longer_than_the_others_can_be_served_until_its_turn(costs, debt):
+def test_a_wait_is_bounded_by_the_service_of_others_before_the_turn(costs, debt):
     queue = FairQueue(QUANTUM)
     others = [f"other{i}" for i in range(len(costs))]
     for name in others:
@@ -262,12 +262,12 @@ def test_debt_is_paid_by_the_rounds_that_pass_while_its_tenant_is_away():
     assert ahead <= 2 * QUANTUM
 
 
-def test_debts_are_forgiven_when_nobody_waits():
+def test_an_empty_queue_clears_debts():
     queue = FairQueue(QUANTUM)
     queue.push(ticket("a"))
     queue.charge("a", 1e9)
     take(queue)
-    queue.charge("a", 1e9)  # nobody waits: it costs nobody anything
+    queue.charge("a", 1e9)  # No effect while the queue is empty.
     queue.push(ticket("a"))
     queue.push(ticket("b"))
     assert {take(queue).tenant, take(queue).tenant} == {"a", "b"}
@@ -294,7 +294,7 @@ def test_a_deep_debt_costs_no_loop():
     for tenant in TENANTS:
         queue.push(ticket(tenant))
         queue.charge(tenant, 1e12)
-    assert queue.next() is not None  # with one round at a time: 10^12 of them
+    assert queue.next() is not None  # One by one these would be 10^12 rounds.
     assert math.isfinite(queue.tokens)
 
 
@@ -319,7 +319,7 @@ def test_another_quantum_holds_from_the_next_turn_and_leaves_no_tenant_ahead():
     for tenant in "ab":
         for _ in range(2):
             queue.push(ticket(tenant))
-    assert serve(50)["a"] in (0, 50)  # one tenant has its turn for a hundred of them
+    assert serve(50)["a"] in (0, 50)  # One tenant has the turn for 100 requests.
     queue.set_quantum(100)
     for _ in range(10):
         counts = serve(20)

@@ -1,4 +1,4 @@
-"""Admission in the life of a request: real engines behind the real bus; only Ray is not there."""
+"""Admission in the life of a request: real engines behind the real bus, without Ray."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def held(replica: LocalReplica) -> AsyncIterator[None]:
 
 
 def test_a_request_that_one_replica_has_no_place_for_is_tried_on_the_next(runner, replicas):
-    """Another router has taken the last place, which no report has told yet."""
+    """Another router has taken the last row, and no report has shown it yet."""
 
     async def run() -> None:
         a, _ = replicas
@@ -229,13 +229,13 @@ def test_a_tenant_with_a_few_requests_is_not_behind_all_of_a_flood(runner, repli
     runner.run(run())
 
 
-def test_who_would_wait_too_long_is_refused_and_the_rest_is_served(runner, replicas):
+def test_requests_that_would_wait_too_long_are_refused_and_others_served(runner, replicas):
     async def run() -> None:
         _, b = replicas
         limits = AdmissionLimits(dispatch_window_s=1e-9, max_replica_waiting_requests=0)
         async with stack_of([b], limits=limits) as stack:
             await stack.answer("warm", prompt="word " * 100)
-            # The time of a few of these prompts, whatever this machine's speed is.
+            # The time of a few of these prompts, measured on this machine.
             wait_s = 500 * b.engine.load().prefill_s_per_token
             stack.service.gate.limits = dataclasses.replace(limits, max_wait_s=wait_s)
             async with held(b):
@@ -294,7 +294,7 @@ def test_the_choices_of_a_request_wait_as_one_and_stay_together(runner, replicas
     runner.run(run())
 
 
-def test_replicas_report_what_autoscaling_counts_with_their_share_of_what_waits_here(
+def test_replicas_report_their_share_of_the_routers_queue_to_the_autoscaler(
     runner, replicas, monkeypatch
 ):
     async def run() -> None:
@@ -344,7 +344,7 @@ def test_a_router_takes_on_other_bounds_while_requests_wait(runner, replicas):
                     await stack.open("late")
                 assert len(service.gate.queue) == 4
                 reconfigure(AdmissionLimits(), 2)
-                await until(lambda: len(stack.sent) == 5)  # none of them has an answer yet
+                await until(lambda: len(stack.sent) == 5)  # No request has an answer yet.
             assert await asyncio.gather(*tasks) == [2] * 5
             decisions = service.ring.last(10)
             assert [d["request_id"] for d in decisions] == ["r4", "r3"]

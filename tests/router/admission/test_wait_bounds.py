@@ -1,4 +1,4 @@
-"""The bounds of a router's queue, and the gate that keeps them."""
+"""The limits of a router's queue, and the gate that applies them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from routing_fleets import fleet_of, idle
 
 from quire.protos.errors import DeadlineExceeded, Overloaded, Unavailable
 from quire.router.admission.fair_queue import FairQueue, Ticket
-from quire.router.admission.gate import AdmissionGate, Arrival, Entry
+from quire.router.admission.gate import AdmissionGate, AdmittedRequest, Arrival
 from quire.router.admission.wait_bounds import (
     MAX_RETRY_AFTER_S,
     AdmissionLimits,
@@ -43,7 +43,7 @@ def ask(
     return refusal(limits, queue, ticket, wait_s=wait_s, queued_s=queued_s)
 
 
-def test_who_would_wait_too_long_is_told_when_to_come_again():
+def test_a_request_that_would_wait_too_long_gets_a_time_to_retry():
     queue = FairQueue()
     for _ in range(15):
         queue.push(Ticket("a", 100, 1.0))
@@ -97,7 +97,7 @@ def test_the_queue_keeps_its_bounds_and_has_room_for_newcomers(arrivals):
     assert ask(queue, "new", 0, limits=limits) is None
 
 
-def test_the_rate_begins_as_the_number_of_replicas_and_becomes_what_was_measured():
+def test_the_rate_starts_as_the_number_of_replicas_and_becomes_the_measured_one():
     rate = DrainRate()
     assert rate.rate(4) == 4
     for _ in range(1000):  # 0.2 s of prefill in a second
@@ -144,7 +144,7 @@ def test_before_anybody_has_waited_the_rate_is_that_of_little():
 
 
 class Fleet:
-    """Replicas whose queues the test sets, and what was sent to them."""
+    """Replicas with queues that the test sets; records the requests that were sent."""
 
     def __init__(self, *queued_tokens: float):
         self.rows = [self.row(tokens) for tokens in queued_tokens]
@@ -226,8 +226,8 @@ def test_requests_wait_until_a_replica_is_open_and_then_go_by_turns(full):
     asyncio.run(run())
 
 
-def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
-    """Short prompts with long answers: by the prefill that waits, everybody's turn would come at once."""
+def test_without_free_rows_the_wait_is_for_requests_to_end():
+    """Short prompts with long answers: by the waiting prefill alone, every request could start at once."""
 
     async def run() -> None:
         fleet = Fleet()
@@ -242,16 +242,16 @@ def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
         def arrive() -> None:
             async def enter() -> None:
                 try:
-                    entry = await gate.enter(fleet.arrival(len(tasks), tokens=10, send=send))
+                    admitted = await gate.enter(fleet.arrival(len(tasks), tokens=10, send=send))
                 except Overloaded as error:
                     refused.append(error)
                 else:
-                    entry.answered(is_usual=False)
-                    entry.left()
+                    admitted.answered(is_usual=False)
+                    admitted.left()
 
             tasks.append(asyncio.create_task(enter()))
 
-        for second in range(40):  # 2 come each second, one of them goes
+        for second in range(40):  # Two arrive each second, and one is sent.
             fleet.now_s = float(second)
             for _ in range(2):
                 arrive()
@@ -271,15 +271,15 @@ def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
 def test_a_burst_that_finds_the_places_empty_does_not_wait_for_as_long_as_one_request_takes_each():
     """Requests came one at a time, of 5 s each; then 60 at once start on 60 rows, and 40 wait for these."""
 
-    async def run() -> list[Entry]:
+    async def run() -> list[AdmittedRequest]:
         fleet = Fleet()
         fleet.rows = [Fleet.row()]
         gate = fleet.gate(max_wait_s=20.0)
         for _ in range(20):
-            entry = await gate.enter(fleet.arrival(0, tokens=10))
-            entry.answered()
+            admitted = await gate.enter(fleet.arrival(0, tokens=10))
+            admitted.answered()
             fleet.now_s += 5.0
-            entry.left()
+            admitted.left()
         burst = [await gate.enter(fleet.arrival(i, tokens=10)) for i in range(100)]
         fleet.rows = [Fleet.row(num_waiting=40)]
         waiting = asyncio.create_task(gate.enter(fleet.arrival(0, tokens=10)))
@@ -292,15 +292,15 @@ def test_a_burst_that_finds_the_places_empty_does_not_wait_for_as_long_as_one_re
     assert len(asyncio.run(run())) == 100
 
 
-def test_what_the_estimates_lack_is_learnt():
+def test_the_margin_covers_the_error_of_estimates():
     """Answers that began together end together: by the mean rate a place is near, by the burst it is not."""
     num_rows, num_places, answer_s, bound_s = 8, 4, 4.0, 5.0
 
     async def run() -> tuple[list[float], int]:
         fleet = Fleet()
         gate = fleet.gate(max_wait_s=bound_s, max_queued_requests=10_000)
-        running: list[tuple[float, Entry]] = []  # when they end
-        waiting: list[tuple[Entry, float]] = []  # at the replica, since when here
+        running: list[tuple[float, AdmittedRequest]] = []  # when they end
+        waiting: list[tuple[AdmittedRequest, float]] = []  # at the replica, since when here
         waits_s: list[tuple[float, float]] = []  # begin, and until the first token
         tasks, num_sent = [], 0
 
@@ -317,23 +317,23 @@ def test_what_the_estimates_lack_is_learnt():
         async def enter() -> None:
             began_s = fleet.now_s
             try:
-                entry = await gate.enter(fleet.arrival(0, tokens=10, send=send))
+                admitted = await gate.enter(fleet.arrival(0, tokens=10, send=send))
             except Overloaded:
                 return
-            waiting.append((entry, began_s))
+            waiting.append((admitted, began_s))
 
         see()
         for tick in range(1200):  # of 0.1 s, and 20 requests come each second where 2 can be served
             fleet.now_s = tick / 10
-            for end_s, entry in running:
+            for end_s, admitted in running:
                 if end_s <= fleet.now_s:
-                    entry.left()
-            running = [(end_s, entry) for end_s, entry in running if end_s > fleet.now_s]
+                    admitted.left()
+            running = [(end_s, admitted) for end_s, admitted in running if end_s > fleet.now_s]
             while waiting and len(running) < num_rows:
-                entry, began_s = waiting.pop(0)
-                running.append((fleet.now_s + answer_s, entry))
+                admitted, began_s = waiting.pop(0)
+                running.append((fleet.now_s + answer_s, admitted))
                 waits_s.append((began_s, fleet.now_s - began_s))
-                entry.answered()
+                admitted.answered()
             see()
             gate.notify()
             tasks += [asyncio.create_task(enter()) for _ in range(2)]
@@ -371,7 +371,7 @@ def test_of_waits_like_the_last_one_in_a_hundred_exceeds_its_margin(seed, median
     assert num_late <= 30, "10 expected of 1000"
 
 
-def test_a_newcomer_does_not_overtake_who_waits():
+def test_a_new_request_does_not_overtake_waiting_ones():
     async def run() -> None:
         fleet = Fleet(5000)
         gate = fleet.gate()
@@ -402,7 +402,7 @@ def test_a_request_whose_deadline_passes_is_never_sent():
     asyncio.run(run())
 
 
-def test_who_has_gone_is_not_sent_and_leaves_nothing():
+def test_a_request_of_a_disconnected_client_is_not_sent_and_leaves_nothing():
     async def run() -> None:
         fleet = Fleet(5000)
         gate = fleet.gate()
@@ -450,7 +450,7 @@ def test_a_refusal_comes_before_the_prompt_is_looked_at():
     asyncio.run(run())
 
 
-def test_who_waits_outlives_a_moment_without_replicas_but_not_a_long_one():
+def test_waiting_requests_survive_a_short_time_without_replicas_but_not_a_long_one():
     async def run() -> None:
         fleet = Fleet(5000)
         gate = fleet.gate()
@@ -494,7 +494,7 @@ def test_a_submit_that_fails_fails_its_own_request_only():
     asyncio.run(run())
 
 
-def test_other_bounds_hold_for_who_comes_and_for_when_who_waits_goes():
+def test_new_limits_apply_to_new_requests_and_to_the_order_of_sending():
     async def run() -> None:
         fleet = Fleet(2000)  # two seconds
         gate = fleet.gate(quantum_tokens=1)
@@ -508,7 +508,7 @@ def test_other_bounds_hold_for_who_comes_and_for_when_who_waits_goes():
         gate.reconfigure(AdmissionLimits(max_wait_s=1.0), max_away_s=30)
         with pytest.raises(Overloaded, match=r"1 s \(router.max_wait_s\)"):
             await gate.enter(fleet.arrival("late"))
-        assert len(gate.queue) == 3 and not fleet.sent, "who waits is not thrown out"
+        assert len(gate.queue) == 3 and not fleet.sent, "a waiting request was removed"
         gate.reconfigure(AdmissionLimits(dispatch_window_s=5.0), max_away_s=30)
         await asyncio.gather(*waiting)
         assert fleet.sent == [0, 1, 2]
@@ -516,7 +516,7 @@ def test_other_bounds_hold_for_who_comes_and_for_when_who_waits_goes():
     asyncio.run(run())
 
 
-def test_who_waits_for_any_replica_gives_up_after_the_other_time():
+def test_a_new_max_away_s_applies_to_waiting_requests():
     async def run() -> None:
         fleet = Fleet(5000)
         gate = fleet.gate()
@@ -535,7 +535,7 @@ def test_who_waits_for_any_replica_gives_up_after_the_other_time():
 
 
 @pytest.mark.parametrize("lacking", ["time", "places"])
-def test_what_waits_here_is_told_as_the_wait_of_who_would_go_last(lacking):
+def test_the_reported_wait_is_that_of_a_request_at_the_end_of_the_queue(lacking):
     async def run() -> None:
         fleet = Fleet()
         fleet.rows = [Fleet.row(2000, num_places=0 if lacking == "places" else 9)] * 2

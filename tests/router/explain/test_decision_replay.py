@@ -1,4 +1,4 @@
-"""Decisions on disk, read back and decided again."""
+"""The decision log: written, read back, and decided again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.router.types import Explain
 
 
 def record(folder, fleets, policy="slo", num_tokens=1000, max_bytes=10**8, seed=0):
-    """Decide for each fleet as a router would, and log it; the paths, oldest first."""
+    """Decide for each fleet as a router does, log the decisions, and return the chosen replicas."""
     log = DecisionLog(folder, "router-1", max_bytes)
     rng, chooser = random.Random(seed), make_policy(policy)
     chosen = []
@@ -41,7 +41,7 @@ def record(folder, fleets, policy="slo", num_tokens=1000, max_bytes=10**8, seed=
     st.sampled_from(POLICY_NAMES),
     st.integers(1, 50_000),
 )
-def test_what_is_read_back_is_what_was_decided_from(tmp_path_factory, rows, policy, num_tokens):
+def test_a_log_returns_the_inputs_of_the_decisions(tmp_path_factory, rows, policy, num_tokens):
     folder = tmp_path_factory.mktemp("log")
     demand = Demand(2.0, 0.5, 0.25, 0.1, 200.0, 1e-7)
     fleets = [fleet_of(r, num_tokens, demand=demand, longest_prefix=2**63 + 7) for r in rows]
@@ -54,7 +54,7 @@ def test_what_is_read_back_is_what_was_decided_from(tmp_path_factory, rows, poli
         facts = ("demand", "longest_prefix", "followers", "session_row", "prior_s_per_work")
         for name in (*COLUMN_NAMES, *facts, "attention_context_tokens"):
             np.testing.assert_array_equal(getattr(decision.fleet, name), getattr(fleet, name))
-    # The same policy with the same draws decides the same again.
+    # The same policy with the same random numbers makes the same decisions.
     again = replay(decisions, make_policy(policy), policy)
     assert [one.replayed.replica for one in again.redecisions] == chosen
     assert again.num_changed == again.num_ties == 0
@@ -71,7 +71,7 @@ def test_another_policy_shows_what_it_would_have_cost(tmp_path):
     (change,) = loaded.largest_changes(10)
     assert (change.recorded.replica, change.replayed.replica) == ("0", "1")
     assert (change.recorded.cached_tokens, change.replayed.cached_tokens) == (960, 0)
-    # By the cost's own terms, which the other policy does not have: 40 and 1000 tokens of 0.1 ms.
+    # Priced by the cost's terms, since the other policy has none: 40 and 1000 tokens of 0.1 ms.
     assert change.recorded.ttft_s == pytest.approx(0.004)
     assert change.replayed.ttft_s == pytest.approx(0.1)
     text = report(loaded)
@@ -138,7 +138,7 @@ def test_another_bound_of_the_log_holds_from_the_next_line(tmp_path):
     write(200, lambda: path.exists() and path.read_bytes().count(b"\n") == 201)
     assert path.stat().st_size > 64 * 1024 and not older.exists()
     log.resize(64 * 1024)
-    write(1, older.exists)  # the line that finds the file too large
+    write(1, older.exists)  # the first line after the file exceeds the bound
     assert len(list(read(older))) == 201
     for _ in range(200):
         log.decided(request, ranking, 1, 0.0)
@@ -163,14 +163,14 @@ def test_a_log_that_was_cut_off_is_read_to_there(tmp_path):
             lambda lines: [lines[0].replace(b":2,", b":9,", 1), *lines[1:]],
             "line 1 must be the header",
         ),
-        (lambda lines: [lines[0], b"{nonsense", *lines[1:]], "line 2 is no JSON object"),
+        (lambda lines: [lines[0], b"{nonsense", *lines[1:]], "line 2 is not a JSON object"),
         (
             lambda lines: [lines[0], lines[1].replace(b"kv_tokens", b"kv_tkens"), lines[2]],
             "kv_tkens",
         ),
     ],
 )
-def test_what_is_no_log_is_refused_with_the_line(tmp_path, capsys, damage, message):
+def test_a_file_that_is_not_a_log_is_refused_with_the_line(tmp_path, capsys, damage, message):
     record(tmp_path, [fleet_of([idle()])])
     path = tmp_path / "router-1.jsonl"
     path.write_bytes(b"\n".join(damage(path.read_bytes().split(b"\n"))))

@@ -1,4 +1,4 @@
-"""What a router remembers of its decisions."""
+"""The ring of the last decisions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def remember(ring, request_id, attempts=1, now_s=0.0, rows=None):
     return explain
 
 
-def test_a_decision_tells_the_terms_of_every_replica_best_first():
+def test_a_decision_contains_the_terms_of_every_replica_best_first():
     ring = DecisionRing("router-1", 8, clock=lambda: 5.0)
     rows = [idle(reported_work=5000), idle(gpu_tokens=640), idle(host_tokens=640)]
     remember(ring, "asked", rows=rows)
@@ -69,7 +69,7 @@ def test_the_oldest_is_forgotten_and_the_newest_comes_first():
     assert none.last(1) == []
 
 
-def test_what_came_of_it_belongs_to_the_last_attempt():
+def test_the_outcome_belongs_to_the_last_attempt():
     ring = DecisionRing("router-1", 8)
     explain = remember(ring, "moved")
     assert ring.find("moved")[0]["outcome"] is None  # not answered yet
@@ -83,8 +83,8 @@ def test_what_came_of_it_belongs_to_the_last_attempt():
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_a_decision_stays_what_it_was_while_the_fleet_moves_on(policy):
-    """The ring holds arrays: none of them may be one that the table goes on writing to."""
+def test_a_decision_does_not_change_with_the_table(policy):
+    """The ring keeps arrays, so the table must not write to any of the arrays."""
     table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)
     for name in "abc":
         table.add(name, "e", 64)

@@ -1,4 +1,4 @@
-"""What the routers learn of the work from reports: the decode slope."""
+"""The slope of decode step times, from reports."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def test_steps_without_noise_give_their_slope(count, slope_s, base_s, seed):
 
 @pytest.mark.parametrize("seed", range(32))
 def test_noisy_steps_of_an_idle_cluster_prove_no_slope(seed):
-    """Steps of 10 ms, give or take 5, at contexts of a few hundred tokens: what they say by chance must not
-    outweigh the prefill of a prompt of that length, 0.1 s; without the errors' bound it did."""
+    """Steps of 10 ms, plus or minus 5, at contexts of a few hundred tokens, give a slope by chance.
+
+    It must not cost more than the prefill of a prompt of that length, 0.1 s. Without the three standard errors it did.
+    """
     rng = np.random.default_rng(seed)
     slope, worst = StepSlope(), 0.0
     for _ in range(500):
@@ -44,6 +46,6 @@ def test_a_slope_shows_through_the_noise(seed):
     assert feed(StepSlope(), kv_tokens, step_s) == pytest.approx(4e-7, rel=0.1)
 
 
-def test_nothing_is_said_before_the_reports_differ():
+def test_there_is_no_slope_before_the_reports_differ():
     assert feed(StepSlope(), np.array([1000.0] * 50), np.linspace(0.01, 0.02, 50)) == 0.0
     assert feed(StepSlope(), np.linspace(10, 2000, 31), np.linspace(0.01, 0.02, 31)) == 0.0

@@ -1,4 +1,4 @@
-"""Members as Serve's router and the bus share them, from several threads."""
+"""Members shared by Serve's router and the bus, from several threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_second_listener_takes_the_place_of_the_first():
     second: list[frozenset[str]] = []
     membership.listen(first.append)
     membership.listen(second.append)
-    membership.unlisten(first.append)  # not the one that listens
+    membership.unlisten(first.append)  # it is not the current listener
     membership.update(frozenset("a"))
     membership.unlisten(second.append)
     membership.update(frozenset("b"))
@@ -52,7 +52,7 @@ def many_switches():
 
 
 def test_threads_lose_no_change_and_the_last_one_heard_holds(many_switches):
-    """Each thread adds and removes its own member; nobody else may undo that."""
+    """Each thread adds and removes its own member; no other thread may undo that."""
     membership = Membership()
     heard: list[frozenset[str]] = []
     membership.listen(heard.append)

@@ -1,4 +1,4 @@
-"""The replica table: the replay of a simulated replica over a stream that may lose frames."""
+"""The replica table, with a simulated replica behind a stream that may lose frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load
+from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
+from quire.protos.wire import CacheEvents, Frame, Load
 from quire.router.fleet.event_replay import SNAPSHOT
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.fleet.tracked_replica import ReplicaState
@@ -105,7 +106,8 @@ def test_the_replay_heals_after_lost_and_late_frames(data):
         if late and data.draw(st.booleans()):
             for page in late.pop(0):
                 table.on_frame("r", page, float(now))
-    for turn in range(3):  # heartbeats; a resync is answered
+    # Heartbeats, and an answer to each resync request.
+    for turn in range(3):
         action = table.on_frame("r", replica.frame(), 100.0 + turn)
         if action.resync_from is not None:
             for page in replica.answer(action.resync_from):
@@ -123,8 +125,9 @@ def test_a_replica_takes_requests_from_its_first_frame_and_syncs_with_the_snapsh
     table = ReplicaTable(PrefixIndex())
     table.add("r", replica.epoch)
     assert matched(table, [1]) == {} and table.num_ready() == 0
-    first = table.on_frame("r", replica.step([6]), 0.0)  # overtakes the snapshot
-    assert first.became_ready and first.resync_from is None  # a snapshot is coming anyway
+    first = table.on_frame("r", replica.step([6]), 0.0)  # arrives before the snapshot
+    # The stream brings a snapshot without a request.
+    assert first.became_ready and first.resync_from is None
     assert matched(table, [1]) == {"r": 0} and table.state("r") is ReplicaState.SYNCING
     pages = replica.snapshot()
     for page in pages[:-1]:
@@ -153,9 +156,9 @@ def test_a_gap_asks_for_the_missing_batches_once():
     action = table.on_frame("r", replica.step([3]), 10.0)
     assert action.resync_from == 1 and "replica is at batch 3" in action.reason
     assert table.state("r") is ReplicaState.SYNCING
-    assert matched(table, [1]) == {"r": 1}  # the stale index goes on answering
+    assert matched(table, [1]) == {"r": 1}  # the stale index still answers
     assert table.on_frame("r", replica.frame(), 10.1).resync_from is None
-    assert table.on_frame("r", replica.frame(), 11.5).resync_from == 1  # no answer: ask again
+    assert table.on_frame("r", replica.frame(), 11.5).resync_from == 1  # no answer: requested again
     for frame in replica.answer(1):
         table.on_frame("r", frame, 11.6)
     assert matched(table, [1, 2, 3], 11.6) == {"r": 3}
@@ -165,7 +168,7 @@ def test_a_gap_asks_for_the_missing_batches_once():
 def test_another_digest_asks_for_a_snapshot():
     table, replica = attached()
     table.on_frame("r", replica.step([1, 2]), 0.0)
-    replica.held.discard(2)  # the replica lost a block and told nobody
+    replica.held.discard(2)  # the replica lost a block without an event
     action = table.on_frame("r", replica.frame(), 5.0)
     assert action.resync_from == SNAPSHOT and "digest differs at batch 1" in action.reason
     for page in replica.snapshot():
@@ -231,7 +234,7 @@ def test_unknown_replicas_are_ignored():
 
 
 @pytest.mark.parametrize(("startable", "waiting"), [(0, 40), (30, 10), (64, 0)])
-def test_who_only_waits_for_the_next_step_does_not_wait_for_a_place(startable, waiting):
+def test_requests_that_wait_for_the_next_step_do_not_wait_for_a_row(startable, waiting):
     table, _ = attached(FakeReplica(load=Load(num_waiting=40, num_startable=startable)))
     fleet = table.fleet([], 1, 1.0)
     assert (fleet.num_waiting[0], fleet.num_requests[0]) == (waiting, 40)
@@ -249,7 +252,7 @@ def test_load_is_the_report_and_the_bookings_it_cannot_contain():
         return [round(column[0]) for column in (*work, fleet.num_requests)]
 
     early = book(table, [1], 164, 1.0)
-    late = book(table, [1, 2], 94, 1.095)  # of which 64 are booked before
+    late = book(table, [1, 2], 94, 1.095)  # 64 of its tokens are already booked
     assert seen(1.1) == [194, 194, 164, 5]
     assert matched(table, [1, 2], 1.1) == {"r": 2}
     assert table.fleet([], 1, 1.1).report_age_s[0] == pytest.approx(1.1)
@@ -270,27 +273,30 @@ def test_the_places_left_are_those_of_the_report_less_what_was_sent_since():
     assert table.fleet([], 1, 1.0).num_places[0] == 2
     booking = book(table, [1], 64, 1.0)
     assert table.fleet([], 1, 1.0).num_places[0] == 1
-    table.on_frame("r", replica.frame(), 1.005)  # cannot contain it
+    table.on_frame("r", replica.frame(), 1.005)  # cannot contain the booking
     assert table.fleet([], 1, 1.0).num_places[0] == 1
     table.on_frame("r", replica.frame(), 1.1)
-    assert table.fleet([], 1, 1.1).num_places[0] == 1, "it may not have looked into its mail yet"
+    assert table.fleet([], 1, 1.1).num_places[0] == 1, (
+        "the report may lack it: the replica takes in requests between steps"
+    )
     replica.load = Load(num_waiting=1, num_places=1)
     table.on_frame("r", replica.frame(), 1.2)
-    assert table.fleet([], 1, 1.2).num_places[0] == 1, "that is ours"
+    assert table.fleet([], 1, 1.2).num_places[0] == 1, "the report contains our own request"
     replica.load = replica.load._replace(num_routers=2)
     table.on_frame("r", replica.frame(), 1.2)
-    assert table.fleet([], 1, 1.2).num_places[0] == 0, "half of two is taken"
+    assert table.fleet([], 1, 1.2).num_places[0] == 0, "our share is half of two, and it is used"
     table.end(booking, 1.2)
     replica.load = Load()
     table.on_frame("r", replica.frame(), 1.3)
-    assert table.fleet([], 1, 1.3).num_places[0] == float("inf"), "of an engine without a bound"
+    assert table.fleet([], 1, 1.3).num_places[0] == float("inf"), "the engine has no bound"
 
 
 def test_as_many_routers_share_as_a_replica_has_attached():
     table = ReplicaTable(PrefixIndex())
     assert table.num_routers() == 1
     table, _ = attached(FakeReplica(load=Load(num_routers=3)))
-    other = FakeReplica("other", load=Load(num_routers=2))  # one has not found it yet
+    # A third router has not attached to it yet.
+    other = FakeReplica("other", load=Load(num_routers=2))
     table.add("s", "other")
     table.on_frame("s", other.frame(), 0.0)
     assert table.num_routers() == 3
@@ -302,7 +308,9 @@ def test_replicas_that_would_refuse_are_left_out_unless_all_would():
     table.add("s", "other")
     table.on_frame("s", other.frame(), 0.0)
     assert table.fleet([], 1, 0.0).replicas == ["s"]
-    assert table.fleet([], 1, 0.0, avoid={"s"}).replicas == ["r"], "that one is worse"
+    assert table.fleet([], 1, 0.0, avoid={"s"}).replicas == ["r"], (
+        "r, which would refuse it, is still better than s, which must be avoided"
+    )
     other.load = Load(num_places=0)
     table.on_frame("s", other.frame(), 0.1)
     assert table.fleet([], 1, 0.1).replicas == ["r", "s"]
@@ -323,14 +331,14 @@ def test_a_slow_speed_of_long_ago_is_not_held_against_a_replica():
         table.on_frame("s", other.frame(), second)  # a heartbeat
     fleet = table.fleet([], 100, 120.0)
     assert fleet.prefill_s_per_work == pytest.approx([1e-4, 1e-4], rel=0.06)
-    other.load = Load(num_steps=2, prefill_s_per_token=9e-4 + 1e-9)  # slow indeed
+    other.load = Load(num_steps=2, prefill_s_per_token=9e-4 + 1e-9)  # a new slow measurement
     table.on_frame("s", other.frame(), 121.0)
     assert table.fleet([], 100, 121.0).prefill_s_per_work[1] == pytest.approx(9e-4, rel=0.05)
 
 
 @given(st.data())
 def test_every_booking_comes_back(data):
-    """Whatever happens to replicas in between, what is booked is what is unanswered, and in the end nothing."""
+    """After any events, the booked work is that of the unanswered requests, and at the end nothing is booked."""
     table = ReplicaTable(PrefixIndex(), submit_lag_s=0.0)
     replicas = {}
     now, open_, epoch = 0.0, [], 0
@@ -378,7 +386,8 @@ def test_every_booking_comes_back(data):
 
 def test_removing_a_replica_leaves_the_others_where_they_are():
     table = ReplicaTable(PrefixIndex())
-    for i in range(40):  # more than the table begins with
+    # More rows than the matrix has at first.
+    for i in range(40):
         replica = FakeReplica(load=Load(num_running=i))
         table.add(str(i), replica.epoch)
         table.on_frame(str(i), replica.snapshot()[0], 0.0)
@@ -418,7 +427,7 @@ def test_blocks_in_host_memory_are_counted_apart():
     assert tokens() == [64.0, 64.0]
 
 
-def test_a_fleet_goes_on_naming_the_replicas_that_it_was_asked_for():
+def test_a_view_keeps_its_replicas_when_the_table_changes():
     table = ReplicaTable(PrefixIndex())
     for name in "abc":
         table.add(name, "e1")
@@ -465,7 +474,7 @@ def test_replicas_with_other_weights_are_no_choice_even_where_no_other_is_left()
     assert table.fleet([], 1, 0.0).replicas == ["a", "b", "c"]
     assert table.fleet([], 1, 0.0, weights="old").replicas == ["a", "c"]
     assert table.fleet([], 1, 0.0, avoid={"a"}, weights="old").replicas == ["c"]
-    # To be avoided is better than foreign.
+    # A replica to avoid is better than one with other weights.
     assert table.fleet([], 1, 0.0, avoid={"a", "c"}, weights="old").replicas == ["a", "c"]
     table.add("a", "e2", weights="new")  # the same name, started again
     table.on_frame("a", FakeReplica("e2").frame(), 0.0)
@@ -493,12 +502,13 @@ def test_speeds_and_sessions_stay_with_their_replicas_when_others_come_and_go():
     table.book(ranking, [], 100, 0.0, "s")
     expect(0.01)
     kept = table.fleet([], 100, 0.01).prefill_s_per_work
-    assert table.fleet([], 100, 0.02).prefill_s_per_work is kept  # until they are looked at again
+    # The same array until the next update.
+    assert table.fleet([], 100, 0.02).prefill_s_per_work is kept
     with pytest.raises(ValueError, match="read-only"):
         kept[0] = 1.0
-    table.remove("a")  # the last row moves to its place
+    table.remove("a")  # the last row moves into the gap
     expect(0.03)
-    table.set_lost("b")  # is left out
+    table.set_lost("b")  # a lost replica is left out
     expect(0.04)
     table.add("b", "e")
     table.on_frame("b", Frame("e", load=Load(num_steps=1, prefill_s_per_token=3e-4)), 0.05)
@@ -516,16 +526,18 @@ def test_a_sessions_last_replica_is_known_while_it_can_take_requests():
     assert table.fleet([], 10, 0.0, "s2").session_row == -1
     for session in ("s2", "s3"):
         book(table, [], 10, 0.0, session)
-    assert table.fleet([], 10, 0.0, "s1").session_row == -1  # the least recent goes first
+    # The least recently used session is dropped first.
+    assert table.fleet([], 10, 0.0, "s1").session_row == -1
     table.set_draining("r")
     assert table.fleet([], 10, 0.0, "s3").session_row == -1
 
 
-def test_the_time_that_blocks_stay_is_what_is_held_over_what_leaves():
+def test_the_time_that_blocks_stay_is_their_number_over_their_eviction_rate():
     table, replica = attached()
     assert table.fleet([], 1, 0.0).cache_age_s[0] == math.inf
     table.on_frame("r", replica.step(range(1, 1001)), 1.0)
-    for second in range(2, 60):  # ten leave and ten come each second
+    # Each second ten blocks are evicted and ten are stored.
+    for second in range(2, 60):
         old, new = (
             range(10 * second, 10 * second + 10),
             range(10_000 * second, 10_000 * second + 10),
@@ -564,14 +576,15 @@ def test_the_mean_load_is_that_of_the_last_half_minutes_reports():
 
     first = report(0.1, 1000)
     assert first == report(0.1, 1000)  # no time has passed
-    for i in range(1, 200):  # three minutes of the same, then a moment of nothing
+    # Three minutes of the same load, then one report without load.
+    for i in range(1, 200):
         steady = report(0.1 + 0.9 * i, 9000)
     assert steady == pytest.approx(9000, rel=0.01)
     assert 8500 < report(180.0, 0) < 9000
     assert report(360.0, 0) == pytest.approx(0, abs=30)  # 9000 e^-6 = 22
     report(361.0, 9000)
     replica.epoch = "restarted"
-    assert report(362.0, 300) < 20, "another engine has another load"
+    assert report(362.0, 300) < 20, "the load of the former engine does not count"
 
 
 @pytest.mark.usefixtures("either_library")

@@ -1,4 +1,4 @@
-"""Sets of holders by hash, in the table that holds them, against a dict of masks."""
+"""Sets of holders by hash, and the table below, compared with a dict of masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def u64(hashes):
 
 
 class Model:
-    """hash -> mask, at most `max_blocks` of them."""
+    """hash -> mask, for at most `max_blocks` hashes."""
 
     def __init__(self, max_blocks):
         self.masks, self.max_blocks = {}, max_blocks
@@ -51,7 +51,7 @@ class Model:
 
 
 def universe(rng):
-    """Hashes, 0 among them; some share so many low bits that they crowd into a few buckets."""
+    """Make hashes, 0 included; some have the same low bits, which without mixing would be the same buckets."""
     crowded = rng.random() < 0.5
     hashes = [rng.getrandbits(64) for _ in range(rng.choice([40, 3000]))]
     return [0, *(h & (0xFFFF << 48 if crowded and h % 4 == 0 else -1) & 2**64 - 1 for h in hashes)]
@@ -104,7 +104,7 @@ def test_the_sets_as_bits_are_those_of_the_masks():
         assert int.from_bytes(words.tobytes(), "little") == subject.masks[number]
 
 
-def test_a_sweep_goes_on_where_it_was_while_the_map_grows():
+def test_a_sweep_continues_while_the_map_grows():
     rng = np.random.default_rng(0)
     subject = HolderMap(100_000)
     old = rng.integers(1, 2**64, 10_000, dtype=np.uint64)
@@ -128,7 +128,8 @@ def test_most_entries_fit_into_their_buckets_and_the_rest_is_found():
         table.insert(hashes[start : start + 700], ids[start : start + 700])
         assert table.num_links <= 0.05 * len(table) + 8
     assert 0 < table.num_links
-    assert table.num_buckets == 33_333  # one and a half entries a bucket, also at the bound
+    # 1.5 entries per bucket, also at the bound.
+    assert table.num_buckets == 33_333
     assert (table.find(hashes)[1] == ids).all()
     assert [table.locate(int(h))[1] for h in hashes[:1000]] == ids[:1000].tolist()
     assert not table.find(rng.integers(1, 2**64, 1000, dtype=np.uint64))[1].any()
@@ -141,7 +142,8 @@ def test_many_are_found_as_one_by_one_and_in_runs():
     table.insert(known, np.arange(1, 20_001, dtype=np.int32))
     assert table.num_links
     for has_zero in (False, True):
-        if has_zero:  # which marks an empty place
+        # 0 marks an empty place.
+        if has_zero:
             place, _ = table.locate(0)
             table.add(0, place, 20_001)
             known = np.append(known, np.uint64(0))
@@ -157,7 +159,7 @@ def test_many_are_found_as_one_by_one_and_in_runs():
                 rng.shuffle(asked)
                 expected = [table.locate(int(h))[1] for h in asked]
                 assert table.find(asked)[1].tolist() == expected
-                # In a chain most neighbours have the same holders.
+                # Most neighbours in a chain have the same holders.
                 asked = asked.repeat(rng.integers(1, 4, len(asked)))
                 expected = [table.locate(int(h))[1] for h in asked]
                 starts, ids = table.runs(asked)
@@ -166,7 +168,7 @@ def test_many_are_found_as_one_by_one_and_in_runs():
                 assert np.repeat(ids, lengths).tolist() == expected
 
 
-def test_nothing_is_found_in_nothing():
+def test_an_empty_chain_finds_nothing():
     table, nothing = BlockTable(100), np.empty(0, np.uint64)
     assert table.runs(nothing) == ([], [])
     assert [column.size for column in table.find(nothing)] == [0, 0]
@@ -183,7 +185,7 @@ def test_a_chain_of_the_same_holders_is_one_run():
 
 
 def test_no_choice_of_hashes_crowds_into_a_few_buckets():
-    """Equal in their low bits, their high bits, both halves, or the multiples of a number; with whatever secret."""
+    """Hashes with equal low bits, equal high bits, equal halves, or multiples of a number, with any secret."""
     few, many = (np.arange(1, num + 1, dtype=np.uint64) for num in (5000, 400_000))
     shifted = [few << np.uint64(shift) for shift in (0, 16, 32, 40, 48) for _ in range(3)]
     for hashes in (
@@ -199,7 +201,7 @@ def test_no_choice_of_hashes_crowds_into_a_few_buckets():
 
 
 def test_lines_behind_a_bucket_are_used_again():
-    """Whatever comes and goes: a line that holds nothing is free."""
+    """After any sequence of additions and removals, every empty line is free."""
     rng = np.random.default_rng(4)
     for one_by_one in (False, True):
         table = BlockTable(3000)

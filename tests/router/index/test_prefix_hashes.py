@@ -1,4 +1,4 @@
-"""The compiled hashes against those of the wire, and the library's own version."""
+"""The compiled hashes compared with numpy's, and the library's version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
 from quire.kernels.library_loader import NativeLibraryError
-from quire.protos.wire import RoutingHasher
+from quire.protos.routing_hash import RoutingHasher
 from quire.router import compiled_router
 from quire.router.index.prefix_hashes import _weights, prefix_hashes
 

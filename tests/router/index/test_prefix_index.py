@@ -1,4 +1,4 @@
-"""The prefix index against a model that keeps a set of hashes for each replica."""
+"""The prefix index compared with a model that keeps a set of hashes for each replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import CacheEvents, tier_digest
+from quire.protos.routing_hash import tier_digest
+from quire.protos.wire import CacheEvents
 from quire.router import compiled_router
 from quire.router.index.prefix_index import PrefixIndex
 
@@ -29,7 +30,7 @@ def batch(seq, stored=(), removed=(), cleared=False):
 
 
 class Model:
-    """What PrefixIndex promises, with sets."""
+    """The contract of PrefixIndex, with Python sets."""
 
     def __init__(self):
         self.held = {}
@@ -118,13 +119,13 @@ def test_index_equals_a_set_per_replica(data):
         check_equal(index, model, data.draw(hash_list))
     for replica in REPLICAS:
         index.remove_replica(replica)
-    index.reset("last", "x", 0, u64([]))  # any update sweeps what is dead
+    index.reset("last", "x", 0, u64([]))  # each update sweeps dead bits
     assert len(index) == 0 and not index._booked.masks and len(index._booked) == 0
 
 
 @given(st.data())
 def test_long_prompts_match_as_short_ones_do(data):
-    """Chains beyond a window, with what replicas evicted anywhere in them and what is booked."""
+    """Chains longer than a window, with evicted blocks at any position, and with bookings."""
     length = data.draw(st.integers(500, 1300))
     chain = np.random.default_rng(length).integers(0, 2**64, length, dtype=np.uint64)
     index, model = PrefixIndex(), Model()
@@ -185,7 +186,8 @@ def test_at_the_bound_new_hashes_are_dropped_and_the_replica_is_incomplete():
     assert index.is_complete("a") and not index.is_complete("b")
     assert len(index) == 3 and index.num_blocks("b") == 3
     index.apply("a", "x", batch(1, removed=[2]))
-    index.apply("b", "x", batch(1, stored=[6], removed=[2]))  # room again: a hole before 6
+    # There is room again; block 2 is missing before 6.
+    index.apply("b", "x", batch(1, stored=[6], removed=[2]))
     assert index.match([1, 2, 3, 4, 5, 6]) == {"a": 1, "b": 1}
     index.reset("b", "x", 2, u64([1]))
     assert index.is_complete("b")
@@ -205,7 +207,7 @@ def test_blocks_in_host_memory_are_counted_up_to_where_the_match_ends():
     chain = np.arange(1, 101, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     index.reset("a", "x", 0, chain[:40], chain[40:70])
     index.reset("b", "x", 0, chain[10:], chain[:10])
-    index.reset("c", "x", 0, u64([]), chain[1:])  # its first block is gone
+    index.reset("c", "x", 0, u64([]), chain[1:])  # without the first block
     for row, replica in enumerate("abc"):
         index.set_row(replica, row)
     depths, host = np.zeros(3), np.zeros(3)
@@ -217,7 +219,7 @@ def test_blocks_in_host_memory_are_counted_up_to_where_the_match_ends():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_matches_are_written_to_the_rows_of_many_replicas(seed):
-    """Of more than a word has bits; they come, go, lose all they had and are booked meanwhile."""
+    """More replicas than a word has bits, which are added, removed, cleared and booked in between."""
     rng = random.Random(seed)
     index, model = PrefixIndex(), Model()
     chains = [[rng.getrandbits(64) for _ in range(num)] for num in (3, 40, 700)]
@@ -229,7 +231,8 @@ def test_matches_are_written_to_the_rows_of_many_replicas(seed):
         if name not in model.held:
             index.add_replica(name)
             model.add(name)
-            if rng.random() < 0.9:  # else it has no row
+            # Some replicas have no row.
+            if rng.random() < 0.9:
                 row_of[name] = min({*range(150)} - {*row_of.values()})
                 index.set_row(name, row_of[name])
         elif action < 0.7:
@@ -259,7 +262,7 @@ def test_matches_are_written_to_the_rows_of_many_replicas(seed):
 
 
 def branched_chains(rng):
-    """Prompts that share prefixes."""
+    """Make prompts with shared prefixes."""
     chains = [[rng.getrandbits(64) for _ in range(rng.choice([4, 30, 600]))]]
     for _ in range(3):
         base = rng.choice(chains)
@@ -269,7 +272,7 @@ def branched_chains(rng):
 
 
 def live_with_bookings(rng):
-    """Few requests are in flight at a time, mostly booked from where the match of their prompt ends."""
+    """Book and end requests, few at a time. Most begin with the block at which the match of their prompt ends."""
     index = PrefixIndex(max_booked_blocks=rng.choice([10, 10**6, 10**6]))
     model, row_of, live = Model(), {}, []
     names, chains = [f"r{i}" for i in range(rng.choice([2, 70]))], branched_chains(rng)
@@ -314,8 +317,8 @@ def live_with_bookings(rng):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_matches_go_on_in_what_is_booked(seed, monkeypatch):
-    """Whichever way the index follows the bookings; it goes both."""
+def test_matches_continue_in_booked_blocks(seed, monkeypatch):
+    """Matches are right with and without the walk with masks, and the test takes both ways."""
     rng, ways = random.Random(seed), Counter()
     booked_beyond = PrefixIndex._booked_beyond
 
@@ -332,7 +335,7 @@ def test_matches_go_on_in_what_is_booked(seed, monkeypatch):
 
 
 def test_a_burst_of_one_prompt_is_not_walked_again(monkeypatch):
-    """Its requests book from where the match ends; some blocks have been confirmed since."""
+    """Requests book the blocks after their match, and the replica has confirmed some of the blocks since."""
     index, rng = PrefixIndex(), random.Random(0)
     chain = u64(rng.getrandbits(64) for _ in range(256))
     index.reset("a", "x", 0, chain[:10])
@@ -344,7 +347,8 @@ def test_a_burst_of_one_prompt_is_not_walked_again(monkeypatch):
     if compiled_router.load() is not None:
         monkeypatch.delattr(PrefixIndex, "match_masks")
     depths = np.zeros(2)
-    other = np.concatenate([chain[:200], u64([1, 2])])  # another prompt from there on
+    # Another prompt with the same first 200 blocks.
+    other = np.concatenate([chain[:200], u64([1, 2])])
     assert index.match_into(other, depths) == 200 and depths.tolist() == [200, 200]
     assert index.match_into(chain, depths) == 256 and depths.tolist() == [256, 256]
 
@@ -359,7 +363,7 @@ def test_each_of_many_holds_another_part():
     assert index.match_into(chain, depths) == num and depths.tolist() == [*range(1, num + 1)]
 
 
-def test_what_is_booked_is_a_copy():
+def test_a_booking_copies_its_hashes():
     index, hashes = PrefixIndex(), u64([1, 2])
     index.add_replica("a")
     index.set_row("a", 0)
@@ -370,8 +374,8 @@ def test_what_is_booked_is_a_copy():
         assert index.match_into(u64([1, last]), depths) == depth and depths.tolist() == [depth]
 
 
-def test_snapshots_of_many_that_begin_anew_find_their_slots():
-    """Each holds a slot of its own until a sweep: so the first to end may have one far beyond the others."""
+def test_restarted_snapshots_of_many_replicas_find_their_slots():
+    """Each snapshot holds a slot until the sweep, so the first to end may have a slot far above the others."""
     index, chain = PrefixIndex(), u64([1, 2])
     for i in range(64):
         index.add_replica(f"r{i}")
@@ -409,7 +413,7 @@ def test_misuse_is_refused():
     assert not index.apply("b", "", batch(1))
 
 
-def test_a_hash_is_found_in_whichever_tier_and_the_digest_tells_them_apart():
+def test_a_hash_is_found_in_either_tier_and_the_digest_distinguishes_them():
     index = PrefixIndex()
     index.reset("a", "x", 0, u64([1, 2, 3]), u64([4]))
     assert index.digest("a") == tier_digest(1 ^ 2 ^ 3, 4)
@@ -430,5 +434,5 @@ def test_blocks_of_one_hot_prefix_share_their_set():
     chain = [rng.getrandbits(64) for _ in range(300)]
     for i in range(100):
         index.reset(str(i), "x", 0, u64(chain))
-    assert index._confirmed.num_sets == 2  # with the empty one
+    assert index._confirmed.num_sets == 2  # the empty set included
     assert index.match(chain) == {str(i): 300 for i in range(100)}

@@ -1,4 +1,4 @@
-"""The cost function: who gets a request, and why."""
+"""The cost policy: which replica gets a request, and by which terms."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_more_work_never_costs_less(row, column):
 
 
 @given(ROWS)
-def test_what_is_cached_never_costs_more_than_what_is_not(row):
+def test_cached_tokens_never_cost_more_than_missing_ones(row):
     row |= {"report_age_s": 0.0, "host_tokens": 0.0, "gpu_tokens": min(row["gpu_tokens"], 7999)}
     nothing = row | {"gpu_tokens": 0.0}
     costs = [choose([r], 8000, demand=BUSY)[0].cost_s for r in (row, nothing)]
@@ -147,15 +147,15 @@ def test_a_reported_queue_shrinks_with_time_but_silence_is_no_progress():
     assert wait(1.4) == wait(100.0) == pytest.approx(2.0)  # max_decay_s
 
 
-def test_our_own_unanswered_requests_are_still_queued_whatever_the_report_says():
+def test_our_own_unanswered_requests_are_still_queued_if_the_report_lacks_them():
     def wait(**columns):
         return choose([idle(**columns)])[0].wait_s
 
-    # Three requests of 0.1 s, the first at work for 50 ms: a report without them cannot be right.
+    # Three requests of 0.1 s, the first in prefill for 50 ms. A report without them must be older than they are.
     own = {"unanswered_work": 3000, "head_work": 1000, "head_age_s": 0.05}
     assert wait(**own) == pytest.approx(0.25)
     assert wait(**own, reported_work=4000) == pytest.approx(0.4)
-    # However long the first has been at work, it is not done.
+    # The first request is not done, however long its prefill has taken.
     assert wait(**own | {"head_age_s": 60}) == pytest.approx(0.21)
 
 
@@ -168,15 +168,15 @@ def test_requests_in_flight_raise_the_price_of_a_long_prefill():
 def test_decoding_is_cheaper_where_the_cache_is_shorter():
     rows = [idle(mean_kv_tokens=50_000), idle(mean_kv_tokens=20_000, num_requests=3)]
     assert winners(rows, demand=BUSY) == {"1": 400}
-    # 200 steps by the KV of the others, and half as many steps of three others by the prompt's 1000 tokens.
+    # 200 steps with the KV of the others, and half as many steps of three others with the prompt's 1000 tokens.
     terms = choose(rows, demand=BUSY)[0].terms
     assert terms["decode_s"] == pytest.approx(
         CostPolicy().delta * 1e-7 * (200 * 20_000 + 100 * 3 * 1000)
     )
 
 
-def test_requests_overlap_for_half_an_output_whatever_its_lengths_are():
-    """Why others' steps count half, by counting: requests arrive one a step, each decodes for its own length."""
+def test_requests_overlap_for_half_an_output_for_any_lengths():
+    """Count the overlap, the reason for the factor 1/2: one request arrives per step and decodes for its own length."""
     rng = np.random.default_rng(5)
     for lengths in (
         np.full(20_000, 40),
@@ -198,7 +198,7 @@ def test_a_full_cache_of_fresh_blocks_sends_a_new_prompt_elsewhere():
     assert choose([full, stale, room]).names() == ["2", "1", "0"]
 
 
-def test_a_replica_without_memory_makes_wait():
+def test_a_replica_without_memory_has_a_wait():
     rows = [idle(free_tokens=100, used_tokens=9000, kv_tokens=9000), idle(num_requests=1)]
     terms = choose(rows, demand=BUSY)
     assert terms[0].replica == "1" and terms[1].terms["memory_s"] > 0
@@ -208,7 +208,7 @@ def test_a_prefix_in_demand_gets_a_second_copy_before_its_holder_is_that_busy():
     holder, other = idle(gpu_tokens=900, reported_work=300), idle()
     assert winners([holder, other], demand=BUSY) == {"0": 400}
     assert winners([holder, other], demand=BUSY, followers=3) == {"1": 400}
-    # Where many hold it already, one more copy is worth little.
+    # If many replicas hold the prefix, one more copy saves little.
     copies = [holder] * 4 + [other]
     assert set(winners(copies, demand=BUSY, followers=3)) == set("0123")
 
@@ -236,7 +236,7 @@ def test_a_session_stays_among_near_equals():
 def test_of_stale_reports_two_at_random_compete():
     rows = [idle(report_age_s=5.0, reported_work=20_000 + i) for i in range(6)]
     counts = winners(rows, draws=1500)
-    # The i-th best wins when it is drawn with a worse one: 5, 4, ... 1 of the 15 pairs.
+    # The i-th best wins if it is drawn with a worse one: in 5, 4, ... 1 of the 15 pairs.
     assert counts["0"] == pytest.approx(500, abs=80) and counts["4"] == pytest.approx(100, abs=40)
     assert "5" not in counts
     fresh = idle(reported_work=1000)
@@ -244,7 +244,7 @@ def test_of_stale_reports_two_at_random_compete():
 
 
 def plain_terms(policy, fleet, num_tokens):
-    """The formulas of `router/policy/cost.py` as they read, every term for every replica."""
+    """Compute each term for each replica with the formulas of `router/policy/cost.py`."""
     demand = fleet.demand
     prior = fleet.prior_s_per_work or policy.fallback_prefill_s_per_work
     measured = fleet.prefill_s_per_work
@@ -333,7 +333,8 @@ def test_costs_are_those_of_the_plain_formulas_bit_for_bit(
         row = fleet.session_row
         cost[row] -= policy.stickiness * expected["prefill_s"][row]
     stale = fleet.report_age_s > policy.stale_after_s
-    if np.count_nonzero(stale) > 2:  # all but two of them stand behind the others
+    # All stale replicas but two are ranked behind the others.
+    if np.count_nonzero(stale) > 2:
         behind = (ranking.cost_s != cost).nonzero()[0]
         assert stale[behind].all() and len(behind) == np.count_nonzero(stale) - 2
         cost[behind] += 1.0 + cost.max()

@@ -1,4 +1,4 @@
-"""What every policy promises, and what the plain ones do."""
+"""Properties of every policy, and the choices of the baselines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_fleets import FLEETS, fleet_of, idle
 
-from quire.cluster.config.app_config import RouterArgs
+from quire.cluster.config.router_section import RouterArgs
 from quire.router.policy.by_name import POLICIES, POLICY_NAMES, make_policy
 from quire.router.policy.cost import CostPolicy
 from quire.router.policy.policy import MAX_RANKED, RouteRequest, ranked_rows
@@ -32,7 +32,7 @@ def test_the_ranking_names_each_replica_once_in_order_of_cost(rows, num_tokens, 
     assert not rows or costs[0] <= ranking.cost_s.min() + 1e-6
 
 
-# Few values, so that many costs are equal; and fleets on both sides of the size from which parts are compared first.
+# Few distinct values, so that many costs are equal; and fleets below and above the size that is cut into parts.
 @given(st.lists(st.integers(0, 40).map(float), min_size=1, max_size=300))
 def test_the_cheapest_come_first_and_equal_ones_in_their_order(costs):
     cost = np.array(costs)
@@ -72,7 +72,7 @@ def test_least_loaded_counts_requests_and_nothing_else():
 
 def test_power_of_two_avoids_the_most_loaded_and_nothing_else():
     counts = wins("power_of_two", fleet_of([idle(num_requests=i) for i in range(4)]), 1200)
-    # Of the six pairs three hold replica 0, two more hold 1 and the last holds 2.
+    # Three of the six pairs contain replica 0, two others contain 1, and the last contains 2.
     assert "3" not in counts
     assert counts["0"] == pytest.approx(600, abs=80) and counts["2"] == pytest.approx(200, abs=60)
 

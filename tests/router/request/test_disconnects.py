@@ -1,4 +1,4 @@
-"""Clients that leave at any moment: nothing of them stays, in the router or on a replica.
+"""Clients that disconnect at any moment leave no state behind, in the router or on a replica.
 
 Two real engines with a small cache and a host tier, so that requests are also offloaded; bus, table and lifecycle are
 real. `CHAOS_SIZE=long` is the long run (`make chaos`).
@@ -158,7 +158,7 @@ class Visitors:
                 if not num_read:
                     break
             if stage == "while moving" and number // len(STAGES) % 10 == 0:
-                # It takes everybody there along.
+                # All streams of the replica migrate.
                 await self._replicas[stream.explain.replica].cut_streams()
             if stage == "while moving":
                 await asyncio.sleep(rng.uniform(0, 0.01))
@@ -168,7 +168,7 @@ class Visitors:
             await stream.aclose()
 
     async def _wait_until_offloaded(self, stream) -> bool:
-        """Read no further, so that the request pauses and is the first to give way; whether it did."""
+        """Stop reading, so that the request pauses and is the first to be preempted; return whether it was."""
         await anext(aiter(stream))
         with contextlib.suppress(TimeoutError):
             await until(lambda: self._is_offloaded(stream), MAX_STALL_S)
@@ -177,7 +177,7 @@ class Visitors:
 
     def _is_offloaded(self, stream) -> bool:
         streams = getattr(stream, "_streams", [stream])  # of the choices
-        attempts = [s._attempt for s in streams if s._attempt is not None]
+        attempts = [s.attempts.current for s in streams if s.attempts.current is not None]
         for attempt in attempts:
             requests = self._replicas[attempt.replica].engine._loop._scheduler.book.requests
             request = requests.get((self._service.router_id, attempt.stream_id))
@@ -249,8 +249,8 @@ def test_nothing_stays_of_clients_that_leave(runner, replicas, aborted_in):
             table=cluster.table,
             policy=make_policy("slo"),
             transport=cluster.bus,
-            max_migrations=1000,  # every cut moves everybody
-            # How long somebody waits is the machine's doing here; that bound has tests of its own.
+            max_migrations=1000,  # Every cut migrates all streams of a replica.
+            # Waits depend on the machine here; other tests check this bound.
             admission=AdmissionLimits(max_wait_s=3600.0),
         )
         cluster.bus.credit_tokens = CREDIT_TOKENS

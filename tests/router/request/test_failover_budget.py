@@ -12,7 +12,7 @@ from quire.router.request.failover_budget import FailoverBudget
     st.integers(1, 50),
     st.lists(st.floats(0, 10), min_size=1, max_size=200),
 )
-def test_never_more_than_the_burst_and_what_came_back(refill_s, burst, gaps):
+def test_takes_at_most_the_burst_and_the_refill(refill_s, burst, gaps):
     budget, now_s, taken = FailoverBudget(refill_s, burst), 1000.0, 0
     for gap in gaps:
         now_s += gap
@@ -21,7 +21,7 @@ def test_never_more_than_the_burst_and_what_came_back(refill_s, burst, gaps):
 
 
 @given(st.floats(1e-3, 10), st.integers(1, 50))
-def test_who_waits_as_long_as_told_gets_a_token(refill_s, burst):
+def test_a_token_is_there_after_the_returned_wait(refill_s, burst):
     budget = FailoverBudget(refill_s, burst)
     assert [budget.take(5.0) for _ in range(burst)] == [0.0] * burst
     wait_s = budget.take(5.0)

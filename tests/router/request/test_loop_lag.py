@@ -1,7 +1,7 @@
-"""No request holds the event loop of a router for more than 50 ms of processor time, whatever is in it.
+"""No request of any content holds a router's event loop for more than 50 ms of processor time.
 
-The real front ends and the real service up to the point where a replica is needed. The lag is the most that the process
-computes between two turns of a task that does nothing else than to come again.
+The real front ends and the real service up to the point where a replica is needed. The lag is the longest processor
+time between two runs of a task that only yields.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_no_chat_template_holds_the_loop(service: Cut, monkeypatch: pytest.Monke
         ),
         ("{% for i in range(9999) %}{% for j in range(40) %}{% endfor %}{% endfor %}", 1),
     ):
-        monkeypatch.setattr(service, "_template", ChatTemplate(source))
+        monkeypatch.setattr(service._prompt_encoder, "_template", ChatTemplate(source))
         body = listed('{"messages":[', USER, number, "]}")
         assert check(post(service, CHAT, body)) == 400
 
@@ -179,7 +179,7 @@ def test_no_message_holds_the_loop(name: str, service: Cut) -> None:
     assert status in expected
 
 
-def test_the_bodies_are_what_they_say() -> None:
-    """A body that is refused for a slip in this file would prove nothing."""
+def test_hostile_bodies_are_valid_json() -> None:
+    """A body that is refused because of a mistake in this file would prove nothing."""
     for name in ("messages", "parts", "stop", "ids", "unknown keys", "a long chat"):
         orjson.loads(HOSTILE[name][1])

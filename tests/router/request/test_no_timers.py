@@ -1,6 +1,6 @@
-"""Nothing between a client and its tokens waits on a timer: they come while no timer of the event loop can fire.
+"""No timer is between a client and its tokens: they arrive while no timer of the event loop can fire.
 
-Real engines, the real bus and the HTTP answer itself, in one event loop whose clock stands still meanwhile.
+Real engines, the real bus and the HTTP answer run in one event loop; its clock stands still during the test.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_tokens_come_while_no_timer_fires(runner, replicas, policy):
             await alone.wait()  # on an idle engine
             begun = [asyncio.Event() for _ in range(6)]
             prompts = [f"{i} {LONG if i % 2 else 'short'}" for i in range(6)]
-            others = [  # beside one that runs
+            others = [  # While another one runs.
                 loop.create_task(stream(service, prompt, event))
                 for prompt, event in zip(prompts, begun, strict=True)
             ]

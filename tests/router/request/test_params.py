@@ -10,14 +10,21 @@ import random
 import pytest
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
-from quire.protos.wire import Grammar, SamplingParams
+from quire.protos.wire import SamplingParams
 from quire.router.request.params import GenerationDefaults, Limits, check, resolve
 from quire.router.types import GenerationRequest
+from tests.protos.sampling_bound_cases import (
+    ACCEPTED,
+    NO_INTEGERS,
+    PRIORITIES_ACCEPTED,
+    PRIORITIES_REFUSED,
+    REFUSED,
+    VOCAB_SIZE,
+    as_field,
+)
 
-MAX_MODEL_LEN, NUM_PROMPT_TOKENS, VOCAB_SIZE = 128, 28, 1000
+MAX_MODEL_LEN, NUM_PROMPT_TOKENS = 128, 28
 ROOM = MAX_MODEL_LEN - NUM_PROMPT_TOKENS
-NEVER_INTEGERS = [1.5, 1.0, "1", math.nan, math.inf, True, [1], 1e10]
-NEVER_NUMBERS = ["1", math.nan, math.inf, -math.inf, True, [1]]
 
 
 def request(**fields):
@@ -28,8 +35,10 @@ def request(**fields):
 
 
 def resolved(defaults=None, num_prompt_tokens=NUM_PROMPT_TOKENS, **fields):
+    asked = request(**fields)
+    check(asked)
     return resolve(
-        request(**fields),
+        asked,
         defaults or GenerationDefaults(),
         num_prompt_tokens=num_prompt_tokens,
         max_model_len=MAX_MODEL_LEN,
@@ -37,44 +46,17 @@ def resolved(defaults=None, num_prompt_tokens=NUM_PROMPT_TOKENS, **fields):
     )
 
 
-ACCEPTED = [
-    ("max_tokens", 1),
+# What only the router checks, or accepts.
+ACCEPTED_HERE = [
     ("max_tokens", ROOM),
-    ("min_tokens", 0),
     ("min_tokens", ROOM),
-    ("temperature", 0),
-    ("temperature", 100.0),
-    ("top_p", 1),
-    ("top_p", 5e-324),
     ("top_k", -1),
-    ("top_k", 2**31 - 1),
-    ("min_p", 0),
-    ("min_p", 1.0),
-    ("repetition_penalty", 1e-9),
-    ("repetition_penalty", 100),
-    ("presence_penalty", -2),
-    ("presence_penalty", 2.0),
-    ("frequency_penalty", -2.0),
-    ("frequency_penalty", 2),
-    ("logit_bias", ((0, -100), (VOCAB_SIZE - 1, 100.0))),
-    ("logit_bias", tuple((i, 1.0) for i in range(VOCAB_SIZE))),
-    ("allowed_token_ids", (0, VOCAB_SIZE - 1)),
-    ("allowed_token_ids", (1,) * 4096),
-    ("bad_words", ("é" * 32,) * 64),
-    ("grammar", Grammar("regex", "é" * 32768, "grammar")),
-    ("logprobs", 0),
-    ("logprobs", 20),
-    ("prompt_logprobs", 0),
-    ("prompt_logprobs", 20),
+    ("bad_words", ("é" * 32,) * 128),
     ("n", 32),
     ("seed", -(2**63)),
-    ("seed", 2**64 - 1),
     ("stop", ("x",) * 16),
     ("stop", ("é" * 128,)),
-    ("stop_token_ids", (0, VOCAB_SIZE - 1)),
-    ("stop_token_ids", (1,) * 64),
-    ("priority", -1000),
-    ("priority", 1000),
+    *(("priority", value) for value in PRIORITIES_ACCEPTED),
     ("tenant", "x" * 256),
     ("deadline_s", 0.001),
     ("deadline_s", math.inf),
@@ -82,34 +64,17 @@ ACCEPTED = [
     ("prompt", ""),
     ("add_special_tokens", False),
 ]
-REFUSED = [
-    *(("max_tokens", value) for value in [0, -1, -(2**63), *NEVER_INTEGERS]),
-    *(("min_tokens", value) for value in [-1, ROOM + 1, 2**31, 2**63, *NEVER_INTEGERS]),
-    *(("temperature", value) for value in [-1e-9, -1, 100.1, 2**63, *NEVER_NUMBERS]),
-    *(("top_p", value) for value in [0, -1, 1.0000001, 2, *NEVER_NUMBERS]),
-    *(("top_k", value) for value in [-2, 2**31, 2**63, *NEVER_INTEGERS]),
-    *(("min_p", value) for value in [-1e-9, 1.0000001, *NEVER_NUMBERS]),
-    *(("repetition_penalty", value) for value in [0, -1, 100.1, *NEVER_NUMBERS]),
-    *(("presence_penalty", value) for value in [-2.1, 2.1, *NEVER_NUMBERS]),
-    *(("frequency_penalty", value) for value in [-2.1, 2.1, *NEVER_NUMBERS]),
-    *(("logit_bias", value) for value in [((1, 1.0),) * 2, ((1, 1.0),) * 1025, None, {1: 1}]),
-    *(("logit_bias[0]", (1, value)) for value in [-100.1, 100.1, *NEVER_NUMBERS]),
-    *(("logit_bias[0]", (value, 1)) for value in [-1, VOCAB_SIZE, 2**31, *NEVER_INTEGERS]),
-    *(("allowed_token_ids", value) for value in [(1,) * 4097, None, 5, [5]]),
-    *(("allowed_token_ids[0]", value) for value in [-1, VOCAB_SIZE, 2**31, *NEVER_INTEGERS]),
-    ("grammar", Grammar("odd", "", "grammar")),
-    *(("grammar", Grammar("regex", text, "grammar")) for text in ["é" * 32769, None, "\ud800"]),
-    *(("logprobs", value) for value in [-1, 21, *NEVER_INTEGERS]),
-    *(("prompt_logprobs", value) for value in [-1, 21, *NEVER_INTEGERS]),
-    *(("n", value) for value in [0, -1, 33, None, *NEVER_INTEGERS]),
-    *(("bad_words", value) for value in [("x",) * 65, None, "x", ["x"]]),
+REFUSED_HERE = [
+    *(("min_tokens", value) for value in [ROOM + 1, 2**31, 2**63]),
+    *(("logit_bias", value) for value in [None, {1: 1}]),
+    *(("allowed_token_ids", value) for value in [None, 5, [5]]),
+    *(("n", value) for value in [0, -1, 33, None, *NO_INTEGERS]),
+    *(("bad_words", value) for value in [("x",) * 129, None, "x", ["x"]]),
     *(("bad_words[0]", value) for value in ["", " ", "é" * 32 + "x", None, 1, "\ud800"]),
-    *(("seed", value) for value in [-(2**63) - 1, 2**64, *NEVER_INTEGERS]),
-    *(("priority", value) for value in [-1001, 1001, 2**31, None, *NEVER_INTEGERS]),
+    *(("priority", value) for value in PRIORITIES_REFUSED),
     *(("stop", value) for value in [("x",) * 17, None, "x", ["x"]]),
     *(("stop[0]", value) for value in ["", "é" * 128 + "x", None, 1, b"x", "\ud800"]),
-    *(("stop_token_ids", value) for value in [(1,) * 65, None, 5, [5]]),
-    *(("stop_token_ids[0]", value) for value in [-1, VOCAB_SIZE, 2**31, None, *NEVER_INTEGERS]),
+    *(("stop_token_ids", value) for value in [None, 5, [5]]),
     *(("tenant", value) for value in ["x" * 257, None, 5, "\ud800"]),
     *(("session", value) for value in ["é" * 129, None, 5]),
     *(("ignore_eos", value) for value in [1, 0, None, "true"]),
@@ -122,29 +87,29 @@ REFUSED = [
     *(("continue_final_message", value) for value in [1, None, True]),
     *(("chat_template_kwargs", value) for value in [{}, {"a": 1}]),
     *(("prompt", value) for value in [(), None, 5, [1], b"x", "\ud800"]),
-    *(("prompt[0]", value) for value in [-1, VOCAB_SIZE, 2**31, 2**63, None, *NEVER_INTEGERS]),
+    *(("prompt[0]", value) for value in [-1, VOCAB_SIZE, 2**31, 2**63, None, *NO_INTEGERS]),
     *(("messages", value) for value in [(), [{"role": "user"}], "hi"]),
 ]
+ALL_REFUSED = [*REFUSED, *REFUSED_HERE]
 
 
-@pytest.mark.parametrize(("name", "value"), ACCEPTED)
+@pytest.mark.parametrize(("name", "value"), [*ACCEPTED, *ACCEPTED_HERE])
 def test_values_at_the_limit_are_accepted(name, value):
     params = resolved(**{name: value})
     assert SamplingParams.from_wire(params.to_wire()) == params
 
 
-@pytest.mark.parametrize(("name", "value"), REFUSED)
+@pytest.mark.parametrize(("name", "value"), ALL_REFUSED)
 def test_values_beyond_are_refused_by_field_with_bound_and_value(name, value):
-    field = name.partition("[")[0]
     with pytest.raises(InvalidRequest) as caught:
-        resolved(**{field: (value,) if name != field else value})
+        resolved(**as_field(name, value))
     assert caught.value.field == name
     message = caught.value.message
     assert name in message and ("got" in message or "not valid Unicode" in message)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, value in REFUSED if "[0]" not in name]
+    ("name", "value"), [(name, value) for name, value in ALL_REFUSED if "[0]" not in name]
 )
 def test_most_of_it_is_refused_before_tokenising(name, value):
     if (name, value) in [("min_tokens", ROOM + 1), ("min_tokens", 2**31), ("min_tokens", 2**63)]:
@@ -186,7 +151,7 @@ def test_prompt_or_messages_and_not_both():
         check(GenerationRequest(request_id="r"))
 
 
-def test_what_the_client_leaves_open_comes_from_the_defaults():
+def test_missing_values_come_from_the_defaults():
     assert resolved(seed=1) == SamplingParams(max_tokens=ROOM, seed=1)
     defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=16)
     params = resolved(defaults, seed=1)
@@ -214,7 +179,7 @@ def test_min_tokens_is_bounded_by_max_tokens():
         resolved(min_tokens=6, max_tokens=5)
 
 
-def test_a_drawn_seed_cannot_be_foretold_and_can_be_given_back(monkeypatch):
+def test_a_drawn_seed_is_unpredictable_and_can_be_sent_back(monkeypatch):
     seeds = set()
     for _ in range(50):
         random.seed(0)  # no generator of this process decides
@@ -234,12 +199,21 @@ def test_a_deadline_that_has_passed_is_its_own_error(deadline_s):
 
 
 def test_limits_are_the_servers_choice():
-    limits = Limits(max_stop_strings=1, max_temperature=2.0)
-    check(request(stop=("a",), temperature=2.0), limits)
-    with pytest.raises(InvalidRequest, match=r"temperature must be a number in \[0, 2\], got 2.1"):
-        check(request(temperature=2.1), limits)
+    limits = Limits(max_stop_strings=1, max_choices=2)
+    check(request(stop=("a",), n=2), limits)
+    with pytest.raises(InvalidRequest, match=r"n must be an integer in \[1, 2\], got 3"):
+        check(request(n=3), limits)
     with pytest.raises(InvalidRequest, match="stop must have at most 1 strings, got 2"):
         check(request(stop=("a", "b")), limits)
+
+
+def test_special_tokens_among_the_stop_strings_count_as_stop_token_ids():
+    asked = request(stop_token_ids=tuple(range(120)))
+    model = dict(num_prompt_tokens=1, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
+    params = resolve(asked, GenerationDefaults(), special_stop_ids=range(112, 128), **model)
+    assert params.stop_token_ids == tuple(range(128))
+    with pytest.raises(InvalidRequest, match=r"at most 128 ids, special tokens .*, got 129"):
+        resolve(asked, GenerationDefaults(), special_stop_ids=range(120, 129), **model)
 
 
 def test_defaults_come_from_the_checkpoint(tmp_path):
@@ -279,5 +253,5 @@ def test_every_field_of_a_request_is_checked_or_known_to_be_free():
     """A new field must be given a bound, or be added to the free ones here."""
     free = {"request_id", "model", "resume_from"}  # an event id: `resume.check`
     free |= {"prompts"}  # a test of its own
-    tested = {name.partition("[")[0] for name, _ in REFUSED}
+    tested = {name.partition("[")[0] for name, _ in ALL_REFUSED}
     assert {field.name for field in dataclasses.fields(GenerationRequest)} == free | tested

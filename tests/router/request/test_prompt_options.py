@@ -1,4 +1,4 @@
-"""What requests say about how their text becomes tokens, from the HTTP body to the prompt that a real engine gets."""
+"""Options of tokenisation, from the HTTP body to the prompt that a real engine gets."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_prompt_has_one_bos(transport, tokenizer, text):
     assert ids == tokenizer.encode(text, add_special_tokens=not text.startswith("<s>")).tolist()
 
 
-def test_what_a_client_writes_twice_is_there_twice(transport, tokenizer):
+def test_a_special_token_that_the_client_writes_twice_stays_twice(transport, tokenizer):
     assert prompt_of(transport, tokenizer, {"prompt": "<s><s>hello"})[:3].count(1) == 2
 
 

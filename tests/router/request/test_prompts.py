@@ -135,7 +135,7 @@ def test_the_largest_list_is_served(run):
     run(test)
 
 
-def test_what_evaluations_send_is_served(run):
+def test_requests_of_evaluation_tools_are_served(run):
     """lm-eval with a batch: the log-probabilities of each prompt in the list."""
 
     async def test(client: httpx.AsyncClient, service: RouterService) -> None:
@@ -322,7 +322,7 @@ def test_all_prompts_are_admitted_or_none(run, transport, stream, monkeypatch):
 
 
 class Part:
-    """The stream of one prompt that counts what is read of it."""
+    """The stream of one prompt; counts the deltas that are read."""
 
     request_id, model, origin = "r", "m", None
 
@@ -359,7 +359,7 @@ def test_a_list_waits_for_no_reader_until_all_have_begun():
     asyncio.run(test())
 
 
-def test_a_list_that_nobody_reads_stops():
+def test_a_list_without_a_reader_stops():
     async def test() -> None:
         parts = [Part(1000), Part(1000)]
         stream = PromptsStream(parts, 1)

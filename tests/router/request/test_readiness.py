@@ -1,4 +1,4 @@
-"""A router is ready when some replica is idle or gets on with its work."""
+"""A router is ready when some replica is idle or finishes steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 
 
 def ready(*stalled_s: float) -> tuple[bool, int, str]:
-    """Readiness over replicas whose last reports say this."""
+    """Return the readiness over replicas with these values in their last reports."""
     table = ReplicaTable(PrefixIndex())
     for i, seconds in enumerate(stalled_s):
         table.add(f"r{i}", "e")
@@ -37,12 +37,12 @@ def ready(*stalled_s: float) -> tuple[bool, int, str]:
     return readiness.ready, readiness.replicas, readiness.reason
 
 
-def test_ready_while_somebody_gets_on():
+def test_ready_while_one_replica_finishes_steps():
     assert ready(0.0, 0.1) == (True, 2, "ok")
     assert ready(9.9, 30.0) == (True, 1, "ok")
 
 
-def test_not_ready_when_every_step_hangs_or_nobody_is_there():
+def test_not_ready_when_every_step_hangs_or_no_replica_is_attached():
     is_ready, num_replicas, reason = ready(12.0, 30.0)
     assert (is_ready, num_replicas) == (False, 0)
     assert "no step" not in reason and "for 12.0 s" in reason

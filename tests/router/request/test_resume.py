@@ -1,6 +1,6 @@
-"""A client that lost its router goes on at another one with the next token, over HTTP and gRPC.
+"""A client that lost its router continues at another router with the next token, over HTTP and gRPC.
 
-One engine, and a router made anew for every connection: nothing of the first one is left but the event ids.
+One engine, and a new router for every connection: only the event ids remain of the first router.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "x-guidance": {"whitespace_flexible": False},
 }
-BODIES = {  # none of them gives a seed
+BODIES = {  # Without seeds.
     "sampled": {**PROMPT, **FREE},
     "chat": {**CHAT, "max_tokens": 14},
     "greedy, token ids": {**PROMPT, **FREE, "temperature": 0, "return_token_ids": True},
@@ -85,7 +85,7 @@ ORIGIN = Origin(2**64 - 1, b"\x00\xffprint.", "0123456789abcdef" * 2, 1_800_000_
         st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2**31 - 1), max_size=3), st.booleans())
     ),
 )
-def test_an_id_says_what_was_sent(n, steps):
+def test_an_id_holds_the_tokens_that_were_sent(n, steps):
     ids = EventIds(ORIGIN, [Mark()] * n)
     sent: dict[int, list[int]] = {}
     finished: set[int] = set()
@@ -114,7 +114,7 @@ def test_a_choice_that_has_begun_is_known_before_its_first_token():
 
 
 @given(st.text(max_size=80) | st.from_regex(r"q1\.[A-Za-z0-9_-]{46,49}\.[0-9a-f!,-]*"))
-def test_whatever_a_client_sends_is_an_id_or_refused(text):
+def test_any_text_is_an_id_or_refused(text):
     try:
         point = parse(text, FIELD)
     except InvalidRequest as error:
@@ -164,8 +164,7 @@ async def ask(
 
 
 def by_choice(events: list[tuple[str, dict]]) -> dict[Any, list[dict]]:
-    """Without what the second run of a request may say differently: how much of it was cached, and in which
-    order choices come."""
+    """Group events by choice, without cached tokens: they, and the order of choices, may differ in a second run."""
     told: dict[Any, list[dict]] = {}
     for _, data in events:
         if data.get("usage"):
@@ -184,7 +183,7 @@ def test_a_stream_goes_on_after_any_event_as_if_nothing_had_happened(transport, 
             whole = await ask(client, body)
         assert len(whole) > 8
         n = body.get("n", 1)
-        # All of a few, the ends of which are the interesting ones: first event, last, beyond the last token.
+        # First events, the middle, and the last ones, beyond the last token.
         cuts = [0, 1, 2, len(whole) // 2, len(whole) - 3, len(whole) - 2]
         async with router(transport) as other:
             for cut in cuts:
@@ -266,7 +265,7 @@ def test_an_id_of_another_request_is_a_clear_400(transport, change):
 
 
 def test_an_answer_shorter_than_the_id_says_is_a_clear_400(transport):
-    # One that ends long before max_tokens whatever is drawn: past that bound an id is refused for another reason.
+    # It ends long before max_tokens with any seed: beyond max_tokens an id is refused for another reason.
     body = {
         **PROMPT,
         "max_tokens": 80,
@@ -385,6 +384,6 @@ def test_a_bad_resume_from_is_an_invalid_argument(transport):
         assert context.code.name == "INVALID_ARGUMENT"
         context = Context()
         await api(transport).GenerateOnce(request, context)
-        assert "only streams are resumed" in context.details
+        assert "only Generate can resume a stream" in context.details
 
     asyncio.run(asyncio.wait_for(run(), 60))

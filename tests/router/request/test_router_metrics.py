@@ -1,4 +1,4 @@
-"""A router counts what happened: real engines, real requests, read back from the text for Prometheus."""
+"""The router's metrics of real requests on real engines, read from the text for Prometheus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def transport() -> Iterator[EngineTransport]:
 
 
 class Router:
-    """A service whose metrics are read."""
+    """A service, and access to its metrics."""
 
     def __init__(self, transport: EngineTransport):
         self.metrics = RouterMetrics()
@@ -148,7 +148,7 @@ def test_refusals_are_counted_by_error_code_and_are_no_answers(transport):
         for _ in range(2):
             with pytest.raises(InvalidRequest):
                 await router.open(max_tokens=-1)
-        # A front end that refuses what is no request.
+        # A front end refuses an invalid request.
         router.service.refused(InvalidRequest("not JSON"))
         # As a request too many is refused: the queue holds none.
         router.service.gate = AdmissionGate(
@@ -173,7 +173,9 @@ def test_an_error_after_the_first_token_is_an_answer_that_failed(transport):
     async def scenario(router: Router) -> None:
         stream = await router.open(max_tokens=300)
         await anext(stream)
-        stream._attempt.fail(SlowClient("the client has read nothing"))  # as the bus does it
+        stream.attempts.current.fail(
+            SlowClient("the client has read nothing")
+        )  # as the bus does it
         with pytest.raises(SlowClient):
             async for _ in stream:
                 pass

@@ -1,4 +1,4 @@
-"""The life of a request from `RouterService` to real engines and back, through the real bus; only Ray is not there."""
+"""The life of a request from `RouterService` to real engines and back, over the real bus, without Ray."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_chat_is_rendered_by_the_template_and_ends_at_eos(runner, replicas):
             assert answer.finish_reason == "stop" and answer.stop_reason is None
             assert answer.token_ids[-1] in eos
             assert answer.stream.usage.completion_tokens == len(answer.token_ids)
-            # The ending token counts and is told, its text is not, even if special tokens show.
+            # The answer has the ending token but not its text, even if special tokens are shown.
             assert answer.text == TOKENIZER.decode(answer.token_ids[:-1], False)
             assert "<|" not in answer.text and answer.text
 
@@ -362,8 +362,8 @@ def test_explain_tells_prediction_and_truth(runner, replicas):
     runner.run(run())
 
 
-def test_an_engine_is_told_how_much_of_a_prompt_it_should_hold(runner, replicas, monkeypatch):
-    """It starts the shortest first, by what is left to compute, and reports that as queued."""
+def test_a_request_carries_its_predicted_cached_tokens(runner, replicas, monkeypatch):
+    """The engine starts the request with the least left to compute first, and reports that as queued."""
     taken = []
     for replica in replicas:
         engine = replica.engine
@@ -386,7 +386,7 @@ def test_an_engine_is_told_how_much_of_a_prompt_it_should_hold(runner, replicas,
     runner.run(run())
 
 
-def test_every_decision_is_remembered_with_what_came_of_it(runner, replicas):
+def test_every_decision_is_kept_with_its_outcome(runner, replicas):
     async def run() -> None:
         async with stack_of(replicas) as stack:
             answer = await stack.answer(request_id="asked", n=1, max_tokens=2)
@@ -439,7 +439,7 @@ def test_no_replica_is_unavailable_for_now(runner):
     runner.run(run())
 
 
-def test_a_full_queue_is_told_with_a_time_to_retry(runner, patch):
+def test_a_full_queue_is_refused_with_a_time_to_retry(runner, patch):
     async def run() -> None:
         limits = LIMITS | dict(max_running_requests=1, max_waiting_requests=1)
         replica = await start_replica("small", patch, **limits)
@@ -631,7 +631,7 @@ def test_a_stream_without_any_replica_waits_for_the_next(runner, replicas, refer
             stack.cluster.membership.update(frozenset())
             reading = asyncio.create_task(read(stream))
             await until(lambda: stack.cluster.table.num_ready() == 0)
-            with pytest.raises(Unavailable):  # a new request is told at once
+            with pytest.raises(Unavailable):  # A new request is refused at once.
                 await stack.open()
             await asyncio.sleep(0.2)
             assert not reading.done()
@@ -845,7 +845,7 @@ def test_a_replica_that_hangs_is_left(runner, replicas, reference, monkeypatch):
             answer = await read(stream)
             assert answer.token_ids == expected(reference, **GREEDY).token_ids
             assert stack.cluster.replicas[name].hanging and stream.explain.replica != name
-            # Back to life: attached anew, and used again.
+            # The replica works again: the router attaches and uses it.
             stack.cluster.replicas[name].hanging = False
             await until(lambda: stack.cluster.table.num_ready() == 2)
 
@@ -896,7 +896,7 @@ def test_a_request_finishes_on_a_draining_replica_which_is_then_left(runner, rep
     runner.run(run())
 
 
-def test_what_a_draining_replica_does_not_finish_in_time_moves_free_of_charge(
+def test_unfinished_requests_of_a_draining_replica_migrate_outside_the_budget(
     runner, replicas, reference
 ):
     """Nothing is wrong with the request, so the move counts as none; the replica is idle and may go."""
@@ -985,15 +985,15 @@ def short_leases(runner, replicas, monkeypatch) -> Iterator[None]:
 
 
 def hang(stack: Stack) -> None:
-    """The router says nothing more and does nothing about what becomes of its streams."""
-    stack.cluster.bus._members = frozenset()  # or its links would attach anew
+    """Stop the router: it sends no more messages and does not react to lost streams."""
+    stack.cluster.bus._members = frozenset()  # Otherwise its links would attach again.
     for task in stack.cluster.bus._background:
         if task.get_coro().__name__ == "_renew_leases":
             task.cancel()
 
 
-def test_what_a_silent_router_left_ends_with_its_lease(runner, replicas, reference, short_leases):
-    """It hangs: its calls and its attach streams stay open. The other router's streams go on."""
+def test_requests_of_a_silent_router_end_with_its_lease(runner, replicas, reference, short_leases):
+    """A hanging router's calls and attach streams stay open. The other router's streams continue."""
 
     async def run() -> None:
         async with stack_of(replicas) as lives:
@@ -1042,7 +1042,7 @@ def test_a_stream_that_its_living_router_forgot_ends_with_its_lease(
     async def run() -> None:
         async with stack_of(replicas) as stack:
             forgotten = await stack.open(max_tokens=900)
-            stack.cluster.bus._attempts.pop(forgotten._attempt.stream_id)
+            stack.cluster.bus._attempts.pop(forgotten.attempts.current.stream_id)
             name = forgotten.explain.replica
             engine = stack.cluster.replicas[name].engine
             await until(lambda: engine.load().num_running == 0)
@@ -1054,14 +1054,14 @@ def test_a_stream_that_its_living_router_forgot_ends_with_its_lease(
     runner.run(run())
 
 
-def test_a_draining_replica_finishes_what_it_has_though_no_renewal_reaches_it(
+def test_a_draining_replica_finishes_its_requests_without_renewals(
     runner, replicas, reference, short_leases, monkeypatch
 ):
     async def run() -> None:
         async with stack_of(replicas) as stack:
             stream = await stack.open(max_tokens=LONG)
             name = stream.explain.replica
-            # Serve offers it to nobody any more, and tells.
+            # Serve drops the replica and reports that.
             stack.cluster.handle.passes_over.add(name)
             stack.cluster.membership.update(frozenset(stack.cluster.replicas) - {name})
             engine = stack.cluster.replicas[name].engine
@@ -1078,7 +1078,7 @@ def test_a_draining_replica_finishes_what_it_has_though_no_renewal_reaches_it(
 def test_a_request_that_serve_gave_to_another_replica_is_renewed_there(
     runner, replicas, short_leases, monkeypatch
 ):
-    """No frame has told the router yet: it waits in a queue for longer than a lease."""
+    """The request waits in a replica's queue for longer than a lease, before any frame has confirmed it."""
 
     async def run() -> None:
         async with stack_of(replicas) as stack:
@@ -1110,7 +1110,7 @@ def test_two_routers_share_the_replicas(runner, replicas, reference):
                 *(stack.answer(**GREEDY) for stack in (one, two) for _ in range(6))
             )
             assert all(answer.token_ids == whole.token_ids for answer in answers)
-            # Each knows the whole cache, whoever sent the requests.
+            # Each router knows the whole cache, also of requests from the other router.
             prompt = tuple(5 + i % 200 for i in range(200))
             await one.answer(prompt, max_tokens=1)
             for stack in (one, two):

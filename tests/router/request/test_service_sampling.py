@@ -130,7 +130,7 @@ def test_prompt_scores_are_complete_with_the_first_token_also_after_a_loss(trans
         assert all(len(s.top) == 2 and s.rank >= 1 > s.token.logprob for s in expected[1:])
         asked_of = [submit.params.prompt_logprobs for submit in transport.submits]
         assert asked_of == [2] + [None] * (n - 1)
-        for tokens in (0, 3):  # lost as soon as the prompt is told, and later
+        for tokens in (0, 3):  # Lost when the prompt has been sent, and later.
             transport.submits.clear()
             transport.lose_after = [tokens]
             stream, _ = await answers(service, asked)
@@ -150,7 +150,7 @@ def test_a_refusal_of_one_choice_refuses_the_request_and_ends_the_others(transpo
     corner = dict(allowed_token_ids=(50,), bad_words=("x",))
 
     async def body(service: RouterService) -> None:
-        service._tokenizer.tokenizer.bad_word_ids = lambda words: ((50, 50),)
+        service._prompt_encoder._tokenizer.tokenizer.bad_word_ids = lambda words: ((50, 50),)
         with pytest.raises(InvalidRequest, match="no token to choose"):
             await answers(service, request(n=3, **corner))
         # The engine's thread takes the aborts in between two steps.
@@ -221,7 +221,7 @@ def test_bad_words_do_not_appear(transport) -> None:
 
     async def body(service: RouterService) -> None:
         _, (free,) = await answers(service, request(temperature=0.0))
-        tokenizer = service._tokenizer.tokenizer
+        tokenizer = service._prompt_encoder._tokenizer.tokenizer
         words = [
             w for w in free.text.split() if contains(free.token_ids, tokenizer.bad_word_ids((w,)))
         ]
@@ -242,7 +242,9 @@ SCHEMA = {
     },
     "required": ["name", "pages", "kind"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # a small model may write white space for ever
+    "x-guidance": {
+        "whitespace_flexible": False
+    },  # A small model may write white space without end.
 }
 LARK = 'start: item ("," item)*\nitem: /[a-f]{2}/'
 GRAMMARS = {
@@ -266,7 +268,7 @@ def check_language(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
-def test_the_answer_is_in_the_language_whatever_the_model_would_say(
+def test_the_answer_is_in_the_language_for_any_model(
     transport, name: str, temperature: float
 ) -> None:
     """Also among strangers, over migrations, and cut off by max_tokens only."""

@@ -1,4 +1,4 @@
-"""A step that fails costs nobody but the request that makes it fail; real engines, the real bus, no Ray."""
+"""A step that fails ends only the request that makes it fail; real engines, the real bus, no Ray."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_only_the_guilty_request_fails_and_the_engines_go_on(runner, replicas, e
             await poison
         answers = await asyncio.gather(*others)
         assert [ids for ids, _ in answers] == expected
-        assert any(attempts > 1 for _, attempts in answers), "nobody was in a step that failed"
+        assert any(attempts > 1 for _, attempts in answers), "no request was in a step that failed"
         # The engines serve on, with an empty cache that routers know of.
         assert (await answer("Story 0", **params(0)))[0] == expected[0]
         for replica in replicas:

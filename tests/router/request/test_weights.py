@@ -1,4 +1,4 @@
-"""Replicas with other weights under the same name, as during an update: a stream keeps to those that it began with."""
+"""Replicas with different weights under one name, as during an update: a stream keeps the weights it began with."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_the_last_part_of_the_last_message_is_continued():
     assert caught.value.field == "continue_final_message"
 
 
-def test_what_a_template_does_not_write_cannot_be_continued():
+def test_a_message_that_the_template_does_not_write_cannot_be_continued():
     with pytest.raises(InvalidRequest, match="cannot be continued") as caught:
         ChatTemplate("{{ messages[0].content }}").render(
             [*USER, {"role": "assistant", "content": "I"}],
@@ -227,7 +227,7 @@ def test_the_clock_is_the_callers():
         ("{{ 1 / 0 }}", "division by zero"),
     ],
 )
-def test_what_a_template_may_not_do_is_the_requests_error(source, message):
+def test_a_forbidden_operation_of_a_template_is_an_error_of_the_request(source, message):
     template = ChatTemplate(source, max_output_chars=1000)
     with pytest.raises(InvalidRequest, match=message) as caught:
         template.render(USER)

@@ -1,4 +1,4 @@
-"""Incremental detokenising: any chunking gives the text of the whole decode."""
+"""Incremental detokenising: any chunking gives the text of decoding all ids at once."""
 
 from __future__ import annotations
 

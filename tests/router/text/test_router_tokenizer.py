@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded
-from quire.router.text.tokenizer import INLINE_CHARS, AsyncTokenizer, TextTokenizer, utf8_len
+from quire.protos.field_checks import utf8_len
+from quire.router.text.tokenizer import INLINE_CHARS, AsyncTokenizer, TextTokenizer
 
 TEXTS = st.text(st.sampled_from("helo wrd,\n你😀é<s>/"), max_size=40)
 

@@ -1,4 +1,4 @@
-"""The text of a message never becomes a special token; what the chat template writes does."""
+"""Text in messages never becomes a special token; text of the chat template does."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_protected_text_gives_its_own_characters_and_no_special_token(backends, 
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback", "embedded"])
 def test_a_message_cannot_begin_a_turn(backends, family):
-    """The template's own special tokens are the only ones, whatever role, name and content say."""
+    """The template's own special tokens are the only ones, for any role, name and content."""
     backend = backends[family]
     special, ids_of = SpecialTokens(backend), specials(backend)
     begin, end = list(ids_of)[-2:] if family == "byte_fallback" else list(ids_of)[:2]

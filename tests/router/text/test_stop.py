@@ -1,4 +1,4 @@
-"""Stop strings: any chunking gives what the whole text gives."""
+"""Stop strings: any chunking gives the result of the whole text."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def nested(depth: int):
     ],
     ids=lambda kwargs: str(kwargs)[:32],
 )
-def test_what_is_within_the_bounds_is_served(kwargs):
+def test_values_within_the_bounds_are_accepted(kwargs):
     check_template_kwargs(kwargs)
 
 
@@ -75,7 +75,7 @@ def test_what_is_within_the_bounds_is_served(kwargs):
         ),
     ],
 )
-def test_what_is_not_is_refused_by_name(kwargs, words, field):
+def test_values_outside_the_bounds_are_refused_by_name(kwargs, words, field):
     with pytest.raises(InvalidRequest) as caught:
         check_template_kwargs(kwargs, "k")
     assert words in caught.value.message and caught.value.field == field

@@ -158,7 +158,7 @@ def test_long_conversations_are_rendered() -> None:
     assert len(ChatTemplate(source).render([long])) == (3 << 20) + 9
 
 
-def test_what_takes_long_is_not_rendered_quickly() -> None:
+def test_slow_renderings_are_not_done_on_the_event_loop() -> None:
     """The caller is the event loop."""
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert template.render_quickly(MANY[:2]) == MANY[0]["content"] * 2
@@ -203,5 +203,5 @@ def test_threads_count_apart() -> None:
         ("{{ missing }}{{ missing is defined }}{{ true }}{{ 2 ** 10 % 1000 }}{{ 1.5 }}", "FalseTrue241.5"),
     ],
 )  # fmt: skip
-def test_what_templates_do_is_unchanged(source: str, text: str) -> None:
+def test_common_template_operations_are_unchanged(source: str, text: str) -> None:
     assert ChatTemplate(source).render([{"role": "user", "content": "hi"}]) == text

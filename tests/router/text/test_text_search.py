@@ -1,4 +1,4 @@
-"""Searching a text in pieces finds what searching it at once does."""
+"""A search in pieces finds the same matches as a search of the whole text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids put together from remembered pieces are those of the whole text, whatever the text."""
+"""Ids that are joined from cached pieces equal those of the whole text, for any text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EMBEDDED = TextTokenizer.load(CHECKPOINT)
 SPECIAL = sorted(
     t.content for t in EMBEDDED.backend.get_added_tokens_decoder().values() if t.content
 )
-# What looks like a special token, what is cut in the middle of one, and what is nested or repeated.
+# Texts like special tokens, parts of special tokens, and nested or repeated ones.
 LOOKALIKES = [
     *(token[:-1] for token in SPECIAL),
     *(token[1:] for token in SPECIAL),
@@ -131,7 +131,7 @@ def chat(rng: random.Random, num_turns: int) -> list[str]:
 
 
 def test_random_chats_are_encoded_as_without_the_cache():
-    """Warm and cold, in a cache too small for all of them, several at a time."""
+    """Warm and cold, in a cache that is too small for all texts, several at a time."""
 
     async def run() -> None:
         rng = random.Random(5)
@@ -153,7 +153,7 @@ def test_random_chats_are_encoded_as_without_the_cache():
     asyncio.run(run())
 
 
-def test_of_the_next_turn_only_what_is_new_is_encoded(monkeypatch):
+def test_only_the_new_pieces_of_the_next_turn_are_encoded(monkeypatch):
     encoded: list[str] = []
     encode_pieces = EMBEDDED.encode_pieces
 

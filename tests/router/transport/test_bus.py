@@ -136,7 +136,7 @@ def test_a_call_that_the_replica_cancels_is_a_lost_replica_and_cancels_nothing_h
         granting = asyncio.create_task(bus._call("grant", route=["first"]))
         await settle()
         for _, _, response in handle.calls:
-            # As Serve raises what came over gRPC: nobody here has cancelled the call.
+            # As Serve raises a gRPC error of the replica: this process has not cancelled the call.
             response.set_exception(asyncio.CancelledError())
         async with asyncio.timeout(5):
             assert isinstance(await attempt.next(), Lost)

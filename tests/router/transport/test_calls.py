@@ -1,4 +1,4 @@
-"""What a replica's calls give: whole messages, and a replica's end told from our own cancellation."""
+"""Replies of a replica: whole messages, and the end of a replica is not taken for a cancellation in this process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_message_in_parts_is_one_message():
     assert asyncio.run(read(call)) == [b"one", b"two", b"three"]
 
 
-def test_what_the_replica_cuts_up_comes_whole():
+def test_a_message_in_parts_arrives_whole():
     long = bytes(range(256)) * (2 * MAX_MESSAGE_BYTES // 256 + 1)
     assert asyncio.run(read(ScriptedCall(*parts_of(long), *parts_of(b"short")))) == [long, b"short"]
 

@@ -1,4 +1,4 @@
-"""Credit: nobody runs further ahead than allowed, nobody who reads waits for ever; and readers that are slow."""
+"""Credit: no request runs further ahead than allowed, and a client that reads never waits; slow clients."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def open_stream(service: RouterService) -> RequestStream:
 
 def ahead(stream: RequestStream) -> int:
     """Tokens received and not read."""
-    return sum(len(event.token_ids) for event in stream._attempt._events)
+    return sum(len(event.token_ids) for event in stream.attempts.current._events)
 
 
 def test_a_reader_that_stops_and_goes_on_gets_its_tokens_each_once(runner, replicas, expected):
@@ -165,8 +165,10 @@ async def assert_idle_soon(cluster: LocalCluster) -> None:
 
 
 def ahead_bytes(stream: RequestStream) -> int:
-    """What the stream still holds of tokens that nobody reads."""
-    return sum(4 * len(getattr(event, "token_ids", [])) for event in stream._attempt._events)
+    """Return the tokens in the stream that the client has not read."""
+    return sum(
+        4 * len(getattr(event, "token_ids", [])) for event in stream.attempts.current._events
+    )
 
 
 def test_a_client_that_takes_its_time_before_the_first_token_is_not_slow(

@@ -1,4 +1,4 @@
-"""Routers that ask one another: a silent one does not hide the answers of the others."""
+"""Routers ask each other: a silent router does not hide the answers of the others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Result:
 
 
 class Handle:
-    """A `DeploymentHandle` whose broadcast reaches these routers, with Serve's own response object."""
+    """A `DeploymentHandle`; its broadcast reaches these routers, with Serve's own response object."""
 
     def __init__(self, *answers: Any, num_unavailable: int = 0):
         self.results = [Result(answer) for answer in answers]

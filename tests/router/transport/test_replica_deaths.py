@@ -1,4 +1,4 @@
-"""What routers learn of a replica that is gone, from the files that it left on this node."""
+"""Routers find out from a lost replica's files whether it crashed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_crash_counts_for_the_streams_of_its_step(tmp_path):
         recorder = FlightRecorder(tmp_path / "a", 4)
         recorder.begin(7, np.array([11, 12]))
         replica_deaths.remember(hello("a", tmp_path / "a"))
-        # It may only have lost its stream: it lives, and crashes later.
+        # The replica may only have lost its attach stream, and crash later.
         assert not await replica_deaths.crashed_with("a", 11)
         recorder.report("step 7 hangs")
         assert await replica_deaths.crashed_with("a", 11)

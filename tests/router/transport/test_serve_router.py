@@ -1,4 +1,4 @@
-"""The ranking that Serve is given; its base class is Ray's own."""
+"""The ranking that Serve gets; the base class is Ray's own."""
 
 from __future__ import annotations
 

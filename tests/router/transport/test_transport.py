@@ -1,4 +1,4 @@
-"""An attempt's events: two ways by which its end is told, in either order."""
+"""An attempt's events: its end arrives in two ways, in either order."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_exactly_one_end_is_seen_and_nothing_after_it(events):
         assert len(tokens) == len(in_time)
 
 
-def test_a_reader_is_woken_and_cancel_is_told():
+def test_an_event_wakes_the_reader_and_cancel_reaches_the_callback():
     cancelled: list[Attempt] = []
     attempt = Attempt(3, "a", on_cancel=cancelled.append)
 

@@ -31,7 +31,7 @@ from quire.replica.model.fusion.cpu_fused_layer import CpuLayer
 from quire.replica.model.fusion.cpu_fused_parts import CpuAttention, PackedEmbedding, PackedProduct
 from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.model.fusion.fused_parts import Product
-from quire.replica.model.fusion.probe import Probe
+from quire.replica.model.fusion.trial_pass import TrialPass
 from quire.replica.model.loader import load_model
 from quire.replica.runner import runner as runner_module
 from quire.replica.runner.runner import Runner
@@ -440,9 +440,9 @@ _FACTORS = [1.0 + i / 4 for i in range(8)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_of_rotations_has_the_models_bits(rope, dtype):
     x = torch.zeros(1, 1, 64, dtype=dtype)
-    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], StepContext)
+    trial = TrialPass(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], StepContext)
     rotation = rotation_of(**rope)
-    table = tabled_rotation(rotation, x, probe)
+    table = tabled_rotation(rotation, x, trial)
     assert table is not None
     for positions in ([0], [1023], [1024, 5, 3000], [70_000], list(range(100))):
         given = torch.tensor([positions])
@@ -461,9 +461,9 @@ def test_a_table_of_rotations_has_the_models_bits(rope, dtype):
 )
 def test_rotations_that_go_by_the_longest_have_no_table(rope):
     x = torch.zeros(1, 1, 64)
-    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], StepContext)
+    trial = TrialPass(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], StepContext)
     rotation, untouched = rotation_of(**rope), rotation_of(**rope)
-    assert tabled_rotation(rotation, x, probe) is None
+    assert tabled_rotation(rotation, x, trial) is None
     given = torch.tensor([[1, 100]])
     for found, expected in zip(rotation(x, given), untouched(x, given), strict=True):
         assert torch.equal(found, expected)
@@ -471,8 +471,8 @@ def test_rotations_that_go_by_the_longest_have_no_table(rope):
 
 def test_a_part_that_is_called_otherwise_has_no_table():
     x = torch.zeros(1, 1, 64)
-    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], StepContext)
-    assert tabled_rotation(nn.Linear(64, 64), x, probe) is None
+    trial = TrialPass(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], StepContext)
+    assert tabled_rotation(nn.Linear(64, 64), x, trial) is None
 
 
 def test_layers_with_other_products_run_part_by_part(zoo, monkeypatch):

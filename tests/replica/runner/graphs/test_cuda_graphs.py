@@ -21,10 +21,10 @@ from quire.replica.core.request import Request
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Stream
 from quire.replica.model.fusion.fused_parts import NormWeight
-from quire.replica.runner import queued_steps
+from quire.replica.runner import gpu_steps
 from quire.replica.runner.device_table import DeviceTable
 from quire.replica.runner.fixed_step import FixedStep
-from quire.replica.runner.graph_cache import GraphCache, StaleGraph
+from quire.replica.runner.graphs.graph_cache import GraphCache, StaleGraph
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.runner import Runner
 
@@ -124,7 +124,7 @@ def test_an_upload_in_several_pieces_changes_no_token(harness, monkeypatch):
     model = harness("gemma3")
     config = tight(model.spec)
     expected = expected_of(model, config)
-    monkeypatch.setattr(queued_steps, "MAX_CHANGES", 3)
+    monkeypatch.setattr(gpu_steps, "MAX_CHANGES", 3)
     for seed in range(3):
         device = FakeDevice(seed)
         told = model.serve(config, device, crowd(), plans_ahead=True, prepare=capture_all)
@@ -136,14 +136,16 @@ def test_an_upload_in_several_pieces_changes_no_token(harness, monkeypatch):
 
 def told_by_graph_cache(caplog) -> list[str]:
     """Others may log as well: libraries that another test imported change what is logged."""
-    return [r.message for r in caplog.records if r.name == "quire.replica.runner.graph_cache"]
+    return [
+        r.message for r in caplog.records if r.name == "quire.replica.runner.graphs.graph_cache"
+    ]
 
 
 def test_graphs_are_off_where_the_device_has_none_and_the_log_says_so_once(harness, caplog):
     model = harness("llama")
     config = config_of(model.spec)
     device = FakeDevice(0, no_graphs_because="this device has no graphs")
-    with caplog.at_level(logging.INFO, "quire.replica.runner.graph_cache"):
+    with caplog.at_level(logging.INFO, "quire.replica.runner.graphs.graph_cache"):
         told = model.serve(config, device, plain(), plans_ahead=True, prepare=Runner.warm_up)
     assert told == expected_of(model, config, plain)
     assert device.num_replays == 0
@@ -162,7 +164,7 @@ def test_a_model_that_cannot_be_captured_runs_without_and_the_log_says_why(
     model = harness("llama")
     config = config_of(model.spec)
     monkeypatch.setattr(FakeDevice, "capture", refuse)
-    with caplog.at_level(logging.INFO, "quire.replica.runner.graph_cache"):
+    with caplog.at_level(logging.INFO, "quire.replica.runner.graphs.graph_cache"):
         told = model.serve(config, FakeDevice(0), plain(), plans_ahead=True, prepare=Runner.warm_up)
     assert told == expected_of(model, config, plain)
     (message,) = told_by_graph_cache(caplog)
@@ -256,7 +258,7 @@ def test_a_step_that_makes_the_host_wait_is_refused_by_name_before_any_capture(
     device = FakeDevice(0)
     make_host_wait(monkeypatch, device, "whole")
     monkeypatch.setattr(FakeDevice, "capture", None)  # an error where it is called
-    with caplog.at_level(logging.INFO, "quire.replica.runner.graph_cache"):
+    with caplog.at_level(logging.INFO, "quire.replica.runner.graphs.graph_cache"):
         told = model.serve(config, device, plain(), plans_ahead=True, prepare=Runner.warm_up)
     assert told == expected_of(model, config, plain)
     (message,) = told_by_graph_cache(caplog)
@@ -540,7 +542,7 @@ def test_a_step_that_fails_before_it_is_queued_loses_no_difference(harness, monk
     model = harness("llama")
     config = config_of(model.spec)
     expected = expected_of(model, config, plain)
-    real = queued_steps.QueuedSteps.forward
+    real = gpu_steps.GpuSteps.forward
     failed: list[int] = []
 
     def forward(self, plan, in_flight):
@@ -549,7 +551,7 @@ def test_a_step_that_fails_before_it_is_queued_loses_no_difference(harness, monk
             raise RuntimeError("it fails before anything is queued")
         return real(self, plan, in_flight)
 
-    monkeypatch.setattr(queued_steps.QueuedSteps, "forward", forward)
+    monkeypatch.setattr(gpu_steps.GpuSteps, "forward", forward)
     told = model.serve(config, FakeDevice(0), plain(), plans_ahead=True, prepare=capture_all)
     ended = {key for key, (_, _, reason, _) in told.items() if reason == "error"}
     assert failed and 0 < len(ended) < len(told)
@@ -642,7 +644,7 @@ def test_the_time_in_which_nothing_runs_is_no_gap(harness):
 
     def ask_later(loop, delta) -> None:
         if delta.key == 0 and delta.finish_reason is not None:
-            while runners[0].queued._done is not None:  # until the loop has fallen idle
+            while runners[0].steps._done is not None:  # until the loop has fallen idle
                 loop.call(lambda scheduler: None).result(60)
             late = Request(1, prompt(5, 1), SamplingParams(max_tokens=4, ignore_eos=True))
             loop.post(lambda scheduler: scheduler.add(late))

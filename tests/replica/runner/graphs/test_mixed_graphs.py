@@ -10,7 +10,7 @@ from test_async_steps import WAITS, in_which_it_shows
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.runner.graph_cache import GraphCache
+from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.runner import Runner
 from tests.replica.runner.graphs.test_cuda_graphs import expected_of, plain, shows

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from quire.replica.model.deterministic.deterministic_linear import (
+from quire.replica.model.deterministic.cpu_tiled_linear import (
     ElementwiseSiLU,
     ElementwiseTanhGELU,
     TiledLinear,
     make_deterministic,
 )
-from quire.replica.model.deterministic.tiles import TILE_ROWS, tiled_linear
+from quire.replica.model.deterministic.cpu_tiles import TILE_ROWS, tiled_linear
 
 SHAPES = [(64, 96), (77, 173), (384, 128), (1024, 300)]
 

@@ -1,6 +1,6 @@
 """`deterministic: true`: a model's layers in forms whose rows do not depend on how many rows there are.
 
-Products run in tiles of fixed height (`tiles.py`), mixtures of experts too (`deterministic_experts.py`); activations
+Products run in tiles of fixed height (`cpu_tiles.py`), mixtures of experts too (`cpu_tiled_experts.py`); activations
 whose vector loop ends in a scalar one with another exponential (SiLU, GELU) are written out.
 """
 
@@ -11,8 +11,12 @@ import math
 import torch
 from torch import nn
 
-from quire.replica.model.deterministic.deterministic_experts import EXPERT_MODULES
-from quire.replica.model.deterministic.tiles import ALIGNMENT_BYTES, probe, tiled_linear
+from quire.replica.model.deterministic.cpu_tiled_experts import EXPERT_MODULES
+from quire.replica.model.deterministic.cpu_tiles import (
+    ALIGNMENT_BYTES,
+    fitting_tile_rows,
+    tiled_linear,
+)
 
 
 class TiledLinear(nn.Module):
@@ -87,7 +91,7 @@ def make_deterministic(model: nn.Module) -> dict[tuple[int, int], tuple[int, ...
             if type(child) is nn.Linear:
                 shape = (child.out_features, child.in_features)
                 if shape not in heights:
-                    heights[shape] = probe(child.weight)
+                    heights[shape] = fitting_tile_rows(child.weight)
                 replacements.append((parent, name, TiledLinear(child, heights[shape])))
             elif type(child).__name__ in _ACTIVATIONS:
                 replacements.append((parent, name, _ACTIVATIONS[type(child).__name__]()))

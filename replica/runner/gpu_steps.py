@@ -21,14 +21,14 @@ import torch
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
-from quire.replica.device.device import Device, Event, Stream
+from quire.replica.device.device import Device, Event, Stream, Tensors, Work
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.device.telemetry import DeviceTime
+from quire.replica.device.time_counters import DeviceTime
 from quire.replica.runner.device_steps import Draw
 from quire.replica.runner.device_table import DeviceTable, Differences
 from quire.replica.runner.fixed_step import FixedInputs, FixedStep, sampling_rows
 from quire.replica.runner.forward import Forward
-from quire.replica.runner.graph_cache import CachedGraph, GraphCache
+from quire.replica.runner.graphs.graph_cache import CachedGraph, GraphCache
 from quire.replica.runner.graphs.graph_key import GraphPart
 from quire.replica.runner.graphs.graph_policy import GraphPolicy
 from quire.replica.runner.graphs.mixed_shapes import MixedShapes
@@ -43,7 +43,7 @@ from quire.replica.sampling.step_sampler import Masks
 MAX_CHANGES = 8192
 
 
-class QueuedSteps:
+class GpuSteps:
     """Queues steps; owns the device's inputs, request table and graphs.
 
     Parameters
@@ -147,11 +147,15 @@ class QueuedSteps:
     def note(self, in_flight: InFlight) -> None:
         """A step is over: add its times."""
         between, before = self._device.seconds_between, in_flight.done_before
+        begun, done = in_flight.begun, in_flight.done
         forward_done, draw_begun = in_flight.forward_done, in_flight.draw_begun
+        assert begun is not None and done is not None
         self.time.add(
-            between(in_flight.begun, in_flight.done),
-            None if before is None else between(before, in_flight.begun),
-            None if draw_begun is None else between(forward_done, draw_begun),
+            between(begun, done),
+            None if before is None else between(before, begun),
+            None
+            if forward_done is None or draw_begun is None
+            else between(forward_done, draw_begun),
         )
 
     def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
@@ -307,6 +311,7 @@ class QueuedSteps:
                     )
                     return
                 columns = None if noise_keys is None else self.table.draw_columns(rows, noise_keys)
+                assert sampler is not None
                 tokens = sampler.draw(logits()[:count], staged, columns, slot.scores)
                 self._outputs.keep(slot, tokens, rows)
 
@@ -317,7 +322,7 @@ class QueuedSteps:
                 reads=(rows,) if noise_keys is None else (rows, noise_keys),
                 writes=(slot.tokens, slot.scores),
             )
-            if staged is not None:
+            if sampler is not None and staged is not None:
                 sampler.queued()
 
         return queue
@@ -336,9 +341,9 @@ class QueuedSteps:
             self.graphs.replay(graph)
             return self._draw_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
         logits: list[torch.Tensor] = []
-        if part is GraphPart.WHOLE:
-            work, written = partial(self._fixed.whole, inputs), (self._fixed.sampled[:num_rows],)
-        else:
+        work: Work = partial(self._fixed.whole, inputs)
+        written: Tensors = (self._fixed.sampled[:num_rows],)
+        if part is not GraphPart.WHOLE:
             work, written = lambda: logits.append(self._fixed.compute_logits(inputs)), ()
         self._device.run(
             Stream.COMPUTE, work, name=f"step {plan.step}", reads=inputs, writes=written

@@ -27,14 +27,16 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightTarget:
     """What a stored tensor fills."""
 
     name: str  # of the model's tensor
     index: tuple[int | slice, ...] = ()  # what of it; () = all
 
 
-def place_tensors(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, Place] | None:
+def map_weights(
+    model: nn.Module, stored: Mapping[str, StoredTensor]
+) -> dict[str, WeightTarget] | None:
     """By stored name; None where stored tensors and the model's do not match one to one, tied ones stored once.
 
     What is wrong with such a checkpoint, transformers' own loader finds out.
@@ -45,13 +47,13 @@ def place_tensors(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[
         A tensor is stored in FP8 without a scale, or for what is no linear layer.
     """
     state = model.state_dict()
-    places: dict[str, Place] = {}
+    places: dict[str, WeightTarget] = {}
     filled: Counter[str] = Counter()
     for name, tensor in stored.items():
         if name not in state or state[name].dtype != CODES:
             _check_no_codes(tensor)
     for name, tensor in stored.items():
-        place = Place(name) if name in state else _expert(name, state)
+        place = WeightTarget(name) if name in state else _expert(name, state)
         if place is None or tensor.dtype is None:
             return None
         target = state[place.name][place.index]
@@ -66,13 +68,13 @@ def place_tensors(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[
     return places if _is_complete(model, state, stored, filled) else None
 
 
-def is_scale(place: Place, state: Mapping[str, torch.Tensor]) -> bool:
+def is_scale(place: WeightTarget, state: Mapping[str, torch.Tensor]) -> bool:
     """Whether the place is the scales of an FP8 layer."""
     weight = state.get(place.name.removesuffix("_scale"))
     return place.name.endswith(".weight_scale") and weight is not None and weight.dtype == CODES
 
 
-def _expert(name: str, state: Mapping[str, torch.Tensor]) -> Place | None:
+def _expert(name: str, state: Mapping[str, torch.Tensor]) -> WeightTarget | None:
     """An expert's weight in the stack of all of them: gate and up in one, then down."""
     match = _EXPERT.fullmatch(name)
     if match is None:
@@ -82,9 +84,9 @@ def _expert(name: str, state: Mapping[str, torch.Tensor]) -> Place | None:
     if stack not in state or state[stack].dim() != 3 or expert >= len(state[stack]):
         return None
     if part == "down":
-        return Place(stack, (expert,))
+        return WeightTarget(stack, (expert,))
     half = state[stack].shape[1] // 2
-    return Place(stack, (expert, slice(half) if part == "gate" else slice(half, None)))
+    return WeightTarget(stack, (expert, slice(half) if part == "gate" else slice(half, None)))
 
 
 def _check_no_codes(tensor: StoredTensor) -> None:
@@ -110,7 +112,7 @@ def _is_complete(
         return False
     for name in missing - tied.keys() - set(tied.values()):
         weight = stored.get(name.removesuffix("_scale"))
-        if not is_scale(Place(name), state) or weight is None:
+        if not is_scale(WeightTarget(name), state) or weight is None:
             return False
         _check_no_codes(weight)
     return True
@@ -154,9 +156,9 @@ def _together(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for prefix, module in model.named_modules():
         children = dict(module.named_children())
         for names in _MERGED:
-            parts = [children.get(name) for name in names]
+            parts = [children[name] for name in names if name in children]
             kinds = {type(part) for part in parts}
-            if len(kinds) != 1 or not kinds <= {nn.Linear, Fp8Linear}:
+            if len(parts) < len(names) or len(kinds) != 1 or not kinds <= {nn.Linear, Fp8Linear}:
                 continue
             if len({(part.in_features, part.weight.dtype) for part in parts}) == 1:
                 weights = tuple(f"{prefix}.{name}.weight" for name in names)

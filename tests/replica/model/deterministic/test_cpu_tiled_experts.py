@@ -10,8 +10,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from quire.replica.model.deterministic.deterministic_experts import TiledExperts, TiledRouter
-from quire.replica.model.deterministic.deterministic_linear import make_deterministic
+from quire.replica.model.deterministic.cpu_tiled_experts import TiledExperts, TiledRouter
+from quire.replica.model.deterministic.cpu_tiled_linear import make_deterministic
 
 HIDDEN = 48
 

@@ -1,4 +1,4 @@
-"""What a policy may know of each replica: a matrix with one row per column below and one entry per replica.
+"""The values that a policy may use of each replica: a matrix with one row per column below and one entry per replica.
 
     column          replica:  0       1       2
     seen_s                    103.2   103.9   -inf
@@ -59,26 +59,28 @@ NUM_COLUMNS = len(PerColumn._fields)
 COLUMN: PerColumn[int] = PerColumn(*range(NUM_COLUMNS))
 """Each column's index in the matrix."""
 
-# Unused numbers at the end of a column: columns a power of two of bytes apart fall on the same lines of a cache.
+# Unused values at the end of each column. At a distance of a power of two bytes, columns would compete for the same
+# sets of the processor's cache.
 _APART = 8
 
 
 class ReplicaColumns:
-    """One row of float64 for each replica; rows are dense, so the last one moves when another goes.
+    """The matrix and the replicas' rows in it. Rows are dense: the last one moves into the gap when one is removed.
 
     Attributes
     ----------
     names
-        The replicas by row. A change makes another list: a decision goes on naming those that it was about.
+        The replicas by row. Each change makes a new list, so that earlier decisions keep theirs.
+    matrix
+        [NUM_COLUMNS, rows] float64, a view of the values that `write` sets; its rows are contiguous.
     columns
-        [NUM_COLUMNS, rows] float64, a view of what `write` writes; its rows are contiguous.
+        Its rows by name.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._values = np.zeros(
-            (NUM_COLUMNS, 16 + _APART)
-        )  # [column, row], rows beyond the names unused
+        # [column, row]; rows beyond the names are unused.
+        self._values = np.zeros((NUM_COLUMNS, 16 + _APART))
         # Lower bounds of these columns; they usually let `some_below` skip the scan.
         self._least = {COLUMN.seen_s: math.inf, COLUMN.num_places: math.inf}
         self._view()
@@ -87,7 +89,7 @@ class ReplicaColumns:
         return len(self.names)
 
     def add(self, name: str) -> int:
-        """The row of a replica that was not there."""
+        """Add a replica and return its row."""
         row = len(self.names)
         self.names = [*self.names, name]
         if row == self._values.shape[1] - _APART:
@@ -96,7 +98,7 @@ class ReplicaColumns:
         return row
 
     def remove(self, row: int) -> str | None:
-        """Give a row up; names the replica that has it now, for its row to be written, or None."""
+        """Remove a row. Return the replica that moved to it, which the caller must write again, or None."""
         *names, last = self.names
         moved = None
         if row < len(names):
@@ -113,13 +115,14 @@ class ReplicaColumns:
                 self._least[column] = values[column]
 
     def some_below(self, column: int, bound: float) -> bool:
-        """Whether some replica's value in this column, `seen_s` or `num_places`, is below the bound."""
+        """Whether a replica's value in this column, `seen_s` or `num_places`, is below the bound."""
         if self._least[column] >= bound or not self.names:
             return False
-        values = self.columns[column]
+        values = self.matrix[column]
         least = self._least[column] = float(values[values.argmin()])
         return least < bound
 
     def _view(self) -> None:
         n = len(self.names)
-        self.columns = self._values[:, :n]
+        self.matrix = self._values[:, :n]
+        self.columns: PerColumn[np.ndarray] = PerColumn(*self.matrix)

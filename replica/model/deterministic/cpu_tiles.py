@@ -43,7 +43,7 @@ def _tile_for(rows: int, tile_rows: tuple[int, ...]) -> int:
     return max((tile for tile in tile_rows if rows > tile // 2), default=tile_rows[0])
 
 
-def probe(weight: torch.Tensor) -> tuple[int, ...]:
+def fitting_tile_rows(weight: torch.Tensor) -> tuple[int, ...]:
     """Heights whose rows equal those of the 16-row tile; kernels are chosen by shape, so random rows tell."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(max(TILE_ROWS), weight.shape[1], generator=random)

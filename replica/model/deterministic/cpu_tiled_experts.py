@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quire.replica.model.deterministic.tiles import probe, tiled_linear
+from quire.replica.model.deterministic.cpu_tiles import fitting_tile_rows, tiled_linear
+from quire.replica.model.deterministic.stacked_experts import StackedExperts
 
 
 class TiledRouter(nn.Module):
@@ -30,7 +31,7 @@ class TiledRouter(nn.Module):
         self.top_k = router.top_k
         self.softmax_first = softmax_first
         self.normalize = getattr(router, "norm_topk_prob", False)
-        self.tile_rows = probe(self.weight)
+        self.tile_rows = fitting_tile_rows(self.weight)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[..., hidden] to logits [tokens, experts], and weights and ids [tokens, top_k]."""
@@ -47,34 +48,13 @@ class TiledRouter(nn.Module):
         return logits, weights, ids
 
 
-class StackedExperts(nn.Module):
-    """Gated experts with stacked weights; shares them with the module that it replaces.
-
-    Parameters
-    ----------
-    experts
-        transformers' module: `gate_up_proj` and `down_proj`, [experts, out, in], or [experts, in, out] where
-        `transposed`, and biases of the same names with `_bias` or none.
-    """
-
-    transposed = False
-
-    def __init__(self, experts: nn.Module):
-        super().__init__()
-        self.num_experts = experts.num_experts
-        self.gate_up_proj = experts.gate_up_proj
-        self.down_proj = experts.down_proj
-        self.gate_up_proj_bias = getattr(experts, "gate_up_proj_bias", None)
-        self.down_proj_bias = getattr(experts, "down_proj_bias", None)
-
-
 class TiledExperts(StackedExperts):
     """Experts whose products run in tiles of fixed height, on the CPU."""
 
     def __init__(self, experts: nn.Module):
         super().__init__(experts)
         self._tile_rows = {
-            name: probe(self._weight(name, 0)) for name in ("gate_up_proj", "down_proj")
+            name: fitting_tile_rows(self._weight(name, 0)) for name in ("gate_up_proj", "down_proj")
         }
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

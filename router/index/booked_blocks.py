@@ -1,4 +1,7 @@
-"""Blocks that requests in flight will bring: counted by (holder, hash), seen as hash -> mask of holders."""
+"""Blocks that requests in flight will bring to a replica.
+
+They are counted by (holder, hash), and seen by a match as hash -> mask of holders.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ Counts = dict[int, int]
 
 
 class BookedBlocks:
-    """Optimistic entries of all holders; who calls keeps each holder's counts and bit.
+    """Optimistic entries of all holders. The caller keeps each holder's counts and bit.
 
     Parameters
     ----------
@@ -19,7 +22,7 @@ class BookedBlocks:
     Attributes
     ----------
     masks
-        hash -> mask of the holders that have it booked, never 0.
+        hash -> mask of the holders with a booking of it, never 0.
     """
 
     def __init__(self, max_pairs: int):
@@ -32,7 +35,7 @@ class BookedBlocks:
         return self._num_pairs
 
     def add(self, counts: Counts, bit: int, hashes: Sequence[int]) -> Sequence[int]:
-        """Book blocks for a holder; returns those that there was room for, the first ones."""
+        """Book blocks for a holder. Return the first ones, for which there was room."""
         masks = self.masks
         for num_taken, routing_hash in enumerate(hashes):
             count = counts.get(routing_hash, 0)
@@ -55,12 +58,12 @@ class BookedBlocks:
                 self._forget(routing_hash, bit)
 
     def drop(self, counts: Counts, bit: int) -> None:
-        """Forget all that a holder has booked; its counts are of no use any more."""
+        """Drop all bookings of a holder. Its counts are not updated."""
         for routing_hash in counts:
             self._forget(routing_hash, bit)
 
     def move(self, counts: Counts, bit: int, new_bit: int) -> None:
-        """A holder goes by another bit from now on."""
+        """Replace a holder's bit by another one."""
         for routing_hash in counts:
             self.masks[routing_hash] = self.masks[routing_hash] & ~bit | new_bit
 

@@ -1,4 +1,4 @@
-"""The columns of a fleet, and what is known of them without looking at each row."""
+"""The replicas' columns, and the bounds that save scans of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.router.policy.columns import COLUMN, NUM_COLUMNS, PerColumn, ReplicaColumns
 from quire.router.policy.fleet_view import FleetView
+from quire.router.policy.replica_columns import COLUMN, NUM_COLUMNS, PerColumn, ReplicaColumns
 
 ACTIONS = st.lists(
     st.tuples(
@@ -22,7 +22,7 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS, st.sampled_from([COLUMN.seen_s, COLUMN.num_places]))
-def test_whether_some_are_below_a_bound_is_known(actions, column):
+def test_some_below_equals_a_scan(actions, column):
     table, rows, num_added = ReplicaColumns(), {}, 0
 
     def write(name, value):
@@ -53,7 +53,7 @@ def test_each_value_of_a_row_is_in_the_column_of_its_name():
     row = PerColumn(*(float(100 + i) for i in range(NUM_COLUMNS)))
     table.write(table.add("r"), row)
     fleet = FleetView(table.names, table.columns, np.zeros((2, 1)), np.zeros(1), now_s=1000.0)
-    values = fleet.named() | {"seen_s": table.columns[COLUMN.seen_s]}
+    values = fleet.named() | {"seen_s": table.matrix[COLUMN.seen_s]}
     for name, value in row._asdict().items():
         if name in ("report_s", "head_s"):
             assert values[name.replace("_s", "_age_s")] == 1000.0 - value

@@ -1,4 +1,4 @@
-"""Where the time of steps goes: plain counters, added to by the engine's thread, read by anybody.
+"""Counters of the time that steps take, written by the engine's thread and read by any thread.
 
 ```
  host     plan ▸ launch │ wait ▸ commit ▸ sample ▸ send │ plan ...     the parts of `HostTime`
@@ -13,20 +13,21 @@ from dataclasses import asdict, dataclass
 
 @dataclass(slots=True)
 class HostTime:
-    """Seconds of the engine's thread since it started, by part of a step."""
+    """Seconds that the engine's thread has spent, by part of a step."""
 
-    num_steps: int = 0  # launched
+    num_steps: int = 0  # launched steps
     plan_s: float = 0.0
-    launch_s: float = (
-        0.0  # staging and queueing; where work runs when it is queued, the step itself
-    )
-    sample_s: float = 0.0  # masks and draw of steps that awaited the tokens of the step before
-    wait_s: float = 0.0  # asleep until a step's tokens are there
+    # Staging and queueing; on the CPU also the computation itself.
+    launch_s: float = 0.0
+    # Masks and draw of steps that had to wait for the tokens of the previous step.
+    sample_s: float = 0.0
+    # Asleep until a step's tokens arrive.
+    wait_s: float = 0.0
     commit_s: float = 0.0
     send_s: float = 0.0
 
     def per_step_ms(self) -> dict[str, float]:
-        """Milliseconds a step of each part."""
+        """Mean milliseconds per step of each part."""
         return {
             f"{name.removesuffix('_s')}_ms": 1e3 * seconds / max(self.num_steps, 1)
             for name, seconds in asdict(self).items()
@@ -36,18 +37,21 @@ class HostTime:
 
 @dataclass(slots=True)
 class DeviceTime:
-    """Of steps on a device that queues its work, by its own events."""
+    """Times of steps on a GPU, measured by its events."""
 
-    num_steps: int = 0  # collected
-    busy_s: float = 0.0  # from a step's inputs being there to its end
-    num_gaps: int = 0  # between two steps, where the engine had not fallen idle
+    num_steps: int = 0  # collected steps
+    # From the arrival of a step's inputs to its end.
+    busy_s: float = 0.0
+    # Gaps between consecutive steps; idle periods of the engine do not count.
+    num_gaps: int = 0
     gap_s: float = 0.0
     max_gap_s: float = 0.0
-    num_holds: int = 0  # between the forward pass and the draw, of steps that awaited tokens
+    # Time between forward pass and draw, of steps that had to wait for tokens.
+    num_holds: int = 0
     hold_s: float = 0.0
 
     def add(self, busy_s: float, gap_s: float | None, hold_s: float | None = None) -> None:
-        """A step; without a gap where none ran before it, without a hold where it awaited nothing."""
+        """Add a step. `gap_s` is None after an idle period, `hold_s` is None if the draw did not wait for tokens."""
         self.num_steps += 1
         if hold_s is not None:
             self.num_holds += 1
@@ -59,7 +63,7 @@ class DeviceTime:
             self.max_gap_s = max(self.max_gap_s, gap_s)
 
     def to_dict(self) -> dict[str, float]:
-        """Means and counts."""
+        """Counts and means, as plain data."""
         return {
             "num_steps": self.num_steps,
             "busy_ms": 1e3 * self.busy_s / max(self.num_steps, 1),

@@ -23,17 +23,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from quire.replica.device.device import Device, Graph
-from quire.replica.runner.fixed_step import FixedStep
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.graphs.graph_policy import GraphPolicy
-from quire.replica.runner.step_inputs import InputRing
 
 logger = logging.getLogger(__name__)
+# A step's tensors on the device.
+Inputs = tuple[torch.Tensor, ...]
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, strides
+
+
+class CapturedStep(Protocol):
+    """What `FixedStep` offers here: a step on fixed addresses."""
+
+    sampled: torch.Tensor  # [max_rows] int64, written by `whole`
+    logits: torch.Tensor | None  # [max_rows, vocab], written by `to_logits`
+
+    def reserve_logits(self) -> None: ...
+
+    def whole(self, inputs: Inputs, num_blocks: int | None = None) -> None: ...
+
+    def to_logits(self, inputs: Inputs, num_blocks: int | None = None) -> None: ...
+
+
+class PaddingInputs(Protocol):
+    """What `InputRing` offers here."""
+
+    def send_padding(self, key: GraphKey) -> Inputs:
+        """Inputs of a step of this shape in which all rows are padding."""
+        ...
 
 
 class StaleGraph(RuntimeError):
@@ -77,8 +99,8 @@ class GraphCache:
         self,
         device: Device,
         policy: GraphPolicy,
-        step: FixedStep,
-        inputs: InputRing,
+        step: CapturedStep,
+        inputs: PaddingInputs,
         block_size: int,
         buffers: Callable[[], Mapping[str, torch.Tensor]],
         *,
@@ -238,6 +260,7 @@ class GraphCache:
             body, written = step.whole, step.sampled[:n]
         else:
             step.reserve_logits()
+            assert step.logits is not None
             body, written = step.to_logits, step.logits[:n]
         inputs = self._inputs.send_padding(key)
         num_blocks = -(-key.kv_tokens // self._block_size) or None

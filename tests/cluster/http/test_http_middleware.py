@@ -1,4 +1,4 @@
-"""Behind Ray Serve's own reading of headers: no header value ends in a 5xx, and HTTP/1.0 clients get no chunks."""
+"""With Ray Serve's code for headers: no header value leads to a 5xx, and HTTP/1.0 clients get no chunked bodies."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PATH = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def door(service_class) -> Iterator[tuple[int, object]]:
-    """A port behind which a request meets the same code as in a Serve replica."""
+    """A server in which a request passes the same code as in a Serve replica."""
     service = service_class()
     app = build_app(lambda: service, max_body_bytes=65536)
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        """As `ray.serve._private.replica` and `proxy` read the headers."""
+        """Reads the headers like `ray.serve._private.replica` and `proxy`."""
         headers = dict(scope["headers"])
         headers.get(b"x-request-id", b"").decode("utf-8")
         http_util.parse_disconnect_disabled_header(headers)
@@ -54,7 +54,7 @@ def door(service_class) -> Iterator[tuple[int, object]]:
 
 
 def exchange(port: int, *headers: bytes, body: str = BODY, version: bytes = b"1.1") -> bytes:
-    """All that the server sends until it closes the connection."""
+    """Return all bytes that the server sends until it closes the connection."""
     raw = body.encode()
     given = b"".join(header + b"\r\n" for header in headers)
     if version == b"1.1":

@@ -15,7 +15,7 @@ from torch import nn
 
 from quire.kernels.compile.interpreter import repair_interpreter
 from quire.kernels.rows.matmul_fixed import matmul_fixed
-from quire.replica.model.deterministic.fixed_products import FixedLinear, fix_products
+from quire.replica.model.deterministic.gpu_fixed_products import FixedLinear, fix_products
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
 

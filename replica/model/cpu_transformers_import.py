@@ -20,7 +20,8 @@ def _without(module: str) -> Iterator[None]:
     if module in sys.modules:
         yield
         return
-    sys.modules[module] = None
+    # None makes an import fail.
+    sys.modules[module] = None  # type: ignore[assignment]
     try:
         yield
     finally:

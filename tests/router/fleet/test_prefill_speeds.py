@@ -1,4 +1,4 @@
-"""What is believed of the replicas' speeds: averages of fresh reports, the others' number for what is old."""
+"""Prefill speeds: averages of new reports; old measurements move to the median of the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.replica.scheduler.speed import StepSpeed
-from quire.router.fleet.speeds import HORIZON_S, MeasuredSpeed, believed
+from quire.router.fleet.prefill_speeds import HORIZON_S, MeasuredSpeed, believed
 from quire.router.policy.cost import CostPolicy
 
 speeds = st.floats(1e-7, 1.0)
@@ -32,7 +32,8 @@ def test_a_slower_report_after_a_pause_is_a_hint_and_a_faster_one_is_proof():
     speed.take(0.001, 0.0)
     speed.take(0.009, 40 * HORIZON_S)
     assert speed.s_per_work == pytest.approx(0.005)
-    for _ in range(6):  # it stays slow
+    # It stays slow.
+    for _ in range(6):
         speed.take(0.009 + speed.s_per_work * 1e-9, speed.measured_s + HORIZON_S)
     assert speed.s_per_work == pytest.approx(0.009, rel=0.02)
     speed.take(0.001, speed.measured_s + 40 * HORIZON_S)
@@ -40,7 +41,7 @@ def test_a_slower_report_after_a_pause_is_a_hint_and_a_faster_one_is_proof():
 
 
 def test_a_much_faster_report_shows_that_the_number_was_an_accident():
-    """The first prompts of four replicas that begin at once on one machine: the slowest is not to stay the dearest."""
+    """Four replicas start at once on one machine: the one with the slowest first prompt must not stay the slowest."""
     speed = MeasuredSpeed()
     speed.take(0.001, 0.0)
     speed.take(0.0001, 0.05)
@@ -49,8 +50,8 @@ def test_a_much_faster_report_shows_that_the_number_was_an_accident():
     assert speed.s_per_work == pytest.approx(0.0001, rel=0.5)
 
 
-def test_what_reports_differ_by_is_averaged():
-    """A tenth up and down, twenty times a second: the mean moves by less than that."""
+def test_differences_between_reports_are_averaged():
+    """Reports vary by a tenth, twenty times a second: the mean varies by less."""
     speed = MeasuredSpeed()
     for i in range(2000):
         speed.take(0.001 * (0.9 if i % 2 else 1.1) * (1 + i * 1e-9), 0.05 * i)
@@ -58,7 +59,7 @@ def test_what_reports_differ_by_is_averaged():
 
 
 def test_one_accident_among_the_idle_costs_little_and_is_soon_forgotten():
-    """A prompt of 100 tokens takes ten times as long, on a replica that has not had one for a minute."""
+    """A prompt of 100 tokens takes ten times as long, on a replica that had none for a minute."""
     engine, speed = StepSpeed(), MeasuredSpeed()
     for second in range(20):
         engine.observe(100, 0, 0.1, end_s=float(second))
@@ -67,7 +68,8 @@ def test_one_accident_among_the_idle_costs_little_and_is_soon_forgotten():
     speed.take(engine.prefill_s_per_token, 80.0)
     slow = np.array([0.001, speed.s_per_work])
     assert believed(slow, np.array([0.0, 0.0]))[0][1] < 0.0016
-    noise = CostPolicy().speed_noise  # below which it is as good as the others
+    # Within this fraction of the median, a speed counts as equal to it.
+    noise = CostPolicy().speed_noise
     assert believed(slow, np.array([0.0, HORIZON_S]))[0][1] < 0.001 * (1 + noise)
 
 
@@ -78,7 +80,7 @@ def test_heartbeats_of_an_idle_replica_are_no_news():
         speed.take(0.009, second)
         speed.take(0.0, second)
     assert speed.measured_s == 1.0 and speed.s_per_work == 0.009
-    speed.take(0.001, 400.0)  # the old one is forgotten, not averaged with
+    speed.take(0.001, 400.0)  # the old measurement has no weight in the average
     assert speed.s_per_work == pytest.approx(0.001, rel=1e-4)
 
 
@@ -88,11 +90,11 @@ def test_an_old_measurement_returns_to_what_the_fresh_show():
     assert fresh == pytest.approx(measured)
     old, prior = believed(measured, np.array([0.0, 2 * HORIZON_S]))
     assert prior == 0.001 and old == pytest.approx([0.001, 0.001 * 9 ** math.exp(-2)])
-    assert old[1] < 0.0014  # of no weight beside a request that waits
+    assert old[1] < 0.0014  # too little to matter against one waiting request
 
 
-def test_who_is_slow_under_load_stays_slow():
-    """A machine half as fast as the others, with prompts all the time."""
+def test_a_replica_slow_under_load_stays_slow():
+    """A machine half as fast as the others, which gets prompts all the time."""
     measured, prior = believed(np.array([1.0, 1.0, 2.0]), np.array([0.1, 0.2, 0.1]))
     assert prior == 1.0 and measured[2] == pytest.approx(2.0, rel=0.01)
 

@@ -1,16 +1,17 @@
-"""What stands in front of Ray Serve's own code in every process that takes HTTP requests.
+"""ASGI middleware that runs before Ray Serve's own code in every process that takes HTTP requests.
 
-Ray Serve calls `middlewares` where `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it, and puts the result before its
-own handling of a request: in routers behind HAProxy, and in Ray's own proxy. Two things have to be right before that.
+The environment variable `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, and Ray Serve puts the result
+before its own handling of a request: in routers behind HAProxy, and in Ray's own proxy. It corrects two problems:
 
-- Serve decodes some headers as UTF-8 and answers 500 where that fails.
-- uvicorn sends chunks to HTTP/1.0 clients, which do not know them.
+- Serve decodes some headers as UTF-8 and answers 500 if that fails.
+- uvicorn sends chunked bodies to HTTP/1.0 clients, which do not support them.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
+from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,13 +24,16 @@ REQUEST_ID = b"x-request-id"
 
 
 def middlewares() -> list[Middleware]:
-    """For Ray Serve."""
-    return [Middleware(HttpDoor)]
+    """Return the middleware; called by Ray Serve."""
+    return [Middleware(HeaderMiddleware)]
 
 
-class HttpDoor:
-    """Replaces request ids that cannot be logged or sent, refuses other headers that Serve cannot read, and ends
-    streams to HTTP/1.0 clients by closing the connection."""
+class HeaderMiddleware:
+    """Makes headers readable for Serve and ends streams to HTTP/1.0 clients by closing the connection.
+
+    It replaces request ids that cannot be logged or sent, and refuses requests with other headers that Serve cannot
+    decode.
+    """
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -58,18 +62,22 @@ class HttpDoor:
 
 
 def _with_one_label(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers with the first request id only. Serve takes the first in one place, the last in another."""
+    """Keep only the first request id, replaced if it is not printable.
+
+    With several ids Serve would use the first in one place and the last in another.
+    """
     headers = list(headers)
     labels = [value for name, value in headers if name == REQUEST_ID]
     if not labels:
-        return headers  # Serve adds one
+        # Serve adds an id.
+        return headers
     is_good = is_label(labels[0].decode("latin-1"))
     others = [(name, value) for name, value in headers if name != REQUEST_ID]
     return [*others, (REQUEST_ID, labels[0] if is_good else uuid.uuid4().hex.encode())]
 
 
 def _is_read_by_serve(name: bytes) -> bool:
-    """Serve takes `-` for `_` in the names of these."""
+    """Whether Serve decodes this header. Serve treats `-` and `_` in names as equal."""
     return name.lower().replace(b"-", b"_") in _READ_BY_SERVE
 
 
@@ -86,12 +94,13 @@ _READ_BY_SERVE = frozenset(
 
 
 def _unchunked(send: Send) -> Send:
-    """`send` without chunks where uvicorn would use them.
+    """Wrap `send` so that uvicorn does not use chunked encoding.
 
-    uvicorn's `httptools` protocol has no way to say so. It keeps the encoding, and the bytes that are still to come, in
-    attributes of the object whose method `send` is; other protocols have no such attributes and know HTTP/1.0.
+    uvicorn's `httptools` protocol has no option for this. It stores the encoding, and the number of bytes still
+    expected, in attributes of the object to which the method `send` belongs. uvicorn's other protocol lacks these
+    attributes and handles HTTP/1.0 correctly.
     """
-    cycle = getattr(send, "__self__", None)
+    cycle: Any = getattr(send, "__self__", None)
     if not hasattr(cycle, "chunked_encoding") or not hasattr(cycle, "expected_content_length"):
         return send
 

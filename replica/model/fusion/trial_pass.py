@@ -22,7 +22,7 @@ _SEED = 0
 CALLED_OTHERWISE = (TypeError, ValueError, AttributeError, RuntimeError)
 
 
-class Probe:
+class TrialPass:
     """Random input of a decoder, the same whenever a model is loaded.
 
     Parameters

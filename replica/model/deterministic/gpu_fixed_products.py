@@ -26,7 +26,7 @@ from torch import nn
 
 from quire.kernels.rows.experts_fixed import combine_experts, experts_product, plan_experts
 from quire.kernels.rows.matmul_fixed import FixedProduct
-from quire.replica.model.deterministic.deterministic_experts import StackedExperts
+from quire.replica.model.deterministic.stacked_experts import StackedExperts
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
 

@@ -1,0 +1,69 @@
+"""The section `engine` of an application's arguments, derived from `replica.config.EngineOptions`."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pydantic import Field, create_model, field_validator
+
+from quire.cluster.config.section import Section
+from quire.replica import config as replica_config
+
+
+def option_field(name: str) -> Any:
+    """The pydantic field of one argument of `replica.config.EngineArgs`: its default, bounds and description."""
+    (field,) = (f for f in dataclasses.fields(replica_config.EngineArgs) if f.name == name)
+    return Field(field.default, **field.metadata)
+
+
+def _options() -> Any:
+    """A section with every field of `EngineOptions`."""
+    hints = typing.get_type_hints(replica_config.EngineOptions)
+    fields: dict[str, Any] = {
+        name: (hints[name], option_field(name)) for name in replica_config.OPTION_NAMES
+    }
+    return create_model("EngineOptions", __base__=Section, **fields)
+
+
+# A type checker sees no fields here: they exist only at run time.
+class EngineArgs(_options()):  # type: ignore[misc]
+    """Options of each replica's engine."""
+
+    aliases: ClassVar[dict[str, str]] = {"allow_block_sharing": "prefix_caching"}
+
+    # Options of the replica's actor, not of its engine.
+    fault_injection: bool = Field(
+        False,
+        description="For tests only: requests with certain ids crash, hang or fail the engine that "
+        "runs them.",
+    )
+    heartbeat_ms: int = Field(
+        100,
+        ge=100,
+        le=1000,
+        description="Milliseconds between the first heartbeats of an idle replica; they back off "
+        "to 1000.",
+    )
+
+    @field_validator("async_batching", "cuda_graphs", mode="before")
+    @classmethod
+    def _undo_yaml(cls, value: Any) -> Any:
+        """YAML 1.1 reads on and off as true and false."""
+        return ("on" if value else "off") if isinstance(value, bool) else value
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, value: int | None) -> int | None:
+        if (problem := replica_config.block_size_problem(value)) is not None:
+            raise ValueError(problem)
+        return value
+
+    def conflicts(self) -> Iterator[str]:
+        return replica_config.conflicts(self)
+
+    def engine_options(self) -> dict[str, Any]:
+        """The values of `EngineOptions`."""
+        return {name: getattr(self, name) for name in replica_config.OPTION_NAMES}

@@ -1,0 +1,205 @@
+"""The answer of one choice: token ids → text → stop strings → deltas for the client."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from quire.protos.wire import Hello, SamplingParams, TokenDelta
+from quire.router.request.resume import KnownPrefix
+from quire.router.request.token_scores import PromptParts, TokenScorer
+from quire.router.text.detokenizer import Detokenizer
+from quire.router.text.stop import StopMatcher
+from quire.router.transport.transport import OutputGap
+from quire.router.types import GenerationRequest, Mark, OutputDelta, TokenScores
+
+
+class AnswerText:
+    """The tokens of one answer, and the state that turns them into text.
+
+    It survives a lost replica: the next attempt continues after `token_ids`.
+
+    Parameters
+    ----------
+    prompt_ids
+        [tokens] int32.
+    hello
+        Any replica with the weights that the request uses.
+    mark
+        Tokens that the client of a resumed stream has; no delta repeats them.
+    special_stops
+        Stop strings that are special tokens, by token id.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        prompt_ids: np.ndarray,
+        sampling: SamplingParams,
+        hello: Hello,
+        detokenizer: Detokenizer,
+        scorer: TokenScorer,
+        mark: Mark,
+        special_stops: Mapping[int, str],
+    ):
+        self.token_ids: list[int] = []
+        self._prompt_ids = prompt_ids
+        self._is_text_prompt = isinstance(request.prompt, str)
+        self._sampling = sampling
+        self._eos_token_ids = frozenset(hello.eos_token_ids)
+        self._detokenizer = detokenizer
+        self._scorer = scorer
+        self._special_stops = special_stops
+        self._stop = StopMatcher(request.stop, request.include_stop_str_in_output)
+        self._known_prefix: KnownPrefix | None = None
+        if request.resume_from is not None and mark.num_tokens:
+            self._known_prefix = KnownPrefix(mark, request.resume_from.field)
+        self._wants_prompt_scores = sampling.prompt_logprobs is not None
+        self._prompt_parts = PromptParts(len(prompt_ids) - 1 if self._wants_prompt_scores else 0)
+        # Characters of `token_ids`. `next_token` does not count them: only log-probabilities need it.
+        self._num_chars = 0
+        # No stop strings, no resumed prefix, no prompt log-probabilities: most deltas need `next_token` only.
+        self.is_plain = not (
+            request.stop or self._known_prefix is not None or self._wants_prompt_scores
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the next attempt has as its prompt."""
+        return len(self._prompt_ids) + len(self.token_ids)
+
+    def prompt_ids(self) -> np.ndarray:
+        """Return the prompt of the next attempt: prompt and emitted tokens, [tokens] int32."""
+        return np.concatenate([self._prompt_ids, np.asarray(self.token_ids, dtype=np.int32)])
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the parameters of the next attempt, without prompt log-probabilities that are complete."""
+        if not self._prompt_parts.is_complete:
+            return self._sampling
+        return dataclasses.replace(self._sampling, prompt_logprobs=None)
+
+    def prompt_scores(self) -> list[TokenScores] | None:
+        """Return the prompt's tokens with their log-probabilities; None if the request does not ask for them."""
+        if not self._wants_prompt_scores:
+            return None
+        first_id, parts = int(self._prompt_ids[0]), self._prompt_parts.parts
+        return self._scorer.prompt_scores(first_id, parts, skip_special_tokens=self._is_text_prompt)
+
+    def next_token(self, event: TokenDelta) -> OutputDelta | None:
+        """Take a delta that is one more token and nothing else; None if it is anything else.
+
+        The fast path of plain decoding (`is_plain`), after a first delta went through `take`.
+        """
+        token_ids = event.token_ids
+        if (
+            event.index != len(self.token_ids)
+            or len(token_ids) != 1
+            or event.finish_reason is not None
+            or event.logprobs is not None
+        ):
+            return None
+        self.token_ids += token_ids
+        return OutputDelta(self._detokenizer.feed(token_ids), token_ids)
+
+    def new_ids(self, event: TokenDelta) -> list[int]:
+        """Return the tokens of a delta that are new, and keep its prompt log-probabilities.
+
+        Raises
+        ------
+        OutputGap
+            Tokens or log-probabilities before those of the delta are missing.
+        """
+        expected = len(self.token_ids)
+        if event.index > expected:
+            raise OutputGap(f"tokens {expected} to {event.index - 1} of the stream are missing")
+        if event.prompt_logprobs is not None:
+            self._prompt_parts.take(event.prompt_logprobs)
+        new_ids = event.token_ids[expected - event.index :]
+        if new_ids or event.finish_reason is not None:
+            self._prompt_parts.check_complete()
+        return new_ids
+
+    def take(self, event: TokenDelta, new_ids: list[int]) -> OutputDelta | None:
+        """Turn new tokens into a delta; None if the client has all of it already.
+
+        Raises
+        ------
+        InvalidRequest
+            A resumed answer differs from the tokens that the client has.
+        """
+        start = len(self.token_ids)
+        num_known = 0
+        if self._known_prefix is not None:
+            num_known = self._known_prefix.take(start, new_ids)
+        pieces, offsets, stop_string = self._append(event, new_ids, num_known)
+        new_ids = new_ids[: len(offsets)]
+        scores = self._scorer.output_scores(event, start, new_ids, offsets)
+        finish_reason = event.finish_reason
+        stop_reason: str | int | None = None
+        if stop_string is not None:
+            finish_reason, stop_reason = "stop", stop_string
+        elif finish_reason is not None:
+            finish_reason, stop_reason = self._end(finish_reason, pieces)
+        if num_known:
+            new_ids = new_ids[num_known:]
+            scores = None if scores is None else scores[num_known:]
+            if not new_ids and finish_reason is None:
+                return None
+        return OutputDelta("".join(pieces), new_ids, finish_reason, stop_reason, scores)
+
+    def check_end(self) -> None:
+        """Raise `InvalidRequest` if a resumed answer ended before the last token that the client has."""
+        if self._known_prefix is not None:
+            self._known_prefix.check_end(len(self.token_ids))
+
+    def _append(
+        self, event: TokenDelta, new_ids: list[int], num_known: int
+    ) -> tuple[list[str], list[int], str | None]:
+        """Append tokens up to a stop string.
+
+        Returns
+        -------
+        The text of tokens after the first `num_known`; for each appended token the characters before it; the stop
+        string that ended the answer.
+        """
+        pieces: list[str] = []
+        offsets: list[int] = []
+        for i, token_id in enumerate(new_ids):
+            self.token_ids.append(token_id)
+            offsets.append(self._num_chars)
+            is_last = event.finish_reason == "stop" and i == len(new_ids) - 1
+            if is_last and self._ends_answer(token_id):
+                break  # The ending token counts; its text is not shown.
+            text = self._detokenizer.feed([token_id])
+            self._num_chars += len(text)
+            text, stop_string = self._match(text)
+            if i >= num_known:
+                pieces.append(text)
+            if stop_string is not None:
+                return pieces, offsets, stop_string
+        return pieces, offsets, None
+
+    def _match(self, text: str) -> tuple[str, str | None]:
+        if len(self.token_ids) <= self._sampling.min_tokens:
+            return self._stop.flush() + text, None
+        return self._stop.feed(text)
+
+    def _end(self, finish_reason: str, pieces: list[str]) -> tuple[str, str | int | None]:
+        """Append the text that was held back; return the finish reason and the stop reason."""
+        text, stop_string = self._match(self._detokenizer.flush())
+        pieces.append(text)
+        if stop_string is not None:
+            return "stop", stop_string
+        pieces.append(self._stop.flush())
+        if finish_reason != "stop":
+            return finish_reason, None
+        last = self.token_ids[-1]
+        stop_token_id = last if last in self._sampling.stop_token_ids else None
+        return finish_reason, self._special_stops.get(last, stop_token_id)
+
+    def _ends_answer(self, token_id: int) -> bool:
+        if token_id in self._sampling.stop_token_ids:
+            return True
+        return token_id in self._eos_token_ids and not self._sampling.ignore_eos

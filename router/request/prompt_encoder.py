@@ -1,0 +1,195 @@
+"""The prompt of a request: chat template → text → token ids → routing hashes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.protos.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
+from quire.protos.field_checks import check_ids
+from quire.protos.routing_hash import RoutingHasher
+from quire.protos.wire import Hello
+from quire.router.index.prefix_hashes import prefix_hashes
+from quire.router.request.context import ModelFacts
+from quire.router.text.chat_messages import num_chars
+from quire.router.text.chat_template import ChatTemplate, TemplateOptions
+from quire.router.text.special_tokens import SpecialTokens
+from quire.router.text.tokenizer import MAX_BYTES_PER_TOKEN, AsyncTokenizer
+from quire.router.types import GenerationRequest
+
+# Prompts with more tokens let other tasks run between two passes over their ids.
+_LONG_PROMPT_TOKENS = 16 * 1024
+# A hasher is cheap to make again, so all are dropped when tenants have made this many.
+_MAX_HASHERS = 1024
+
+
+class PromptEncoder:
+    """Encodes prompts for one model.
+
+    Parameters
+    ----------
+    template
+        None: the checkpoint has none, and messages are refused.
+    """
+
+    def __init__(self, tokenizer: AsyncTokenizer, template: ChatTemplate | None):
+        self._tokenizer = tokenizer
+        self._template = template
+        self._hashers: dict[str, RoutingHasher] = {}
+
+    async def encode(
+        self, request: GenerationRequest, hello: Hello, facts: ModelFacts
+    ) -> np.ndarray:
+        """Return the token ids of a request with one prompt, [tokens] int32.
+
+        Raises
+        ------
+        InvalidRequest
+            The prompt is not valid, too long, or refused by the chat template.
+        """
+        if request.messages is not None:
+            ids = await self._encode_messages(request, request.messages, hello, facts)
+        elif isinstance(request.prompt, str):
+            ids = await self._encode_text(request, request.prompt, hello)
+        else:
+            ids = await _id_array(request.prompt or (), hello)
+        bound = facts.max_prompt_tokens
+        if bound is not None and len(ids) > bound:
+            raise ContextLengthExceeded(
+                f"prompt has {len(ids)} tokens; this server takes at most {bound}", field="prompt"
+            )
+        return ids
+
+    async def hashes(self, prompt_ids: np.ndarray, hello: Hello, tenant: str) -> np.ndarray:
+        """Return the routing hashes of a prompt's whole blocks, [tokens // 64] uint64."""
+        await _yield_if_long(prompt_ids)
+        return prefix_hashes(self._hasher(hello, tenant), prompt_ids)
+
+    def bad_word_ids(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of a request's bad words."""
+        return self._tokenizer.tokenizer.bad_word_ids(request.bad_words)
+
+    def special_stops(self, request: GenerationRequest) -> dict[int, str]:
+        """Return the stop strings that are special tokens, by token id.
+
+        They matter where the text leaves special tokens out: there only the id shows that one was generated.
+        """
+        if not request.skip_special_tokens:
+            return {}
+        special = self._tokenizer.tokenizer.special
+        found = ((special.id_of(stop.strip()), stop) for stop in request.stop)
+        return {token_id: stop for token_id, stop in found if token_id is not None}
+
+    async def _encode_messages(
+        self,
+        request: GenerationRequest,
+        messages: tuple[dict[str, Any], ...],
+        hello: Hello,
+        facts: ModelFacts,
+    ) -> np.ndarray:
+        if self._template is None:
+            raise UnsupportedField(
+                "the checkpoint has no chat template, so messages are not served; configure `chat_template` or "
+                "use /v1/completions",
+                field="messages",
+            )
+        special: SpecialTokens | None = self._tokenizer.tokenizer.special
+        if facts.special_tokens_in_messages:
+            special = None
+        options = _template_options(request, facts)
+        text = await self._render(self._template, messages, options, special, hello)
+        return await self._tokenizer.encode(
+            text,
+            # By default the template has written the special tokens itself.
+            bool(request.add_special_tokens),
+            max_model_len=hello.max_model_len,
+            field="messages",
+            tenant=request.tenant,
+            is_guarded=special is not None,
+        )
+
+    async def _encode_text(
+        self, request: GenerationRequest, prompt: str, hello: Hello
+    ) -> np.ndarray:
+        ids = await self._tokenizer.encode(
+            prompt,
+            request.add_special_tokens is not False,
+            max_model_len=hello.max_model_len,
+            field="prompt",
+            tenant=request.tenant,
+        )
+        return ids if len(ids) or prompt else self._empty_prompt(hello)
+
+    def _empty_prompt(self, hello: Hello) -> np.ndarray:
+        """Return one token for an empty prompt to which the tokenizer adds no BOS: a model needs a first token."""
+        start = self._tokenizer.tokenizer.start_id()
+        known = [*(() if start is None else (start,)), *hello.eos_token_ids]
+        if not known:
+            raise InvalidRequest(
+                "the checkpoint has neither a BOS nor an EOS token: prompt must have at least 1 character, got 0",
+                field="prompt",
+            )
+        return np.array(known[:1], np.int32)
+
+    async def _render(
+        self,
+        template: ChatTemplate,
+        messages: tuple[dict[str, Any], ...],
+        options: TemplateOptions,
+        special: SpecialTokens | None,
+        hello: Hello,
+    ) -> str:
+        """Return the prompt text of a conversation; a rendering that takes long runs in a thread."""
+        length, bound = num_chars(messages), MAX_BYTES_PER_TOKEN * hello.max_model_len
+        if length > bound:
+            raise ContextLengthExceeded(
+                f"messages have {length} characters; at most {bound} can be served"
+                f" ({MAX_BYTES_PER_TOKEN} for each of the model's {hello.max_model_len} tokens)",
+                field="messages",
+            )
+        text = template.render_quickly(messages, options, special=special)
+        if text is None:
+            render = functools.partial(template.render, messages, options, special=special)
+            text = await self._tokenizer.in_thread(render)
+        return text
+
+    def _hasher(self, hello: Hello, tenant: str) -> RoutingHasher:
+        key = f"{hello.model_name}\x00{hello.revision}\x00{tenant}"
+        hasher = self._hashers.get(key)
+        if hasher is None:
+            if len(self._hashers) >= _MAX_HASHERS:
+                self._hashers.clear()
+            hasher = RoutingHasher(hello.model_name, hello.revision, tenant)
+            self._hashers[key] = hasher
+        return hasher
+
+
+async def _id_array(token_ids: Sequence[int], hello: Hello) -> np.ndarray:
+    await _yield_if_long(token_ids)
+    try:
+        ids = np.asarray(token_ids, dtype=np.int32)
+    except OverflowError:
+        check_ids("prompt", token_ids, hello.vocab_size)
+        raise
+    await _yield_if_long(ids)
+    return ids
+
+
+async def _yield_if_long(ids: Sequence[int] | np.ndarray) -> None:
+    """Let other tasks run before the next pass over many ids."""
+    if len(ids) > _LONG_PROMPT_TOKENS:
+        await asyncio.sleep(0)
+
+
+def _template_options(request: GenerationRequest, facts: ModelFacts) -> TemplateOptions:
+    """Return the request's options for the chat template, over those of the application."""
+    continues, add_prompt = request.continue_final_message, request.add_generation_prompt
+    return TemplateOptions(
+        add_generation_prompt=not continues if add_prompt is None else add_prompt,
+        continue_final_message=continues,
+        kwargs={**facts.chat_template_kwargs, **(request.chat_template_kwargs or {})},
+    )

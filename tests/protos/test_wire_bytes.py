@@ -1,0 +1,175 @@
+"""The bytes of each message: a change of a declaration must not change them without a new `WIRE_VERSION`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from quire.protos.wire import (
+    CacheEvents,
+    Completion,
+    Frame,
+    Grammar,
+    Hello,
+    Load,
+    PromptLogprobs,
+    SamplingParams,
+    Submit,
+    TokenColumns,
+    TokenDelta,
+    TokenLogprob,
+)
+from quire.protos.wire_codec import WIRE_VERSION, Message
+
+
+def uint64(*values):
+    return np.array(values, np.uint64)
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+def float32(*values):
+    return np.array(values, np.float32)
+
+
+PARAMS = SamplingParams(
+    max_tokens=7,
+    min_tokens=1,
+    temperature=0.5,
+    top_k=3,
+    top_p=0.9,
+    seed=2**64 - 1,
+    choice=2,
+    stop_token_ids=(5, 6),
+    ignore_eos=True,
+    min_p=0.1,
+    repetition_penalty=1.5,
+    presence_penalty=-1.0,
+    frequency_penalty=2.0,
+    logit_bias=((1, -2.5), (9, 100.0)),
+    allowed_token_ids=(1, 2),
+    bad_words=((3,), (4, 5)),
+    logprobs=2,
+    grammar=Grammar("regex", "a+", "grammar"),
+    prompt_logprobs=1,
+)
+PROMPT = PromptLogprobs(
+    1,
+    int32(4, 5),
+    float32(-0.5, -1.5),
+    int32(1, 7),
+    np.array([[4, 2], [8, 5]], np.int32),
+    np.array([[-0.5, -1.0], [-0.25, -1.5]], np.float32),
+)
+MESSAGES: dict[str, Message] = {
+    "submit": Submit(
+        "router", 2**40, "request", np.arange(3), PARAMS, 1, "tenant", 2.5, -3, 17, 64, True, 2
+    ),
+    "short submit": Submit("r", 0, "", np.arange(0), SamplingParams()),
+    "completion": Completion("stop", 3, 4, 2, 0.5, 0.25, {"code": "internal", "message": "m"}, 1),
+    "hello": Hello(
+        "replica",
+        "epoch",
+        "model",
+        "revision",
+        "float32",
+        1000,
+        512,
+        4096,
+        32,
+        [2, 3],
+        {"load": 1.5},
+        "node",
+        "/flight",
+        "cpu",
+        4,
+        8192,
+        700,
+        11,
+    ),
+    "frame": Frame(
+        "epoch",
+        [
+            TokenDelta(3, 5, [1, 2], "stop", 4, 0.25, 1),
+            TokenDelta(9, 0, [8]),
+            TokenDelta(1, 0, [7], logprobs=[TokenLogprob(-0.5, [7, 8], [-0.5, -1.0])]),
+            TokenDelta(2, 0, [], prompt_logprobs=PROMPT),
+            TokenDelta(4, 1, [6], None, 0, 0.0, 0, [TokenLogprob(-1.0, [], [])], PROMPT),
+        ],
+        [CacheEvents(2, uint64(2**64 - 1), uint64(), True, uint64(3), uint64(4, 5))],
+        2,
+        2**64 - 1,
+        Load(num_running=1, prefill_s_per_token=0.5, num_places=None, num_routers=3),
+        uint64(1, 2),
+        True,
+        TokenColumns(np.array([2**40, 7], np.int64), int32(0, 2**31 - 1), np.array([151000, 0])),
+        uint64(6),
+    ),
+    "empty frame": Frame("e"),
+}
+BYTES = {
+    "submit": (
+        "9e04a6726f75746572cf0000010000000000a772657175657374c40c000000000100000002000000dc001307"
+        "01cb3fe000000000000003cb3feccccccccccccdcfffffffffffffffff02920506c3cb3fb999999999999acb"
+        "3ff8000000000000cbbff0000000000000cb4000000000000000929201cbc0040000000000009209cb405900"
+        "00000000009201029291039204050293a57265676578a2612ba76772616d6d61720101a674656e616e74cb40"
+        "04000000000000fd1140c30290ff8e28"
+    ),
+    "short submit": (
+        "9e04a17200a0c400dc00131000cb3ff000000000000000cb3ff0000000000000000090c2cb00000000000000"
+        "00cb3ff0000000000000cb0000000000000000cb0000000000000000909090c0c0c000a0c000c0c0c200ddb1"
+        "452b"
+    ),
+    "completion": (
+        "9904a473746f70030402cb3fe0000000000000cb3fd000000000000082a4636f6465a8696e7465726e616ca7"
+        "6d657373616765a16d01dd95e6f3"
+    ),
+    "hello": (
+        "dc001304a77265706c696361a565706f6368a56d6f64656ca87265766973696f6ea7666c6f61743332cd03e8"
+        "cd0200cd10002092020381a46c6f6164cb3ff8000000000000a46e6f6465a72f666c69676874a363707504cd"
+        "2000cd02bc0b16eb207e"
+    ),
+    "frame": (
+        "9b04a565706f636895970305920102a473746f7004cb3fd00000000000000193090091089801009107c000cb"
+        "0000000000000000009193cbbfe000000000000092070892cbbfe0000000000000cbbff00000000000009902"
+        "0090c000cb000000000000000000c0970102c4080400000005000000c4080100000007000000c41004000000"
+        "020000000800000005000000c408000000bf0000c0bfc410000000bf000080bf000080be0000c0bf99040191"
+        "06c000cb0000000000000000009193cbbff00000000000009090970102c4080400000005000000c408010000"
+        "0007000000c41004000000020000000800000005000000c408000000bf0000c0bfc410000000bf000080bf00"
+        "0080be0000c0bf919602c408ffffffffffffffffc400c3c4080300000000000000c410040000000000000005"
+        "0000000000000002cfffffffffffffffffdc00170100000000000000cb3fe0000000000000cb000000000000"
+        "0000000000000000000000cb0000000000000000c00300c41001000000000000000200000000000000c393c4"
+        "1000000000000100000700000000000000c40800000000ffffff7fc408d84d020000000000c4080600000000"
+        "0000006bbbe51b"
+    ),
+    "empty frame": (
+        "9b04a16590900000dc00170000000000000000cb0000000000000000cb000000000000000000000000000000"
+        "0000cb0000000000000000c00100c0c2c0c4002c772286"
+    ),
+}
+
+
+def test_the_version_is_that_of_the_bytes_below():
+    assert WIRE_VERSION == 4
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_has_the_bytes_of_its_version(name: str):
+    assert MESSAGES[name].encode().hex() == BYTES[name]
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_is_read_is_written_again_with_the_same_bytes(name: str):
+    message = bytes.fromhex(BYTES[name])
+    assert type(MESSAGES[name]).decode(message).encode() == message
+
+
+def test_sampling_parameters_are_read_as_they_were_written():
+    assert SamplingParams.from_wire(PARAMS.to_wire()) == PARAMS
+    given = {field.name for field in dataclasses.fields(SamplingParams)}
+    default = SamplingParams()
+    assert all(getattr(PARAMS, name) != getattr(default, name) for name in given)
