@@ -3,6 +3,8 @@
 #   make serve   two routers and two CPU replicas of the embedded model, with a curl to paste
 #   make test    the tests that run on any machine   (its parts: test-units, test-clusters)
 #   make lint    ruff, formatting, types, the configuration
+#   make docs    the documentation as a site in .cache/docs; a broken link or a warning is an error
+#   make reference   regenerate the tables of docs/ that come from the code's schemas
 #   make proto   regenerate protos/ from the .proto files
 #   make bench   benchmarks          (ARGS="..." goes to the benchmark)
 #   make gpu     tests that need an NVIDIA GPU
@@ -18,7 +20,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos clients
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos clients
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -54,7 +56,7 @@ $(INSTALLED): pyproject.toml $(wildcard kernels/cpu/native/* router/native/*)
 	if ! [ -e /proc/driver/nvidia/version ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
 		$(BIN)/python -m pip install --no-input torch==2.13.0; \
 	fi
-	$(BIN)/python -m pip install --no-input -e '.[dev]'
+	$(BIN)/python -m pip install --no-input -e '.[dev,docs]'
 	mkdir -p $(VENV)/source/quire && for folder in cluster kernels protos replica router; do \
 		ln -sfn "$(CURDIR)/$$folder" $(VENV)/source/quire/$$folder; done
 	echo "$(abspath $(VENV))/source" \
@@ -88,6 +90,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	MYPYPATH=$(VENV)/source $(BIN)/mypy | sed 's|$(VENV)/source/quire/||'
 	$(BIN)/quire config check $(CONFIG)
+
+# Nothing is fetched: fonts, scripts and search are in the site.
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+	@echo "open $(CURDIR)/.cache/docs/index.html"
+
+reference: $(INSTALLED)
+	$(BIN)/python docs/site/reference.py --write
 
 proto: $(INSTALLED)
 	$(BIN)/python -m quire.protos.generate

@@ -79,8 +79,7 @@ _CHEAP_FILTERS = frozenset(("count", "d", "default", "first", "items", "last", "
 _SHALLOW_FILTERS = frozenset(
     ("batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
 )
-_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
-_SEQUENCES: tuple[Any, ...] = (list, tuple, *_VIEWS)
+_SEQUENCES: tuple[Any, ...] = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
 _COMPARING_TESTS = tuple(
     "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lt ne".split()
 )
