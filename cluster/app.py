@@ -26,7 +26,7 @@ from quire.cluster.http.http_api import build_app
 from quire.cluster.ingress import Router, this_service
 from quire.cluster.proxies.ray_proxies import LOOPBACK, runs_haproxy
 from quire.cluster.proxies.ray_settings import deployment_variables
-from quire.replica.config import EngineArgs
+from quire.replica.config import Device, EngineArgs
 from quire.replica.serving.actor import Replica
 from quire.replica.serving.final_errors import CannotStart
 
@@ -35,29 +35,29 @@ logger = logging.getLogger("ray.serve")
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 MOVE_TIME_S = 15.0
-# An ingress replica that goes away stays reachable for so long, by Serve's default
-# (RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S); that counts against the timeout after which it is killed. And it
-# needs a moment for its own end.
+# A stopping ingress replica stays reachable for 30 s by Serve's default
+# (RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S). This time counts towards the timeout after which Serve kills it, and
+# the replica also needs time to shut down.
 REACHABLE_S, END_S = 30.0, 5.0
-DRAIN_POLL_S = 0.5  # a replica that drains looks so often whether it is idle
-# Calls beside the requests' own: attach streams, aborts, resyncs of every router.
+DRAIN_POLL_S = 0.5  # interval at which a draining replica checks whether it is idle
+# Calls in addition to requests: attach streams, aborts and resyncs of each router.
 CONTROL_CALLS_PER_ROUTER = 64
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Make the application from the `args` of the Serve config.
+    """Build the application from the `args` of the Serve config.
 
     Raises
     ------
     ConfigError
-        With every problem of `args`.
+        Lists every problem of `args`.
     """
     config = AppConfig.from_args(args)
     return application(config, _replica_class(config))
 
 
 def application(config: AppConfig, replica_class: type[Replica]) -> Application:
-    """The application with replicas of this class, which benchmarks replace."""
+    """Build the application with replicas of this class; benchmarks pass their own."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     device = device_of(config, nodes)
     _check_resources(config, device, nodes)
@@ -73,7 +73,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         max_ongoing_requests=max_calls,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        # Routers move what is left when `drain_timeout_s` is over; that takes a moment.
+        # After `drain_timeout_s` routers migrate the remaining streams, which takes a moment.
         graceful_shutdown_timeout_s=config.router.drain_timeout_s + MOVE_TIME_S,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},  # see `live_update`
@@ -98,12 +98,12 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         serve.ingress(http_app)(Router),
         name="Router",
         num_replicas=config.routers,
-        # All that it may have sent and all that may wait at its gate: who comes then shall be refused by the
-        # gate, and not wait for its turn where nobody sees it.
+        # All requests that the router may have sent and all that may wait in its queue. Further requests reach the
+        # router, which refuses them with an error, instead of waiting in Serve's queue.
         max_ongoing_requests=config.max_replicas * max_calls + config.router.max_queued_requests,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        # An old worker of HAProxy may send it requests for as long: their streams too have the whole time.
+        # An old HAProxy worker may send requests during this time; their streams get the full drain time too.
         graceful_shutdown_timeout_s=REACHABLE_S + config.router.drain_timeout_s + END_S,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},
@@ -116,14 +116,14 @@ def _replica_class(config: AppConfig) -> type[Replica]:
     if not config.engine.fault_injection:
         return Replica
     from quire.replica.serving.faults.faulty_actor import (
-        FaultyReplica,  # of no use, and not loaded, in production
+        FaultyReplica,  # not loaded in production
     )
 
     return FaultyReplica
 
 
 def _num_replicas(config: AppConfig) -> dict[str, Any]:
-    """Deployment options: a number, or the policy that finds it."""
+    """Deployment options for a constant number of replicas or for autoscaling."""
     scaling = config.autoscaling
     if scaling is None:
         return {"num_replicas": config.replicas}
@@ -150,12 +150,12 @@ def _num_replicas(config: AppConfig) -> dict[str, Any]:
 
 
 def _check_resources(config: AppConfig, device: str, nodes: list[dict[str, float]]) -> None:
-    """Refuse what this Ray cluster can never place; warn of what it cannot place yet.
+    """Refuse an application that this Ray cluster can never place; warn if it cannot place it yet.
 
     Raises
     ------
     CannotStart
-        The node has the address of the loopback, so no other node can ever join it.
+        Resources are missing and the node has a loopback address, so no other node can join.
     """
     lack = lacking(reservations(config, device), nodes)
     if lack is None:
@@ -185,10 +185,10 @@ def _actor_options(
     return options
 
 
-def _engine_args(config: AppConfig, device: str) -> EngineArgs:
+def _engine_args(config: AppConfig, device: Device) -> EngineArgs:
     limits = config.engine.engine_options()
     if limits["num_threads"] is None and device == "cpu":
-        # Replicas on one node would otherwise each start a thread per core and preempt one another.
+        # Otherwise each replica of a node would start one thread per core.
         cores = ray.cluster_resources().get("CPU", 1)
         limits["num_threads"] = max(1, int(cores) // config.max_replicas)
     return EngineArgs(

@@ -1,16 +1,16 @@
-"""How many replicas the load needs: the policy that Serve asks, and what replicas report to it.
+"""Autoscaling policy: the number of replicas that the engines' load needs.
 
-Serve collects from each replica what `record_autoscaling_stats` returns, averages it over `look_back_period_s`
-and calls the policy in its controller, ten times a second. The policy says how many replicas would bring each of
+Each replica reports values to Serve (`record_autoscaling_stats`). Serve averages them over `look_back_period_s` and
+calls the policy in its controller ten times a second. The policy returns the number of replicas that would bring each
+value down to its target; Serve applies the bounds and the delays.
 
-    queued_prefill_s    seconds of prefill that wait, there and as its share of what waits at the routers
-    kv_in_use           fraction of the KV cache that requests hold
-    num_requests        requests, running and waiting
+    queued_prefill_s    seconds of queued prefill: at the replica, and its share of the routers' queues
+    kv_in_use           fraction of the KV cache in use by requests
+    num_requests        running and waiting requests
 
-down to its target, and Serve applies the bounds and the delays. Serve's own policy counts calls instead, of which an
-attach stream of a router is one, and one request is as good as another.
+Serve's own policy counts calls: attach streams count as calls, and all requests count the same.
 
-Serve ships this module to its controller by value: it imports nothing of Quire and no ray.
+Serve sends this module to its controller by value, so it imports neither Quire nor ray.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ NUM_REQUESTS = "num_requests"
 
 
 class Context(Protocol):
-    """What the policy reads of Serve's `AutoscalingContext`."""
+    """The part of Serve's `AutoscalingContext` that the policy reads."""
 
-    current_num_replicas: int  # that run
-    target_num_replicas: int  # that were asked for
+    current_num_replicas: int  # running replicas
+    target_num_replicas: int  # requested replicas
     aggregated_metrics: Mapping[str, Mapping[Any, float]]  # name -> replica -> average
 
 
 class ScaleOnEngineLoad:
-    """The policy; Serve makes one and calls it.
+    """The policy; Serve creates an instance and calls it.
 
     Parameters
     ----------
     target_queued_prefill_s, target_kv_in_use, target_requests
-        Of one replica. None: this does not count.
+        Targets per replica. None: not considered.
     max_growth
-        At most so many times the replicas in one decision: a queue is work that came together over some time, not
-        what comes from now on.
+        Maximum factor by which one decision increases the replicas. A queue is work that arrived over some time; it
+        does not show the rate of new work.
     headroom
-        Replicas are given back only if the others then stay below this fraction of their targets, so that the next
-        decision does not fetch them again.
+        Remove replicas only if the others then stay below this fraction of their targets, so that the next decision
+        does not add them again.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class ScaleOnEngineLoad:
         self._headroom = headroom
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
-        """The number of replicas wanted, and no state."""
+        """The number of replicas to run, and an empty state."""
         current = context.target_num_replicas
         metrics = context.aggregated_metrics or {}
         sums = {name: sum(metrics[name].values()) for name in self._targets if metrics.get(name)}
         if not sums:
-            return current, {}  # nobody has reported yet
+            return current, {}  # no replica has reported yet
         load = max(total / self._targets[name] for name, total in sums.items())
         wanted = math.ceil(load - 1e-9)
         if wanted > current:
             if context.current_num_replicas < current:
-                return current, {}  # the last ones that were asked for have yet to take their part
+                return current, {}  # replicas requested earlier have not started yet
             return min(wanted, max(current + 1, math.floor(current * self._max_growth))), {}
-        # Rounded up with the headroom: never below what is needed, never above what there is.
+        # Scale down: at least the needed number with headroom, at most the current number.
         return min(current, max(1, math.ceil(load / self._headroom - 1e-9))), {}

@@ -1,7 +1,7 @@
 """The `quire` command.
 
-Each sub-command is a function that adds its parser and names the function that runs it. Ray is
-imported only by the commands that need it, torch by none.
+One function per sub-command adds its parser and names the function that runs it. Only the commands that need Ray import
+it; none imports torch.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def _config_show(arguments: argparse.Namespace) -> int:
 
 
 def _serve_config(arguments: argparse.Namespace) -> ServeConfig:
-    """The checked config of a command line: its FILE, or what its MODEL and options make."""
+    """The checked config of a command line, from its FILE or from its MODEL and options."""
     from quire.cluster.config import serve_config
 
     if not serve_options.is_file(arguments.model):
         return serve_config.check(serve_options.config_of(arguments))
     if given := serve_options.given_options(arguments):
-        problem = f"go with a MODEL; {arguments.model} is a Serve config, which says this itself"
+        problem = f"only allowed with a MODEL; {arguments.model} is a Serve config and has its own settings"
         raise ConfigError([Problem(", ".join(given), problem)])
     return serve_config.load(arguments.model)
 
@@ -106,7 +106,7 @@ def _config_check(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(name: str, config: AppConfig) -> None:
-    """Refuse a folder that is here and holds no model. One that is not here may be on the nodes of the cluster."""
+    """Refuse an existing folder without a model. A folder that is missing here may exist on the cluster's nodes."""
     folder = Path(config.model)
     if not config.is_folder or (folder / "config.json").is_file():
         return
@@ -126,20 +126,19 @@ def _config_schema(arguments: argparse.Namespace) -> int:
 
 
 def _add_router(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("router", help="look into what routers have decided")
+    parser = commands.add_parser("router", help="analyze the decisions of routers")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     replay = actions.add_parser(
         "replay",
-        help="decide a recorded log again under another policy",
-        description="Decides the requests of LOG again under another policy, each in the state that "
-        "was recorded, and prints what would have changed. Routers record with "
-        "router.decision_log_folder.",
+        help="replay a recorded log with another policy",
+        description="Routes the requests of LOG again with another policy, each in its recorded state, and prints "
+        "the differences. Routers write such logs if router.decision_log_folder is set.",
     )
     replay.add_argument(
         "log",
         type=Path,
         nargs="+",
-        help="a file of decisions, or a folder with those of all routers",
+        help="a log file, or a folder with the log files of all routers",
     )
     replay.add_argument("--policy", required=True, choices=POLICY_NAMES)
     replay.add_argument(
@@ -149,9 +148,14 @@ def _add_router(commands: argparse._SubParsersAction) -> None:
         metavar="NAME=VALUE",
         help="a weight of the policy, for example eta=0.3; may be given several times",
     )
-    replay.add_argument("--seed", type=int, default=0, help="of random ties (default: %(default)s)")
     replay.add_argument(
-        "--changes", type=int, default=10, help="largest changes to print (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed for random ties (default: %(default)s)"
+    )
+    replay.add_argument(
+        "--changes",
+        type=int,
+        default=10,
+        help="number of differences to print, largest first (default: %(default)s)",
     )
     replay.set_defaults(run=_router_replay)
 
@@ -187,21 +191,21 @@ def _router_replay(arguments: argparse.Namespace) -> int:
 def _add_serve(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "serve",
-        help="serve a model, or what a Serve config says, on this machine until Ctrl-C",
-        description="Runs MODEL, or the Serve config FILE, with Ray's `serve run` on a Ray cluster of its own, and "
-        "says when it is ready. `quire config show MODEL` prints the config that runs, to save and edit. To deploy "
-        "to a cluster that runs already, use Ray's `serve deploy FILE`; where Ray asks for a token (it does once "
-        "~/.ray/auth_token exists), Ray's commands need RAY_AUTH_MODE=token in their environment.",
+        help="serve a model or a Serve config on this machine until Ctrl-C",
+        description="Runs MODEL, or the Serve config FILE, with Ray's `serve run` on a new local Ray cluster, and "
+        "reports when it is ready. `quire config show MODEL` prints the config that runs, to save and edit. To deploy "
+        "to a running cluster, use Ray's `serve deploy FILE`. If Ray requires a token (it does once ~/.ray/auth_token "
+        "exists), Ray's commands need RAY_AUTH_MODE=token in their environment.",
     )
     _add_model(parser, "default: cluster.yaml", nargs="?", default="cluster.yaml")
     parser.add_argument(
-        "--log-file", type=Path, help="takes Ray's output (default: a new temporary file)"
+        "--log-file", type=Path, help="file for Ray's output (default: a new temporary file)"
     )
     parser.add_argument(
         "--ready-timeout-s",
         type=float,
         default=1800.0,
-        help="give up when not ready after so many seconds, downloads included (default: "
+        help="give up if not ready after this many seconds, downloads included (default: "
         "%(default)s)",
     )
     parser.set_defaults(run=_serve)

@@ -1,4 +1,4 @@
-"""The router's Serve shell: one deployment that answers HTTP and gRPC and owns one `RouterService`."""
+"""The router's Serve deployment: it serves HTTP and gRPC and owns one `RouterService`."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from quire.router.transport.peers import Peers
 
 logger = logging.getLogger("ray.serve")
 
-# For which a new router keeps its ports closed. Beyond it no replica runs, or each still loads its model: then
-# clients shall hear that from the router.
+# A new router keeps its ports closed until a replica is attached, for at most this time. After it, either no replica is
+# running or all are still loading, and the router answers with that error.
 FIRST_ATTACH_TIMEOUT_S = 10.0
 
 
@@ -74,14 +74,14 @@ class Router(GrpcApi):
     ):
         app = AppConfig.from_args(config)
         with final_errors("router"):
-            # A Hugging Face id is downloaded here: minutes, off the event loop.
+            # In a thread, because the download of a Hugging Face model can take minutes.
             checkpoint = await asyncio.to_thread(
                 resolve_checkpoint, app.model, app.revision, weights=False
             )
-        # Serve's servers are started in the same task of this actor, and what a proxy sends is a task of its own.
+        # Serve starts its servers in this task of the actor; a request from a proxy is a task of its own.
         self._start_task = ray.get_runtime_context().get_task_id()
         context = serve.get_replica_context()
-        router_id = f"router-{context.replica_tag}"  # which the Ray dashboard knows
+        router_id = f"router-{context.replica_tag}"  # the name in the Ray dashboard
         table = ReplicaTable(PrefixIndex(), lost_after_s=app.router.stream_idle_timeout_s)
         self._args = app.router
         self._defaults = GenerationDefaults.load(checkpoint)
@@ -107,16 +107,16 @@ class Router(GrpcApi):
         self._ray_metrics = RayMetrics(self._metrics.metrics)
         self.watchers = Watchers(app.router.max_watchers, app.router.max_watchers_per_client)
         self._bus.queued_prefill_s = self.service.gate.queued_prefill_s
-        # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
+        # Loaded objects stay alive: exclude Ray and the tokenizer from collections, which would delay streams.
         gc.collect()
         gc.freeze()
-        # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
+        # Collect again: CPython starts a full collection only after new objects exceed 25% of the last survivors.
         gc.collect()
         batch_pollers()
         if warning := open_ports():
             logger.warning("%s", warning)
         self._bus.start()
-        # Serve opens the ports when this returns: who comes then is served, not told that nobody is attached yet.
+        # Serve opens the ports when this method returns, so the first requests find a replica.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
             logger.info(
                 "no replica has loaded its model within %g s; requests get status 503 until one has",
@@ -124,8 +124,10 @@ class Router(GrpcApi):
             )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's way to change a deployment in place: see `live_update`. Serve would call a plain function in a
-        thread, beside the requests that read what changes."""
+        """Change the options in place; Serve calls this (see `live_update`).
+
+        A coroutine, because Serve would call a plain function in a thread while requests read the options.
+        """
         limits = router_section(self._args, user_config)
         self._table.lost_after_s = limits.stream_idle_timeout_s
         self._bus.credit_tokens = limits.stream_credit_tokens
@@ -150,7 +152,7 @@ class Router(GrpcApi):
     async def own_decisions(
         self, request_id: str | None, limit: int
     ) -> tuple[str, list[dict[str, Any]]]:
-        """For `Peers`: this router's id and what it remembers."""
+        """For `Peers`: this router's id and its recent decisions."""
         return self.service.router_id, self.service.own_decisions(request_id, limit)
 
     async def own_metrics(self) -> tuple[str, Page]:
@@ -158,7 +160,7 @@ class Router(GrpcApi):
         return self._own_metrics()
 
     def _scrape(self, labels: dict[str, str], replicas: str, peers: Peers) -> Scrape:
-        """The metrics of the application; `labels` are on all of them, `replicas` is the deployment's name."""
+        """The metrics of the application, all with `labels`; `replicas` is the name of the engine's deployment."""
         of_replicas = {**labels, "deployment": replicas}
         sources: dict[str, Callable[[float], Awaitable[Answers]]] = {
             self._labels["deployment"]: peers.metrics,
@@ -234,7 +236,7 @@ def _admission(limits: RouterArgs) -> AdmissionLimits:
 
 
 def _facts(facts: ModelFacts, limits: RouterArgs, defaults: GenerationDefaults) -> ModelFacts:
-    """`facts` under these limits."""
+    """`facts` with these limits."""
     return dataclasses.replace(
         facts,
         defaults=dataclasses.replace(defaults, max_tokens=limits.max_tokens_default),

@@ -1,4 +1,4 @@
-"""`GET /metrics`: the metrics of every router and replica of the application, gathered by the router that is asked.
+"""`GET /metrics`: the metrics of all routers and replicas, gathered by the router that receives the request.
 
 ```
  Prometheus ──GET /metrics──▶ proxy ──▶ some router ──┬─ own page
@@ -6,9 +6,9 @@
                                                       └─ metrics_page ─▶ the replicas       (`Bus`)
 ```
 
-Behind a proxy a scrape reaches one router of several, so each answers for all. Each process writes its own samples as
-text; the router that gathers only joins them. A process that is silent costs a scrape `TIMEOUT_S` at most, and
-`quire_scrape_silent_processes` counts it.
+A scrape through a proxy reaches any one of the routers, so each of them answers for all. Each process writes its own
+samples as text; the gathering router only joins the texts. A process that does not answer delays a scrape by at most
+`TIMEOUT_S`, and `quire_scrape_silent_processes` counts it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from collections.abc import Awaitable, Callable, Mapping
 from quire.protos.metric_families import GAUGE, Family, MetricSet, Page, join
 
 logger = logging.getLogger(__name__)
-TIMEOUT_S = 2.0  # a fifth of Prometheus' default `scrape_timeout`
-# An answer serves all scrapes for this time, so that the processes are asked once a second at most.
+TIMEOUT_S = 2.0  # a fifth of the default `scrape_timeout` of Prometheus
+# Scrapes within this time get the same answer, so each process is asked at most once a second.
 MAX_AGE_S = 1.0
 SCRAPE_FAMILIES = (
     Family(
         "quire_scrape_silent_processes",
         GAUGE,
-        "Processes of the deployment that run, but did not give their metrics to this scrape in time.",
+        "Running processes of the deployment that did not report their metrics to this scrape in time.",
         ("deployment",),
     ),
     Family(
         "quire_scrape_seconds",
         GAUGE,
-        "Seconds that it took to gather the metrics of all processes.",
+        "Seconds spent on gathering the metrics of all processes.",
     ),
 )
 
-# Pages by process id, and how many processes gave none.
+# Pages by process id, and the number of processes that did not answer.
 Answers = tuple[dict[str, Page], int]
 
 
@@ -49,11 +49,11 @@ class Scrape:
     Parameters
     ----------
     labels
-        Of the whole application.
+        Labels of the application.
     own_page
-        The id and the page of this router, which are there even if no other process answers.
+        Returns the id and the page of this router.
     sources
-        By deployment: asks its processes, and answers within the given seconds.
+        A function per deployment, which asks its processes and returns within the given number of seconds.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Scrape:
         self._done_s = 0.0
 
     async def text(self) -> bytes:
-        """The metrics as text, at most `MAX_AGE_S` old; scrapes at the same time get the same."""
+        """The metrics as text, at most `MAX_AGE_S` old. Concurrent scrapes share one result."""
         task = self._task
         if task is None or (task.done() and time.monotonic() - self._done_s > MAX_AGE_S):
-            # In a context of its own: a call made inside a request would carry that request's id and die with it.
+            # In a new context: calls in the request's context would carry its id and be cancelled with it.
             task = asyncio.get_running_loop().create_task(
                 self._gather(), context=contextvars.Context()
             )

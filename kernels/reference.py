@@ -94,9 +94,9 @@ def rotate(
     """Rotary embedding in the half-split layout: x [tokens, heads, head_dim]; cos, sin [positions, rotary_dim]."""
     x, rest = x.float().split([cos.shape[1], x.shape[2] - cos.shape[1]], dim=-1)
     low, high = x.chunk(2, dim=-1)
-    turned = torch.cat([-high, low], dim=-1)
+    rotated = torch.cat([-high, low], dim=-1)
     cos, sin = (table[positions.long()][:, None] for table in (cos, sin))
-    return torch.cat([x * cos + turned * sin, rest], dim=-1)
+    return torch.cat([x * cos + rotated * sin, rest], dim=-1)
 
 
 def quantise_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ def quantise_rows(x: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Te
     return torch.stack(codes), torch.stack(scales)[:, None]
 
 
-def write_pages(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
+def write_slots(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
     """Store x [tokens, kv_heads, head_dim] at `slots` of a cache [blocks, kv_heads, block_size, head_dim].
 
     A token with slot -1 is not stored.

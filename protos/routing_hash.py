@@ -1,4 +1,4 @@
-"""64-bit hashes of prompt prefixes: how a router names the blocks of a replica's cache. Plain numpy."""
+"""64-bit hashes of prompt prefixes, by which a router knows the content of a replica's cache. Plain numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 ROUTING_BLOCK_TOKENS = 64
 _U64 = np.uint64
 MIN_ROUTING_WEIGHTS = 1 << 15
-# As arrays of no dimension: an operation takes them as they are, where a scalar costs it a conversion.
+# Zero-dimensional arrays: a numpy operation would have to convert a scalar.
 _MIX_ADD = np.array(0x9E3779B97F4A7C15, _U64)
 _MIX_ROUNDS = (
     (np.array(30, _U64), np.array(0xBF58476D1CE4E5B9, _U64)),
@@ -20,9 +20,9 @@ _MIX_LAST = np.array(31, _U64)
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64 bits that mixes all of them.
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection that mixes all 64 bits.
 
-    Of arrays, not of scalars: numpy wraps the former around in silence.
+    Takes arrays only: with scalars numpy warns when a product wraps around.
     """
     x = x + _MIX_ADD
     for shift, factor in _MIX_ROUNDS:
@@ -34,8 +34,10 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _weight_table(num_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first 2^num_bits weights, [2^num_bits / 64, 64] uint64, and their sums over each block, [2^num_bits / 64]
-    uint64: one table for all hashers of a process."""
+    """The first 2^num_bits weights, [2^num_bits / 64, 64] uint64, and their sums per block, [2^num_bits / 64] uint64.
+
+    All hashers of a process share the table.
+    """
     weights = _splitmix64(np.arange(1 << num_bits, dtype=_U64)) | _U64(1)
     weights = weights.reshape(-1, ROUTING_BLOCK_TOKENS)
     sums = weights.sum(axis=1, dtype=_U64)
@@ -45,12 +47,12 @@ def _weight_table(num_bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def routing_weights(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """[blocks, 64] uint64, the weights of at least `num_tokens` positions, and [blocks] uint64, their sums."""
+    """Weights of at least `num_tokens` positions, [blocks, 64] uint64, and their sums per block, [blocks] uint64."""
     return _weight_table((max(num_tokens, MIN_ROUTING_WEIGHTS) - 1).bit_length())
 
 
 def routing_block_sums(starts: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """What routing blocks add to the running sums of their sequences, any number of them in one pass.
+    """Compute what each routing block adds to the running sum of its sequence, in one pass over n blocks.
 
     Parameters
     ----------
@@ -71,15 +73,17 @@ def routing_block_sums(starts: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 
 
 def _block_sums(token_ids: np.ndarray, weights: np.ndarray, weight_sums: np.ndarray) -> np.ndarray:
-    """[n] uint64: sum of w (t + 1) over a block, as sum of w t + sum of w. Of the ways to write it in numpy the one
-    that reads each operand once and writes no products: 5 us for 256 blocks, where multiply and sum take 8."""
-    sums = np.einsum("ij,ij->i", token_ids.astype(_U64), weights)
+    """[n] uint64: sum of w (t + 1) over each block, computed as sum of w t + sum of w.
+
+    `einsum` reads each operand once and stores no products: 5 us for 256 blocks; multiply and sum take 8 us.
+    """
+    sums: np.ndarray = np.einsum("ij,ij->i", token_ids.astype(_U64), weights)
     sums += weight_sums
     return sums
 
 
-def routing_hashes(running_sums: np.ndarray, chain_seeds: np.ndarray) -> np.ndarray:
-    """[n] uint64, the hashes of prefixes with these sums, [n] uint64, in chains with these seeds."""
+def routing_hashes(running_sums: np.ndarray, chain_seeds: np.ndarray | np.uint64) -> np.ndarray:
+    """Hashes of prefixes, [n] uint64, from their running sums, [n] uint64, and the seeds of their chains."""
     return _splitmix64(running_sums ^ chain_seeds)
 
 
@@ -87,18 +91,18 @@ class RoutingHasher:
     """64-bit hashes of every 64-token prefix of a prompt; a hint for routing, never proof of equality.
 
     ``h[i] = splitmix64(chain_seed ^ sum(w[t] * (token[t] + 1) for t < 64 * (i + 1)))`` modulo 2^64 with fixed
-    pseudo-random odd weights w: multilinear hashing. A prefix sum makes all the hashes of a prompt one
+    pseudo-random odd weights w: multilinear hashing. A prefix sum computes all hashes of a prompt in one
     vectorised pass, and a running sum extends them as tokens are generated. h[i] depends on every token
-    before it, so equal hashes mean equal prefixes up to a chance of 2^-64 for prompts not made to collide; a
-    collision costs a detour, not a wrong answer, because the engine reuses KV by its own keyed BLAKE2b.
+    before it, so equal hashes mean equal prefixes, with an error probability of 2^-64 for prompts not made to collide.
+    A collision costs a detour, not a wrong answer, because the engine looks up KV by its own keyed BLAKE2b.
 
-    The engine, which extends many sequences at once by a block each, calls `routing_block_sums` and
-    `routing_hashes` itself.
+    The engine extends many sequences at once by one block each; it calls `routing_block_sums` and `routing_hashes`
+    instead of this class.
 
     Parameters
     ----------
     model, revision, tenant
-        Chains of different values are disjoint; the tenant's salt keeps tenants apart.
+        Different values give different hashes for the same tokens, so tenants do not share prefixes.
     """
 
     def __init__(self, model: str, revision: str = "", tenant: str = ""):
@@ -107,7 +111,7 @@ class RoutingHasher:
         self.chain_seed = _U64(int.from_bytes(digest, "little"))
 
     def hashes(self, token_ids: np.ndarray) -> np.ndarray:
-        """Hash every whole routing block's prefix.
+        """Hash the prefix that ends with each complete routing block.
 
         Parameters
         ----------
@@ -116,14 +120,14 @@ class RoutingHasher:
 
         Returns
         -------
-        [tokens // 64] uint64, hash i covers tokens [0, 64 * (i + 1)).
+        [tokens // 64] uint64; hash i covers tokens [0, 64 * (i + 1)).
         """
         return self.extend(_U64(0), 0, token_ids)[0]
 
     def extend(
         self, running_sum: np.uint64, start: int, token_ids: np.ndarray
     ) -> tuple[np.ndarray, np.uint64]:
-        """Hashes of the routing blocks that `token_ids` completes, and the new running sum.
+        """Compute the hashes of the routing blocks in `token_ids`, and the new running sum.
 
         Parameters
         ----------
@@ -132,7 +136,7 @@ class RoutingHasher:
         start
             Absolute position of token_ids[0]; a multiple of 64.
         token_ids
-            [tokens] any integer dtype; a tail shorter than a block is ignored.
+            [tokens] any integer dtype; an incomplete block at the end is ignored.
         """
         if start % ROUTING_BLOCK_TOKENS:
             raise ValueError(f"start must be a multiple of {ROUTING_BLOCK_TOKENS}, got {start}")
@@ -152,14 +156,13 @@ class RoutingHasher:
 
 
 def xor_hashes(hashes: np.ndarray) -> int:
-    """XOR of [n] uint64; 0 of none."""
+    """XOR of [n] uint64; 0 for an empty array."""
     return int(np.bitwise_xor.reduce(hashes)) if len(hashes) else 0
 
 
 def tier_digest(gpu_xor: int, host_xor: int) -> int:
     """Digest of a cache, from the XOR of the hashes of each tier: `gpu_xor ^ (host_xor rotated left by 1)`.
 
-    The rotation makes a hash count differently in the two tiers, so that one that changes tier changes the
-    digest.
+    The rotation makes the tiers differ: a hash that changes its tier changes the digest.
     """
     return gpu_xor ^ ((host_xor << 1 | host_xor >> 63) & (2**64 - 1))

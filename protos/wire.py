@@ -1,11 +1,10 @@
-"""What both ends of the bus share: sampling parameters, the routing hash and the frame codec.
+"""Messages between routers and replicas.
 
-Plain Python and numpy; imports neither torch nor ray. The bus is hybrid (DESIGN §1): one unary Serve call
-for each request (`Submit` in, `Completion` out) and one attach stream for each (router, replica) that
-carries one `Frame` per engine step.
+    router ── Submit ──▶ replica       one unary Serve call per request
+    router ◀─ Completion ── replica
+    router ◀─ Hello, Frame, Frame ...  one attach stream per (router, replica), one frame per engine step
 
-Every message is msgpack of a flat list whose first item is `WIRE_VERSION`, followed by the CRC-32 of these bytes: a
-reader refuses another version, or a message that was damaged on its way, instead of guessing.
+Plain Python and numpy; imports neither torch nor ray. `wire_codec.py` describes the bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ ISOLATED_TOKENS = 4
 # Below this temperature the most likely token is taken: for logits that differ by more than float32 rounding, the
 # distribution is a single token.
 GREEDY_TEMPERATURE = 1e-5
-LEASE_S = 10.0  # a stream that its router has not named for so long ends at the replica
+# A replica ends a stream that its router has not listed for this many seconds.
+LEASE_S = 10.0
 _HASHES = array("<u8")
 Hashes = Annotated[np.ndarray, _HASHES]
 Int32Array = Annotated[np.ndarray, array("<i4")]
@@ -56,7 +56,7 @@ class Grammar(NamedTuple):
 
     kind: str  # one of GRAMMAR_KINDS
     text: str  # a JSON schema, a regular expression, a JSON list of strings, or a Lark grammar
-    field: str  # where the client gave it, for errors
+    field: str  # name of the client's field, for errors
 
 
 _Ids = Annotated[tuple[int, ...], Codec(None, tuple)]
@@ -65,38 +65,36 @@ _TUPLES = Codec(None, lambda items: tuple(map(tuple, items)))
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(Record):
-    """How tokens are chosen and when to stop; the engine's view, complete and resolved.
+    """How the engine samples tokens and when it stops: complete, with every default resolved.
 
-    The next token is a pure function of (prompt ids, these parameters, seed, choice, absolute position), so
-    a stream can be continued on any replica (DESIGN §6.2).
+    The next token is a pure function of (prompt ids, these parameters, seed, choice, absolute position), so any
+    replica can continue a stream. `protos/sampling_bounds.py` has the bounds.
     """
 
-    max_tokens: int = 16  # most tokens to generate, >= 1
+    max_tokens: int = 16  # maximum number of tokens to generate
     min_tokens: int = 0  # EOS and stop ids are masked before this many tokens
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0  # (0, 1]; 1 = off
-    seed: int = (
-        0  # unsigned 64 bits; whoever accepts the request draws one when the client gave none
-    )
+    seed: int = 0  # unsigned 64 bits; the router draws one if the client gave none
     choice: int = 0  # index of this sample among the n of one request; part of the noise key
-    stop_token_ids: _Ids = ()  # end the request as EOS does
+    stop_token_ids: _Ids = ()  # ids that end the request as EOS does
     ignore_eos: bool = False
-    min_p: float = 0.0  # [0, 1]; leaves out what is less likely than min_p times the likeliest
-    # Of what prompt and output contain, logits above 0 are divided by it and others multiplied; 1 = off.
+    min_p: float = 0.0  # [0, 1]; excludes tokens less likely than min_p times the most likely one
+    # For tokens in the prompt or the output: positive logits are divided by it, others multiplied. 1 = off.
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0  # taken from the logits of what the output contains
-    frequency_penalty: float = 0.0  # the same, times how often it does
-    # (token id, added to its logit)
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # the same, multiplied by the token's number of occurrences
+    # Pairs of a token id and the value to add to its logit.
     logit_bias: Annotated[tuple[tuple[int, float], ...], _TUPLES] = ()
-    allowed_token_ids: _Ids = ()  # no others; empty = all
-    # token sequences that the output never contains
+    allowed_token_ids: _Ids = ()  # the only ids to choose from; empty = all
+    # Token sequences that the output never contains.
     bad_words: Annotated[tuple[tuple[int, ...], ...], _TUPLES] = ()
-    # Log-probabilities of the model's distribution, before anything above shapes it: of each token, and of
-    # so many of the likeliest in its place, at most MAX_LOGPROBS; None = none at all.
+    # Return log-probabilities of the unmodified distribution: of each output token and of this many most likely
+    # ones. None = no log-probabilities.
     logprobs: int | None = None
     grammar: Annotated[Grammar | None, optional(named_tuple(Grammar))] = None
-    # The same of each token of the prompt, given those before it; the first has none.
+    # The same for the tokens of the prompt, except the first, which has no distribution.
     prompt_logprobs: int | None = None
 
 
@@ -107,11 +105,10 @@ class SamplingParams(Record):
 
 @dataclass(frozen=True, slots=True)
 class Submit(Message):
-    """A request on its way to a replica.
+    """A request from a router to a replica.
 
-    `prompt_ids` are all tokens whose KV the replica must have, `num_emitted` of them (the tail) were already
-    generated by an earlier attempt: they count towards max_tokens and min_tokens, and the first new token
-    has the index `num_emitted`.
+    `prompt_ids` holds every token whose KV the replica needs. The last `num_emitted` tokens were generated by an
+    earlier attempt: they count towards max_tokens and min_tokens, and the first new token has the index `num_emitted`.
     """
 
     router_id: str
@@ -123,13 +120,13 @@ class Submit(Message):
     tenant: str = ""  # cache key: tenants never share blocks
     deadline_s: float | None = None  # seconds from now, by the receiver's clock
     priority: int = 0  # smaller is sooner
-    # `stream_id` of another choice of the same request, sent to the same replica: its prompt is computed once.
+    # `stream_id` of another choice of the same request on the same replica, so that the prompt is computed once.
     fork_of: int | None = None
-    # So many tokens beyond `num_emitted` it may generate before it is granted more; None: all.
+    # Number of tokens after `num_emitted` that the replica may generate before it needs more credit. None: all.
     credit_tokens: int | None = None
-    # It was in the step in which more than one replica crashed: its next tokens come in steps of its own.
+    # The request was running during two replica crashes, so it generates its next tokens in steps of its own.
     alone: bool = False
-    # Of `prompt_ids`, those that the router expects in the replica's cache when the request's turn comes.
+    # Number of leading tokens of `prompt_ids` that the router expects in the replica's cache.
     num_expected_cached: int = 0
 
 
@@ -144,7 +141,7 @@ class Completion(Message):
     queue_s: float = 0.0  # submit to first scheduled
     prefill_s: float = 0.0  # first scheduled to first token
     error: dict[str, Any] | None = None  # `QuireError.to_wire`
-    num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
+    num_host_cached_tokens: int = 0  # the part of `num_cached_tokens` restored from the host tier
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -154,60 +151,64 @@ class Completion(Message):
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """The first message of an attach stream: who answers, and the facts that never change in its life."""
+    """The first message of an attach stream: the replica, and facts that are constant during its life."""
 
     replica: str  # Serve's unique id of the replica
     epoch: str
     model_name: str  # with `revision`, the seed of the routing hash
     revision: str  # of the weights: the commit of a download, else a fingerprint
-    dtype: str  # `EngineConfig.number_format`: tokens of replicas that differ in it may differ
+    dtype: str  # `EngineConfig.number_format`; replicas with different formats may give different tokens
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
-    max_cache_tokens: int  # tokens that the whole KV pool holds
+    max_cache_tokens: int  # tokens of one request that the whole KV pool holds
     block_size: int
     eos_token_ids: list[int]
     startup_s: dict[str, float]  # seconds of start-up by phase
-    node: str = ""  # Ray's id of the node that it runs on
-    flight: str = ""  # path there of what it leaves behind when it dies (`protos.flight_recorder`); empty: nothing
+    node: str = ""  # Ray's id of the replica's node
+    flight: str = (
+        ""  # path of its flight recorder on that node (`protos.flight_recorder`); empty: none
+    )
     device: str = ""  # cpu | cuda
-    num_threads: int = 0  # of matrix products on the CPU; 0 on a GPU
-    cache_tokens: int = 0  # that the KV pool holds in requests of `typical_len` tokens
+    num_threads: int = 0  # threads of matrix products on the CPU; 0 on a GPU
+    cache_tokens: int = 0  # tokens that the KV pool holds in requests of `typical_len` tokens
     typical_len: int = 0
-    typical_requests: int = 0  # of `typical_len` tokens that run at a time
+    typical_requests: int = (
+        0  # number of requests of `typical_len` tokens that run at the same time
+    )
 
     @property
     def weights(self) -> str:
-        """Equal for replicas that give the same tokens: a stream can continue from one to the other."""
+        """Identity of the tokens: a stream can continue on a replica with an equal value."""
         return "\x00".join((self.model_name, self.revision, self.dtype))
 
 
 class TokenLogprob(NamedTuple):
-    """What the model thought of one output token, and what it would rather have said."""
+    """Log-probability of one output token, and the most likely tokens at its position."""
 
-    logprob: float  # natural logarithm, of the token itself
-    top_ids: list[int]  # the likeliest, best first; as many as `SamplingParams.logprobs`
+    logprob: float  # natural logarithm
+    top_ids: list[int]  # the most likely ids, best first; at most `SamplingParams.logprobs`
     top_logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """What the model thought of n tokens of a prompt, given those before them.
+    """Log-probabilities of n consecutive prompt tokens, each given the tokens before it.
 
-    Columns, not a `TokenLogprob` each: a prompt may have a hundred thousand tokens.
+    Stored as columns instead of `TokenLogprob` objects because a prompt may have a hundred thousand tokens.
     """
 
-    start: int  # position in the prompt of the first of them, at least 1
-    token_ids: np.ndarray  # [n] int32, the prompt's own
+    start: int  # position of the first token in the prompt, at least 1
+    token_ids: np.ndarray  # [n] int32, the prompt's tokens
     logprobs: np.ndarray  # [n] float32, natural logarithms
-    ranks: np.ndarray  # [n] int32, 1 for the likeliest id of all
-    top_ids: np.ndarray  # [n, k] int32, the likeliest, best first
+    ranks: np.ndarray  # [n] int32, 1 for the most likely id
+    top_ids: np.ndarray  # [n, k] int32, the most likely ids, best first
     top_logprobs: np.ndarray  # [n, k] float32
 
     def __len__(self) -> int:
         return len(self.logprobs)
 
     def after(self, start: int) -> PromptLogprobs:
-        """Those from this position on."""
+        """The part from this position on."""
         skip = min(max(0, start - self.start), len(self))
         columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         return PromptLogprobs(self.start + skip, *(column[skip:] for column in columns))
@@ -242,8 +243,8 @@ class PromptLogprobs:
 class TokenDelta:
     """New tokens of one stream: `token_ids[i]` has the absolute output index `index + i`.
 
-    Treat it as frozen. It is not, because one is made for every token: that takes three times as long when
-    each field goes through `object.__setattr__`.
+    Treat it as frozen. The dataclass is not frozen because that would make the constructor three times slower (each
+    field is set with `object.__setattr__`), and it runs once per token.
     """
 
     stream_id: int
@@ -252,9 +253,9 @@ class TokenDelta:
     finish_reason: str | None = None  # stop | length | abort | error, on the last delta only
     num_cached_tokens: int = 0  # prompt tokens found in the cache, on the first delta only
     queue_s: float = 0.0  # submit to first scheduled, on the first delta only
-    num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
-    logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
-    # Of a part of the prompt, before the first token and in order, when asked for.
+    num_host_cached_tokens: int = 0  # the part of `num_cached_tokens` restored from the host tier
+    logprobs: list[TokenLogprob] | None = None  # one per token, if the request asks for them
+    # A part of the prompt's log-probabilities, if the request asks for them: in order, before the first token.
     prompt_logprobs: PromptLogprobs | None = None
 
     def to_wire(self) -> list[Any]:
@@ -269,26 +270,32 @@ class TokenDelta:
             return [*short, *told, self.logprobs, self.prompt_logprobs.to_wire()]
         if self.logprobs is not None:
             return [*short, *told, self.logprobs]
-        return [*short, *told] if any(told) else short  # all but two deltas of a stream
+        # Only the first and the last delta of a stream carry more than tokens.
+        return [*short, *told] if any(told) else short
 
     @classmethod
     def from_wire(cls, values: list[Any]) -> TokenDelta:
         if len(values) <= _NUM_PLAIN_FIELDS:
             return cls(*values)
-        plain, (logprobs, *prompt) = values[:_NUM_PLAIN_FIELDS], values[_NUM_PLAIN_FIELDS:]
+        delta = cls(*values[:_NUM_PLAIN_FIELDS])
+        logprobs, *prompt = values[_NUM_PLAIN_FIELDS:]
         if logprobs is not None:
-            logprobs = [TokenLogprob(*of_token) for of_token in logprobs]
-        return cls(*plain, logprobs, *map(PromptLogprobs.from_wire, prompt))
+            delta.logprobs = [TokenLogprob(*of_token) for of_token in logprobs]
+        if prompt:
+            delta.prompt_logprobs = PromptLogprobs.from_wire(*prompt)
+        return delta
 
 
-# Fields of a `TokenDelta` before its log-probabilities: a delta without any ends with them.
+# Number of fields before `logprobs`; a delta without log-probabilities has no further ones on the wire.
 _NUM_PLAIN_FIELDS = [f.name for f in dataclasses.fields(TokenDelta)].index("logprobs")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns(Record):
-    """One new token for each of n streams, and nothing else to say about them: all but the first and the
-    last delta of a stream, as columns, so that a token costs the replica no Python."""
+    """One new token for each of n streams.
+
+    All deltas of a stream except the first and the last fit here. As columns they need no Python object per token.
+    """
 
     stream_ids: Annotated[np.ndarray, array("<i8")]  # [n] int64
     index: Int32Array  # [n] int32, absolute output index
@@ -317,47 +324,50 @@ _NO_HASHES = np.empty(0, np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents(Record):
-    """What one step changed in a replica's prefix cache, in routing hashes, applied in this order:
-    cleared (both tiers), removed, stored. A hash is in one tier at a time; one that moves is removed from the
-    old and stored in the new one by the same batch. `seq` counts these batches from 1 within an epoch, without
-    gaps."""
+    """Changes of one step to a replica's prefix cache, in routing hashes.
 
-    seq: int
+    A reader applies them in this order: cleared (both tiers), removed, stored. A hash is in one tier at a time; a batch
+    that moves a hash to the other tier removes it from the old one and stores it in the new one.
+    """
+
+    seq: int  # number of the batch within an epoch: 1, 2, ... without gaps
     stored: Hashes  # [n] uint64, parents before children
     removed: Hashes  # [n] uint64
     cleared: bool = False
-    # [n] uint64, in no order
+    # [n] uint64, in any order
     host_stored: Hashes = field(default_factory=lambda: _NO_HASHES)
     # [n] uint64
     host_removed: Hashes = field(default_factory=lambda: _NO_HASHES)
 
 
 class Load(NamedTuple):
-    """What a replica is doing, as the router's cost function needs it (DESIGN §5)."""
+    """State of a replica, for the router's cost function."""
 
-    num_running: int = 0  # rows with KV in the cache
-    num_waiting: int = 0  # accepted, not yet scheduled
-    queued_prefill_tokens: int = 0  # tokens still to prefill, waiting and running
+    num_running: int = 0  # requests with a row
+    num_waiting: int = 0  # requests accepted and not yet scheduled
+    queued_prefill_tokens: int = 0  # tokens that waiting and running requests still have to prefill
     num_decode_tokens: int = 0  # KV tokens of the decoding rows
     blocks_free: int = 0
-    blocks_cached: int = 0  # evictable, content known
+    blocks_cached: int = 0  # evictable blocks with known content
     blocks_in_use: int = 0
     blocks_total: int = 0
     prefill_s_per_token: float = 0.0  # measured, exponential average; 0 = not yet known
     decode_step_s: float = 0.0  # measured seconds of a decode step; 0 = not yet known
-    num_steps: int = 0  # counts up; the proof of progress
-    num_compiles: int = 0  # kernels or graphs built since ready: stays 0
-    num_preemptions: int = 0  # running requests that had to give up their blocks
-    host_blocks_free: int = 0  # the host tier, in blocks as those of the device
+    num_steps: int = 0  # steps so far; proof of progress
+    num_compiles: int = 0  # kernels or graphs built since the replica was ready; stays 0
+    num_preemptions: int = 0  # preemptions so far
+    host_blocks_free: int = 0  # blocks of the host tier, of the device's block size
     host_blocks_cached: int = 0
     host_blocks_in_use: int = 0
     host_blocks_total: int = 0
     num_offloads: int = 0  # preempted requests whose blocks were copied to the host tier
-    num_restores: int = 0  # of them those that returned from there
-    stalled_s: float = 0.0  # since the last step ended, while there is one to run; 0 when idle
-    num_places: int | None = None  # requests that it takes before it refuses one; None = no bound
-    num_routers: int = 1  # that are attached, and share these places
-    # Waiting requests that the next steps start: rows that are free, none where the first in line lacks memory.
+    num_restores: int = 0  # offloaded requests whose blocks were copied back to the device
+    stalled_s: float = 0.0  # seconds since the last step ended, while there is work; 0 when idle
+    num_places: int | None = (
+        None  # requests that the replica accepts before it refuses one; None = no bound
+    )
+    num_routers: int = 1  # attached routers, which share these places
+    # Waiting requests that the next steps can start: the free rows, or 0 if the queue's head lacks memory.
     num_startable: int = 0
 
 
@@ -365,27 +375,25 @@ class Load(NamedTuple):
 class Frame(Message):
     """What a replica sends to one router after a step, or as a heartbeat.
 
-    A step's tokens are in `columns`, or in `deltas` where there is more to say than one token: a stream is in
-    one of the two.
+    A stream with one new token and no other news is in `columns`, any other stream with news in `deltas`.
 
-    `events_seq` is the seq of the last cache event the replica has produced, with or without events in this
-    frame, and `digest` that of all routing hashes it holds at that point (`tier_digest`): a router whose own
-    replay differs asks for a snapshot.
+    `events_seq` is the seq of the replica's last cache event, whether or not this frame has events. `digest` covers all
+    routing hashes at that point (`tier_digest`); a router whose replay has another digest asks for a snapshot.
     """
 
-    epoch: str  # one engine incarnation
+    epoch: str  # id of the engine instance
     deltas: Annotated[list[TokenDelta], list_of(record(TokenDelta))] = field(default_factory=list)
     events: Annotated[list[CacheEvents], list_of(record(CacheEvents))] = field(default_factory=list)
     events_seq: int = 0
     digest: int = 0
     load: Annotated[Load, named_tuple(Load)] = field(default_factory=Load)
-    # [n] uint64: a page of all hashes in `gpu` at `events_seq`
+    # [n] uint64: one page of the hashes in the device tier at `events_seq`
     snapshot: Annotated[np.ndarray | None, optional(_HASHES)] = None
     snapshot_more: bool = False  # another page follows
     columns: Annotated[TokenColumns | None, optional(record(TokenColumns))] = None
-    # [m] uint64: what the same page holds of the hashes in `host`
+    # [m] uint64: the same page's hashes in the host tier
     host_snapshot: Hashes = field(default_factory=lambda: _NO_HASHES)
 
     def token_deltas(self) -> Iterator[TokenDelta]:
-        """Every stream's news, whichever way it travelled."""
+        """The deltas of all streams, from `deltas` and `columns`."""
         return itertools.chain(self.deltas, self.columns or ())

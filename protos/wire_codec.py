@@ -78,7 +78,8 @@ class Record:
 
     def to_wire(self) -> list[Any]:
         """The values of all fields, each as msgpack knows it."""
-        layout = _layout(type(self))
+        kind: Any = type(self)
+        layout = _layout(kind)
         values = list(layout.get(self))
         for i, pack in layout.packers:
             values[i] = pack(values[i])
@@ -93,7 +94,8 @@ class Record:
         WireError
             The number of values is not that of the fields.
         """
-        layout = _layout(cls)
+        kind: Any = cls
+        layout = _layout(kind)
         if len(values) != layout.num_fields:
             raise WireError(f"{cls.__name__}: {len(values)} fields, expected {layout.num_fields}")
         for i, unpack in layout.unpackers:

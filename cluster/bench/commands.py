@@ -1,6 +1,6 @@
-"""`quire bench offline | serve | compare`: the options. What they do is in the modules of these names.
+"""Options of `quire bench offline`, `serve` and `compare`; `*_command.py` run them.
 
-Nothing heavy is imported before a command runs.
+Each command imports its libraries when it runs, so that `quire --help` stays fast.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _add_offline(actions: argparse._SubParsersAction) -> None:
         "--engine-options",
         type=_json_object,
         default={},
-        help="of quire.replica.config.EngineArgs, as JSON: '{\"max_prefill_ms\": null}'",
+        help="fields of quire.replica.config.EngineArgs as JSON: '{\"max_prefill_ms\": null}'",
     )
     _add_slo(parser)
     _add_output(parser)
@@ -84,7 +84,7 @@ def _add_offline(actions: argparse._SubParsersAction) -> None:
 
 def _add_compare(actions: argparse._SubParsersAction) -> None:
     parser = actions.add_parser(
-        "compare", help="engines in turns in one run: ratios with their spread"
+        "compare", help="run engines alternately; report ratios with their spread"
     )
     _add_model(parser)
     parser.add_argument(
@@ -93,55 +93,62 @@ def _add_compare(actions: argparse._SubParsersAction) -> None:
         default=["quire", "transformers"],
         metavar="NAME[=JSON]",
         help="quire, transformers, generate, vllm, openvino, http; the JSON may set engine, model, dtype, threads, "
-        "options, env, and python: the interpreter of the engine's own environment. The first is the one that "
-        "ratios are of. Default: quire transformers",
+        "options, env, and python: the interpreter of the engine's own environment. The first engine is the "
+        "baseline of the ratios. Default: quire transformers",
     )
     parser.add_argument("--repetitions", type=int, default=3, help="turns; default: %(default)s")
-    parser.add_argument("--first-repetition", type=int, default=0, help="for other prompts")
     parser.add_argument(
-        "--skip", nargs="*", default=[], metavar="NAME:W", help="workloads an engine leaves out"
+        "--first-repetition",
+        type=int,
+        default=0,
+        help="number of the first turn; another number means other prompts",
     )
-    parser.add_argument("--log", type=Path, help="takes what the engines print")
+    parser.add_argument(
+        "--skip", nargs="*", default=[], metavar="NAME:W", help="workloads that an engine skips"
+    )
+    parser.add_argument("--log", type=Path, help="file for the engines' output")
     _add_output(parser)
     parser.set_defaults(run=_run("compare_command"))
 
 
 def _add_serve(actions: argparse._SubParsersAction) -> None:
-    parser = actions.add_parser("serve", help="a load on a running server")
+    parser = actions.add_parser("serve", help="send load to a running server")
     parser.add_argument("url", help="http://HOST:PORT (OpenAI's API) or grpc://HOST:PORT (Quire)")
     parser.add_argument(
-        "--model", default="", help="the name in requests; default: the server's only one"
+        "--model", default="", help="model name in requests; default: the server's only model"
     )
     parser.add_argument(
-        "--extra", type=_json_object, default={}, help="fields of HTTP bodies, as JSON"
+        "--extra", type=_json_object, default={}, help="more fields of HTTP bodies, as JSON"
     )
     parser.add_argument(
         "--watch",
         metavar="HOST:PORT",
-        help="Quire's gRPC, for the cache over time; with grpc:// it is known",
+        help="address of Quire's gRPC, to plot the cache over time; default with grpc://: the same address",
     )
     load = parser.add_argument_group("load; several are run one after the other")
     load.add_argument(
         "--rate", type=float, nargs="+", default=[], help="requests per second, open loop, Poisson"
     )
-    load.add_argument("--duration-s", type=float, default=30.0, help="of each rate; %(default)s")
+    load.add_argument("--duration-s", type=float, default=30.0, help="for each rate; %(default)s")
     load.add_argument("--concurrency", type=int, nargs="+", default=[], help="users, closed loop")
     load.add_argument(
         "--requests-per-user", type=float, default=8.0, help="closed loop; %(default)s"
     )
     load.add_argument("--trace", type=Path, help="JSON lines: at_s, prompt_tokens, output_tokens")
     load.add_argument("--speed", type=float, default=1.0, help="of the trace; 2 is twice as fast")
-    load.add_argument("--limit", type=int, help="only so many requests of the trace")
+    load.add_argument("--limit", type=int, help="read at most this many requests of the trace")
     load.add_argument("--sessions", type=int, default=0, help="conversations of several turns")
-    load.add_argument("--turns", type=int, default=4, help="of a session; %(default)s")
+    load.add_argument("--turns", type=int, default=4, help="turns of a session; %(default)s")
     load.add_argument("--session-rate", type=float, default=1.0, help="starts per second")
     load.add_argument("--think-s", type=float, default=1.0, help="mean pause before a turn")
     shape = parser.add_argument_group("prompts")
     shape.add_argument("--prompt-tokens", type=_bounds, default=(128, 128), metavar="N or LOW-HIGH")
     shape.add_argument("--output-tokens", type=_bounds, default=(64, 64), metavar="N or LOW-HIGH")
     shape.add_argument("--prefixes", type=int, default=0, help="shared prefixes, Zipf; 0: none")
-    shape.add_argument("--prefix-tokens", type=int, default=512, help="of each; %(default)s")
-    shape.add_argument("--vocab-size", type=int, default=1024, help="token ids stay below it")
+    shape.add_argument(
+        "--prefix-tokens", type=int, default=512, help="tokens of each prefix; %(default)s"
+    )
+    shape.add_argument("--vocab-size", type=int, default=1024, help="upper bound of token ids")
     shape.add_argument("--seed", type=int, default=0)
     floor = parser.add_argument_group("floor, when the server runs on this machine")
     floor.add_argument("--checkpoint", type=Path, help="folder of the served model")

@@ -1,4 +1,4 @@
-"""`quire bench compare`: what the command line asks of `compare`."""
+"""Run `quire bench compare`: from command-line options to `compare`, its table, JSON and plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.cluster.bench.results import plots, report
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `quire bench compare`; exit status 1 when an engine failed."""
+    """Run the command; returns the exit status: 1 if an engine failed."""
     from tqdm import tqdm
 
     workloads = list(batches(options.workloads))
@@ -81,7 +81,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _vocab_size(model: str) -> int:
-    """Of a checkpoint folder; for a server's model name that of the random checkpoints."""
+    """Vocabulary size of a checkpoint folder; of a server's model name: that of the random checkpoints."""
     from quire.replica.checkpoint.model_spec import read_json
 
     return int(read_json(Path(model) / "config.json", optional=True).get("vocab_size", VOCAB_SIZE))

@@ -1,4 +1,4 @@
-"""`quire bench offline`: batches through an engine in this process, against the machine's floor."""
+"""Run `quire bench offline`: batches through an engine in this process, against the machine's floor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.cluster.bench.results.measures import Slo, summarise
 async def run_batch(
     client: EngineClient, workload: Workload, repetition: int | str, show: bool
 ) -> tuple[Run, float]:
-    """One batch, all requests at once; what was seen, and when it began (`time.perf_counter`)."""
+    """Run one batch, all requests at once. Returns its records and its start (`time.perf_counter`)."""
     from tqdm import tqdm
 
     requests = [
@@ -40,7 +40,7 @@ async def run_batch(
 async def measure(
     options: argparse.Namespace, workloads: list[Workload], engine: dict[str, Any]
 ) -> dict[str, Any]:
-    """Every workload `options.repetitions` times; rows of the result."""
+    """Run every workload `options.repetitions` times and collect what the report needs."""
     show = sys.stderr.isatty() and not options.quiet
     client = EngineClient(**engine)
     slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
@@ -55,7 +55,7 @@ async def measure(
                 run, began_s = await run_batch(client, workload, repetition, show)
                 runs.append(run)
                 last[workload.name] = (run, list(client.samples), began_s)
-            # The repetition in the middle stands for all.
+            # Report the repetition with the median duration.
             runs.sort(key=lambda run: run.duration_s)
             row = summarise(runs[(len(runs) - 1) // 2], slo)
             seconds = [run.duration_s for run in runs]
@@ -79,7 +79,7 @@ async def measure(
 
 
 def shape_of(checkpoint: Path, dtype: str) -> ModelShape | None:
-    """For the floor; None where there is none."""
+    """The model's shape for the floor; None if the floor does not cover this model."""
     try:
         return ModelShape.of_checkpoint(checkpoint, dtype)
     except (ValueError, KeyError):
@@ -89,7 +89,7 @@ def shape_of(checkpoint: Path, dtype: str) -> ModelShape | None:
 def add_floors(
     found: dict[str, Any], workloads: list[Workload], rows: list[dict[str, Any]]
 ) -> None:
-    """Put the least seconds and the share of them that was reached into the rows."""
+    """Add the floor in seconds and the percentage of it that each row reached."""
     for workload, row in zip(workloads, rows, strict=True):
         seconds = row["seconds"]
         row["seconds"] = {
@@ -105,7 +105,7 @@ def add_floors(
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """What a person reads."""
+    """Print one line per workload, then where the time of its steps went."""
     print(
         f"{'workload':16}{'s':>9}{'tokens/s':>10}{'of floor':>10}{'TTFT p50':>11}{'p99 ms':>9}"
         f"{'gap p50':>10}{'p99 ms':>9}{'cached':>8}"
@@ -124,7 +124,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `quire bench offline`."""
+    """Run the command; returns the exit status."""
     workloads = list(batches(options.workloads))
     model = options.model
     if model in SHAPES and not Path(model).is_dir():

@@ -1,4 +1,4 @@
-"""`quire bench serve`: a load on a running server, OpenAI's API or Quire's gRPC."""
+"""Run `quire bench serve`: send load to a running server, over OpenAI's API or Quire's gRPC."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One load of a sweep."""
+    """One load of a sweep; `name` appears in tables and plots."""
 
-    name: str  # in tables and plots
+    name: str
     num_requests: int
     start: Callable[[Client, Progress], Awaitable[Run]]
 
 
 def loads(options: argparse.Namespace) -> Iterator[Load]:
-    """What the options ask for, in their order: trace, sessions, rates, concurrencies.
+    """The loads that the options ask for: trace, then sessions, rates and concurrencies.
 
     Raises
     ------
     ValueError
-        An option out of its bounds, or nothing to do.
+        An option is out of its bounds, or no load is given.
     """
     lengths = Lengths(options.prompt_tokens, options.output_tokens)
     mix = PrefixMix(options.prefixes, options.prefix_tokens)
@@ -104,7 +104,7 @@ def _closed(name: str, requests: list[TimedRequest], users: int) -> Load:
 async def measure(
     options: argparse.Namespace, chosen: list[Load]
 ) -> list[tuple[Load, Run, list[CacheSample], float]]:
-    """Every load, one after the other."""
+    """Run the loads one after the other."""
     show = sys.stderr.isatty() and not options.quiet
     extra = dict(options.extra)
     if options.sessions and not options.url.startswith("grpc"):
@@ -134,10 +134,10 @@ async def _run(load: Load, client: Client, show: bool) -> Run:
 
 
 def floor_s(run: Run, shape: ModelShape, rates: Rates) -> float:
-    """Seconds that the machine at its best would have worked for what was answered.
+    """Least seconds of work for the answered requests at the machine's best rates.
 
-    Prompts at the rate of products, without what the cache had; then as few decode steps as the most requests that
-    were ever in flight together allow, each of which reads all weights and each request's keys and values.
+    Prompt tokens that the cache did not have are computed at the rate of matrix products. Decode steps are as few as
+    the largest number of requests in flight allows; each reads all weights and every request's keys and values.
     """
     answered = [record for record in run.records if not record.error]
     if not answered:
@@ -158,7 +158,7 @@ def floor_s(run: Run, shape: ModelShape, rates: Rates) -> float:
 
 
 def print_table(rows: list[dict[str, Any]], slo: Slo) -> None:
-    """What a person reads."""
+    """Print one line per load."""
     print(
         f"{'load':14}{'answered':>9}{'failed':>7}{'tok/s':>8}{'of floor':>9}"
         f"{'TTFT p50':>10}{'p99':>9}{'gap p50':>9}{'p99':>9}{'good':>7}{'cached':>8}{'sent late p99':>15}"
@@ -181,7 +181,7 @@ def print_table(rows: list[dict[str, Any]], slo: Slo) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `quire bench serve`; exit status 1 when any request failed."""
+    """Run the command; returns the exit status: 1 if any request failed."""
     slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
     chosen = list(loads(options))
     if not options.model and not options.url.startswith("grpc://"):
@@ -191,7 +191,7 @@ def main(options: argparse.Namespace) -> int:
     shape = rates = None
     if options.checkpoint is not None:
         shape = ModelShape.of_checkpoint(options.checkpoint, options.dtype)
-        rates = measure_rates(options.dtype)  # the server is idle by now
+        rates = measure_rates(options.dtype)  # the server is idle now
     rows = []
     for load, run, _, _ in found:
         row = {"load": load.name, **summarise(run, slo)}
@@ -226,7 +226,7 @@ def _draw(
     slo: Slo,
     out: Path,
 ) -> list[str]:
-    """Write the plots. Returns a sentence about each part that has no data."""
+    """Write the plots. Returns a sentence for each plot without data."""
     text = f"first token <= {slo.ttft_ms:g} ms, <= {slo.tpot_ms:g} ms per token"
     left_out = plots.throughput_and_latency(rows, out / "serve_latency.png")
     left_out += plots.goodput(rows, text, out / "serve_goodput.png")

@@ -1,9 +1,8 @@
-"""The arguments of the Quire application: one pydantic model, checked once, never written back.
+"""The arguments of a Quire application: one frozen pydantic model, checked once.
 
-`AppConfig` is what stands under `args:` of an application in a Serve config. Every field has a
-default, a description and its unit in its name; an unknown key, a wrong type or a value out of
-bounds is refused with its path, its value and, for a typo, the nearest known name. Imports neither
-ray nor torch.
+`AppConfig` describes the mapping under `args:` of an application in a Serve config. Every field has a default, a
+description and its unit in its name. An error names the path and the value and, for a typo, the nearest known name.
+Imports neither ray nor torch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def names_hub_model(model: str) -> bool:
-    """Whether it has the form of a Hugging Face id, owner/name."""
+    """Whether `model` has the form of a Hugging Face id, owner/name."""
     return _HUB_ID.fullmatch(model) is not None
 
 
@@ -43,39 +42,45 @@ class AppConfig(Section):
     model: NodePath = option_field("model")
     revision: str | None = option_field("revision")
     served_model_name: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         max_length=256,
-        description="Name that requests give as `model`. Default: the id, or the folder's own "
-        "name.",
+        description="Name of the model in requests (`model`). Default: the Hugging Face id, or the name of the "
+        "folder.",
     )
     chat_template: NodePath | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="Path to a Jinja file with the chat template. Default: the checkpoint's.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {},
-        description="Variables for the chat template of every request, `enable_thinking: false` for instance; a "
-        "request's own `chat_template_kwargs` go over them.",
+        default={},
+        description="Variables for the chat template of every request, for example `enable_thinking: false`. A "
+        "request's own `chat_template_kwargs` take precedence.",
     )
     device: Device = option_field("device")
     dtype: Dtype = option_field("dtype")
-    replicas: int = Field(2, ge=1, le=1024, description="Copies of the engine, one device each.")
-    routers: int = Field(2, ge=1, le=64, description="Copies of the HTTP and gRPC front end.")
-    autoscaling: AutoscalingArgs | None = Field(
-        None,
-        description="Let Serve change the number of replicas with the load; `replicas` is then the number "
-        "to begin with. Default: there are always `replicas`.",
+    replicas: int = Field(
+        default=2, ge=1, le=1024, description="Number of replicas, one engine and one device each."
     )
-    engine: EngineArgs = Field(EngineArgs(), description="Limits of each replica's engine.")
-    router: RouterArgs = Field(RouterArgs(), description="Limits of each router.")
-    http: HttpArgs = Field(HttpArgs(), description="The routers' HTTP front end.")
+    routers: int = Field(
+        default=2, ge=1, le=64, description="Number of routers, which serve HTTP and gRPC."
+    )
+    autoscaling: AutoscalingArgs | None = Field(
+        default=None,
+        description="Let Serve change the number of replicas with the load; `replicas` is then the initial number. "
+        "Default: the number of replicas is constant.",
+    )
+    engine: EngineArgs = Field(
+        default=EngineArgs(), description="Options of each replica's engine."
+    )
+    router: RouterArgs = Field(default=RouterArgs(), description="Options of each router.")
+    http: HttpArgs = Field(default=HttpArgs(), description="The routers' HTTP front end.")
     replica_resources: ReplicaResources = Field(
-        ReplicaResources(), description="What Ray reserves for each replica."
+        default=ReplicaResources(), description="Resources that Ray reserves for each replica."
     )
     router_resources: RouterResources = Field(
-        RouterResources(), description="What Ray reserves for each router."
+        default=RouterResources(), description="Resources that Ray reserves for each router."
     )
 
     @field_validator("chat_template_kwargs")
@@ -113,17 +118,17 @@ class AppConfig(Section):
 
     @property
     def is_folder(self) -> bool:
-        """Whether `model` is a path; a relative one is written with a leading './' or '../'."""
+        """Whether `model` is a path. A relative path starts with './' or '../'."""
         return self.model.startswith(("/", "./", "../"))
 
     @property
     def max_replicas(self) -> int:
-        """The most replicas that there can be."""
+        """Maximum number of replicas."""
         return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
     @property
     def model_name(self) -> str:
-        """The name that clients give as `model`."""
+        """Name of the model in requests."""
         if self.served_model_name is not None:
             return self.served_model_name
         return self.model.rstrip("/").rpartition("/")[2] if self.is_folder else self.model
@@ -137,7 +142,7 @@ class AppConfig(Section):
         args
             The mapping as read from YAML.
         path
-            Where it stands in the file (`applications[0].args`), for the messages.
+            Path of the mapping in the file (`applications[0].args`), for messages.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Problems of a configuration: where and what is wrong, and the error that lists all of them."""
+"""Problems of a configuration, and the error that lists them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -15,7 +16,7 @@ from quire.cluster.config.section import Section
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a configuration: where (`a.b[0].c`, empty for the whole) and what."""
+    """One problem of a configuration: its path (`a.b[0].c`, empty for the whole) and a message."""
 
     path: str
     message: str
@@ -25,7 +26,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; its text lists every problem, one a line."""
+    """The configuration cannot be used; the text lists every problem, one per line."""
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
@@ -33,7 +34,7 @@ class ConfigError(ValueError):
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest of `known`, or else the list of what is known."""
+    """`; did you mean 'x'?` with the nearest known word, or the list of all known words."""
     known = sorted(known)
     close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.6)
     if close:
@@ -51,14 +52,14 @@ def join_path(prefix: str, part: str | int) -> str:
 def problems_from(
     error: ValidationError, model: type[Section] | None = None, prefix: str = ""
 ) -> list[Problem]:
-    """Say in Quire's words what pydantic found.
+    """Translate pydantic's errors to problems.
 
     Parameters
     ----------
     error
-        From validating `model`.
+        The result of validating `model`.
     model
-        Its fields are the candidates of "did you mean"; None leaves unknown keys to the caller.
+        Its fields are the candidates for "did you mean". None: unknown keys are left to the caller.
     prefix
         Path of the validated mapping inside the file.
     """
@@ -87,15 +88,15 @@ def problems_from(
 def _fields_at(model: type[Section], loc: tuple[str | int, ...]) -> list[str]:
     """Names of the fields of the nested model at `loc`."""
     for part in loc:
-        annotation = model.model_fields[str(part)].annotation
-        # A section that may be absent is annotated `Section | None`.
+        annotation: Any = model.model_fields[str(part)].annotation
+        # An optional section is annotated `Section | None`.
         sections = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
         model = sections[0] if sections else annotation
     return [*model.model_fields, *model.aliases]
 
 
 def _bound(message: str) -> str:
-    """Pydantic's sentence in the words of a YAML file."""
+    """Pydantic's message in the terms of YAML."""
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", message)
     return message.replace("Input should be", "must be").replace("Input should", "must")
 

@@ -1,6 +1,7 @@
-"""The Serve config that Quire runs with, built in: `quire serve MODEL` runs it, `quire config show` prints it.
+"""The built-in Serve config: `quire serve MODEL` runs it, and `quire config show` prints it.
 
-`cluster.yaml` and `k8s/` hold the same settings with comments; tests compare them. `ray_settings` has Ray's variables.
+`cluster.yaml` and `k8s/` hold the same settings with comments; tests compare them. `ray_settings.py` has Ray's
+environment variables.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ def default_config(
     http_port: int = 8000,
     grpc_port: int = 9000,
 ) -> dict[str, Any]:
-    """A Serve config of one application, as plain data.
+    """Build a Serve config of one application, as plain data.
 
     Parameters
     ----------
     args
-        Of the application: fields of `AppConfig` that differ from their defaults.
+        Arguments of the application: fields of `AppConfig` that differ from their defaults.
     host
-        Address on which clients are served; 127.0.0.1 is this machine only.
+        Address to listen on; 127.0.0.1 serves clients on this machine only.
     """
     module = "quire.cluster.grpc.grpc_servicers"
     return {

@@ -16,7 +16,7 @@ from quire.replica import config as replica_config
 def option_field(name: str) -> Any:
     """The pydantic field of one argument of `replica.config.EngineArgs`: its default, bounds and description."""
     (field,) = (f for f in dataclasses.fields(replica_config.EngineArgs) if f.name == name)
-    return Field(field.default, **field.metadata)
+    return Field(default=field.default, **field.metadata)
 
 
 def _options() -> Any:
@@ -36,16 +36,14 @@ class EngineArgs(_options()):  # type: ignore[misc]
 
     # Options of the replica's actor, not of its engine.
     fault_injection: bool = Field(
-        False,
-        description="For tests only: requests with certain ids crash, hang or fail the engine that "
-        "runs them.",
+        default=False,
+        description="For tests only: requests with certain ids crash, hang or fail the engine that runs them.",
     )
     heartbeat_ms: int = Field(
-        100,
+        default=100,
         ge=100,
         le=1000,
-        description="Milliseconds between the first heartbeats of an idle replica; they back off "
-        "to 1000.",
+        description="Milliseconds between the first heartbeats of an idle replica; the interval grows up to 1000.",
     )
 
     @field_validator("async_batching", "cuda_graphs", mode="before")

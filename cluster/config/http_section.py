@@ -9,26 +9,26 @@ from pydantic import Field, field_validator
 from quire.cluster.config.config_problems import shortened
 from quire.cluster.config.section import Section
 
-# What browsers send as Origin: scheme and host, and the port if it is not the scheme's own.
+# The Origin header of a browser: scheme and host, and the port unless it is the scheme's default.
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
 
 
 class HttpArgs(Section):
-    """What each router's HTTP front end does."""
+    """Options of each router's HTTP front end."""
 
     keepalive_s: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         le=3600,
-        description="Seconds after which a stream without its first token sends a comment (`: keep-alive`), again and "
-        "again, so that no proxy takes the connection for dead. Its status and headers go out with the first comment, "
-        "so a later refusal is an error event. Some clients fail on any comment. 0 turns it off.",
+        description="Seconds between comments (`: keep-alive`) on a stream that has no token yet, so that proxies do "
+        "not close the connection. Status and headers are sent with the first comment, so a later refusal"
+        " is an error event. Some clients fail on any comment. 0 turns comments off.",
     )
     cors_origins: list[str] = Field(
-        [],
+        default=[],
         max_length=256,
         description="Origins of web pages whose scripts may call this API from a browser, such as "
-        "https://chat.example.com; '*' allows all pages. Browsers send no cookies. Default: none.",
+        "https://chat.example.com. '*' allows all pages. Browsers send no cookies. Default: none.",
     )
 
     @field_validator("cors_origins")

@@ -1,9 +1,8 @@
-"""What a running application takes on in place, without a restart of anything.
+"""Options that can change while an application runs, without a restart.
 
-Serve gives all deployments a new version, and so restarts them one after the other, when anything under an
-application's `args` changes. What stands under `deployments` it applies to the running ones: `num_replicas`, and
-`user_config`, which it hands to their `reconfigure`. A `user_config` names light fields of one section of the
-arguments; fields that it does not name are as in `args`.
+If an application's `args` change, Serve gives all deployments a new version and restarts them one after the other.
+Changes under `deployments` apply to the running ones: `num_replicas`, and `user_config`, which Serve passes to their
+`reconfigure`. A `user_config` holds light fields of one section of the arguments; all other fields are as in `args`.
 
     deployments:
       - name: Replica           # light fields of `engine`
@@ -15,7 +14,7 @@ arguments; fields that it does not name are as in `args`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -61,17 +60,17 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def engine_section(args: EngineArgs, user_config: Any, path: str = "user_config") -> EngineArgs:
-    """`args` with what `user_config` says; see `_merge`."""
+    """Return `args` with the changes of `user_config`; see `_merge`."""
     return _merge(args, ENGINE_FIELDS, user_config, path)
 
 
 def router_section(args: RouterArgs, user_config: Any, path: str = "user_config") -> RouterArgs:
-    """`args` with what `user_config` says; see `_merge`."""
+    """Return `args` with the changes of `user_config`; see `_merge`."""
     return _merge(args, ROUTER_FIELDS, user_config, path)
 
 
 def problems(config: AppConfig, deployment: Any, path: str) -> list[Problem]:
-    """What is wrong with one entry under `deployments` of a Quire application.
+    """Find the problems of one entry under `deployments` of a Quire application.
 
     Parameters
     ----------
@@ -80,12 +79,12 @@ def problems(config: AppConfig, deployment: Any, path: str) -> list[Problem]:
     deployment
         The entry, as read from YAML.
     path
-        Where it stands in the file: `applications[0].deployments[1]`.
+        Path of the entry in the file: `applications[0].deployments[1]`.
     """
     if not isinstance(deployment, dict):
         return []
     user_config = deployment.get("user_config")
-    merge = {
+    merge: dict[str, Callable[[str], object]] = {
         "Replica": lambda where: engine_section(config.engine, user_config, where),
         "Router": lambda where: router_section(config.router, user_config, where),
     }
@@ -96,7 +95,7 @@ def problems(config: AppConfig, deployment: Any, path: str) -> list[Problem]:
     if deployment.get("ray_actor_options") is not None:
         section = f"{name.lower()}_resources"
         where = join_path(path, "ray_actor_options")
-        # Serve would put it in place of all options that `build` gives, the variables of the process among them.
+        # Serve would replace all options that `build` gives, including the environment variables.
         found.append(Problem(where, f"give {section} under args instead"))
     if user_config is not None:
         try:
@@ -107,12 +106,12 @@ def problems(config: AppConfig, deployment: Any, path: str) -> list[Problem]:
 
 
 def _merge(args: AnySection, light: tuple[str, ...], user_config: Any, path: str) -> AnySection:
-    """A section of the arguments with other values of some of its light fields.
+    """Return a section of the arguments with other values for some light fields.
 
     Raises
     ------
     ConfigError
-        With every problem: a field that is not light, a value out of its bounds.
+        Lists every problem: fields that are not light, values out of bounds.
     """
     if not isinstance(user_config, Mapping):
         raise ConfigError([Problem(path, f"must be a mapping, got {user_config!r}")])

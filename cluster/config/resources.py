@@ -1,4 +1,4 @@
-"""What an application reserves, and whether the nodes of a Ray cluster have it: pure arithmetic, no Ray."""
+"""Resources that an application reserves, and whether a Ray cluster has them: pure arithmetic, no Ray."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.scaling_sections import ReplicaResources, RouterResources
+from quire.replica.config import Device
 
 _GIB = 1024**3
 _NAMES = {"CPU": "CPU", "GPU": "GPU", "memory": "GiB of memory"}
@@ -14,35 +15,35 @@ _NAMES = {"CPU": "CPU", "GPU": "GPU", "memory": "GiB of memory"}
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What `count` copies of one kind of process reserve, each the same."""
+    """Resources that each of `count` equal processes reserves."""
 
     kind: str  # "replica" or "router"
     count: int
     each: Mapping[str, float]  # by Ray's name: CPU, GPU, memory (bytes)
 
 
-def device_of(config: AppConfig, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Where replicas compute: `auto` is a GPU if any node has one."""
+def device_of(config: AppConfig, nodes: Sequence[Mapping[str, float]]) -> Device:
+    """Device of the replicas; `auto` is a GPU if any node has one."""
     if config.device != "auto":
         return config.device
     return "cuda" if any(node.get("GPU", 0) > 0 for node in nodes) else "cpu"
 
 
 def num_gpus(config: AppConfig, device: str) -> float:
-    """GPUs of one replica."""
+    """Number of GPUs per replica."""
     if config.replica_resources.num_gpus is not None:
         return config.replica_resources.num_gpus
     return 1 if device == "cuda" else 0
 
 
 def reserved(resources: ReplicaResources | RouterResources, gpus: float = 0) -> dict[str, float]:
-    """What one process reserves, by Ray's names."""
+    """Resources of one process, by Ray's names."""
     memory = int((resources.memory_gib or 0) * _GIB)
     return {"CPU": resources.num_cpus, "GPU": gpus, "memory": memory}
 
 
 def reservations(config: AppConfig, device: str) -> tuple[Reservation, Reservation]:
-    """What the whole application reserves."""
+    """Resources of the whole application."""
     replica = reserved(config.replica_resources, num_gpus(config, device))
     return (
         Reservation("replica", config.replicas, replica),
@@ -53,12 +54,12 @@ def reservations(config: AppConfig, device: str) -> tuple[Reservation, Reservati
 def lacking(
     reservations: Sequence[Reservation], nodes: Sequence[Mapping[str, float]]
 ) -> str | None:
-    """What no node has enough of for one copy, or the whole cluster for all; None where everything fits.
+    """Describe a resource that no node has for one process, or that all nodes lack for all; None if everything fits.
 
     Parameters
     ----------
     reservations
-        Of one application.
+        The processes of one application.
     nodes
         All resources of each node, used or not.
     """

@@ -9,17 +9,17 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-# A path on the node that reads it; a leading ~ is the home of the user who runs Quire.
+# A path on the node that reads it; a leading ~ is the home folder of the user that runs Quire.
 NodePath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class Section(BaseModel):
-    """Strict: YAML has types of its own, so `"2"` for a number and `true` for 1 are mistakes."""
+    """Base of the sections. Strict, because YAML has types: `"2"` for a number or `true` for 1 is a mistake."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
     )
-    aliases: ClassVar[dict[str, str]] = {}  # other names of fields
+    aliases: ClassVar[dict[str, str]] = {}  # other name to field name
 
     @model_validator(mode="before")
     @classmethod

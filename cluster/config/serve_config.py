@@ -1,9 +1,8 @@
-"""Reading a Ray Serve config without letting a mistake through.
+"""Load a Ray Serve config and check it strictly.
 
-Ray ignores unknown keys in most of its own schema, so that a typo silently means "the default".
-This loader reads the YAML (a duplicate key is an error too), validates it with Ray's
-`ServeDeploySchema`, refuses every key that the schema does not know, and checks the `args` of each
-Quire application with `AppConfig`. It reports all problems at once.
+Ray ignores unknown keys in most of its schema, so a typo silently gives the default. This loader refuses duplicate and
+unknown keys, validates the config with Ray's `ServeDeploySchema`, and checks the `args` of each Quire application with
+`AppConfig`. It reports all problems at once.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _HIDDEN_MODELS: dict[tuple[type[BaseModel], str], type[BaseModel]] = {
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One application of a checked Serve config; `config` is None for one that is not Quire's."""
+    """One application of a checked Serve config; `config` is None if it is not a Quire application."""
 
     name: str
     route_prefix: str | None
@@ -113,7 +112,7 @@ def unknown_keys(
 ) -> Iterator[Problem]:
     """Find the keys of `data` that `model`, or a model nested in it, does not have.
 
-    Values of another shape than the model's are passed over: Ray's own validation reports them.
+    Skips values of another shape than the model's; Ray's validation reports them.
     """
     if not isinstance(data, dict):
         return
@@ -149,7 +148,7 @@ def _unknown_in_value(value: Any, annotation: Any, path: str) -> Iterator[Proble
 
 
 def _runtime_env_problems(value: Any, path: str) -> Iterator[Problem]:
-    """Ray only warns about an unknown key of a runtime_env, and only once a replica starts."""
+    """Check a runtime_env; Ray only warns about an unknown key, and only when a replica starts."""
     if not isinstance(value, dict):
         return
     known = RuntimeEnv.known_fields - {"_ray_release", "_ray_commit", "_inject_current_ray"}
@@ -179,7 +178,7 @@ def check(data: Any) -> ServeConfig:
     Raises
     ------
     ConfigError
-        With every problem found, each once.
+        Lists every problem once.
     """
     if not isinstance(data, dict):
         raise ConfigError([Problem("", f"a Serve config is a mapping, got {type(data).__name__}")])
@@ -209,7 +208,7 @@ def load(path: str | Path) -> ServeConfig:
     Raises
     ------
     ConfigError
-        If the file cannot be read, or with every problem found in it.
+        The file cannot be read, or lists every problem found in it.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -240,7 +239,7 @@ def _applications(items: Any) -> Iterator[tuple[Application, list[Problem]]]:
 
 
 def _route_problems(item: dict[str, Any], path: str) -> Iterator[Problem]:
-    """Ray checks the form of a prefix only once the application is built."""
+    """Check a route prefix; Ray checks it only when the application is built."""
     prefix = item.get("route_prefix")
     if isinstance(prefix, str) and not _ROUTE_PREFIX.fullmatch(prefix):
         rule = "must start with '/', not end with '/' unless it is '/', and hold no '{' or '}'"
@@ -248,7 +247,7 @@ def _route_problems(item: dict[str, Any], path: str) -> Iterator[Problem]:
 
 
 def _port_problems(data: dict[str, Any]) -> Iterator[Problem]:
-    """Bounds that Ray leaves to the socket call of a proxy, after the cluster has started."""
+    """Check the ports; Ray notices a bad one only when a proxy opens its socket."""
     ports = {"http_options.port": 8000, "grpc_options.port": 9000}
     for path in ports:
         section = data.get(path.partition(".")[0])
@@ -264,7 +263,7 @@ def _port_problems(data: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _first_of_each_path(problems: Iterable[Problem]) -> list[Problem]:
-    """Both this module and Ray find some mistakes; keep our wording, which comes first."""
+    """The first problem of each path: both this module and Ray find some mistakes, and this module's come first."""
     by_path: dict[str, Problem] = {}
     for problem in problems:
         by_path.setdefault(problem.path, problem)

@@ -1,4 +1,4 @@
-"""The options of `quire serve MODEL` and `quire config show MODEL`, and the Serve config that they make."""
+"""Options of `quire serve MODEL` and `quire config show MODEL`, and the Serve config that they describe."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from quire.cluster.config.default_config import default_config
 _YAML = (".yaml", ".yml", ".json")
 # Option, path in the application's args, type, help.
 _ARGS = (
-    ("--replicas", "replicas", int, "copies of the engine, one device each (default: 1)"),
-    ("--routers", "routers", int, "copies of the HTTP and gRPC front end (default: 1)"),
+    ("--replicas", "replicas", int, "number of replicas, one device each (default: 1)"),
+    ("--routers", "routers", int, "number of routers, which serve HTTP and gRPC (default: 1)"),
     ("--device", "device", str, "auto, cpu or cuda (default: auto)"),
     ("--dtype", "dtype", str, "auto, float32, bfloat16 or float16 (default: auto)"),
-    ("--max-model-len", "engine.max_model_len", int, "most tokens of prompt and output together"),
-    ("--kv-cache-gib", "engine.kv_cache_gib", float, "memory of the KV cache in GiB"),
-    ("--served-model-name", "served_model_name", str, "name that requests give as model"),
+    (
+        "--max-model-len",
+        "engine.max_model_len",
+        int,
+        "maximum tokens of prompt and output together",
+    ),
+    ("--kv-cache-gib", "engine.kv_cache_gib", float, "size of the KV cache in GiB"),
+    ("--served-model-name", "served_model_name", str, "name of the model in requests"),
     ("--revision", "revision", str, "branch, tag or commit of a Hugging Face id"),
-    ("--chat-template", "chat_template", str, "path of a Jinja file"),
+    ("--chat-template", "chat_template", str, "path of a Jinja file with the chat template"),
 )
-_PORTS = {"host": "127.0.0.1", "port": 8000, "grpc_port": 9000}
-# A person who tries a model has one machine, often with one device.
+_PORTS: dict[str, Any] = {"host": "127.0.0.1", "port": 8000, "grpc_port": 9000}
+# Defaults for trying a model on one machine, often with one device.
 _ONE_MACHINE = {"replicas": 1, "routers": 1}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add all options; none has a default here, so that those that were given can be named."""
+    """Add all options. They have no defaults here, so that `given_options` can tell which were given."""
     group = parser.add_argument_group("with a MODEL")
     for flag, path, kind, text in _ARGS:
         metavar = "TEXT" if kind is str else "N" if kind is int else "GIB"
@@ -49,24 +54,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def is_file(model: str) -> bool:
-    """Whether the word names a Serve config and not a model."""
+    """Whether the argument names a Serve config instead of a model."""
     return model.endswith(_YAML) or Path(model).is_file()
 
 
 def given_options(arguments: argparse.Namespace) -> list[str]:
-    """Options that were given and mean something with a MODEL only."""
+    """The given options that need a MODEL."""
     flags = {path: flag for flag, path, _, _ in _ARGS}
     flags |= {"host": "--host", "port": "--port", "grpc_port": "--grpc-port", "set": "--set"}
     return [flag for name, flag in flags.items() if getattr(arguments, name) is not None]
 
 
 def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The Serve config for the MODEL and the options of a command line.
+    """Build the Serve config for the MODEL and options of a command line.
 
     Raises
     ------
     ConfigError
-        With every option that cannot be used.
+        Lists every option that cannot be used.
     """
     args: dict[str, Any] = {"model": find_model(arguments.model), **_ONE_MACHINE}
     for _, path, _, _ in _ARGS:
@@ -80,9 +85,9 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
     if isinstance(args.get("chat_template"), str):
         args["chat_template"] = str(Path(args["chat_template"]).expanduser().absolute())
     AppConfig.from_args(args)
+    given = {name: getattr(arguments, name) for name in _PORTS}
     ports: dict[str, Any] = {
-        name: default if (given := getattr(arguments, name)) is None else given
-        for name, default in _PORTS.items()
+        name: default if given[name] is None else given[name] for name, default in _PORTS.items()
     }
     return default_config(
         args, host=ports["host"], http_port=ports["port"], grpc_port=ports["grpc_port"]
@@ -90,12 +95,12 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_model(word: str) -> str:
-    """`embedded`, the absolute path of a folder, or a Hugging Face id.
+    """Resolve a model name to `embedded`, the absolute path of a folder, or a Hugging Face id.
 
     Raises
     ------
     ConfigError
-        It is none of them; the message names the folder that was looked for.
+        The name is none of these; the message names the folder that does not exist.
     """
     folder = Path(word).expanduser()
     is_path = word.startswith(("/", "./", "../", "~")) or word in (".", "..")
@@ -118,7 +123,7 @@ def _put(args: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _value(item: str, text: str) -> Any:
-    """As YAML has it: 2, 0.5, true, null, [a, b] or a text."""
+    """Parse a value as YAML: 2, 0.5, true, null, [a, b] or a text."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

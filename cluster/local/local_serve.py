@@ -1,9 +1,8 @@
-"""`quire serve`: one Serve config on a Ray cluster of its own, watched until it answers.
+"""`quire serve`: run a Serve config on a new local Ray cluster and watch it.
 
-Ray's own `serve run` does the work in a child process; it never ends when a deployment fails and
-writes everything to the terminal. So its output goes to a log file, and this module watches the
-child process, Ray's status API and `/ready` of each Quire application (of any other, the proxy's
-routes):
+Ray's `serve run` does the work in a child process. It does not end when a deployment fails, and it writes everything to
+the terminal. So its output goes to a log file, and this module watches the child process, Ray's status API and `/ready`
+of each Quire application (for other applications, the proxy's routes):
 
     start child ──▶ dashboard URL in log ──▶ status API, /ready ──▶ "ready" ──▶ signal, exit 0
          │                   │                       │                 │
@@ -41,23 +40,24 @@ from quire.replica.serving.final_errors import reason_of
 LOG_TAIL_LINES = 40
 POLL_S = 0.25
 TERMINATE_S = 15.0
-# Once ready: Ray's API is asked so often, and has to say so many times in a row that every application is gone.
+# Interval of the calls to Ray's API once all is ready, and the number of calls in a row that must report every
+# application as gone.
 WATCH_S = 2.0
 WATCH_TIMES = 2
 
-# Ray's name for "a node without other nodes": the node's address is then the loopback's, and Ray's own servers listen
-# there. This Ray is of this machine alone (`serve_command`).
+# Ray's setting for a cluster of one node: the node has the loopback address, and Ray's servers listen there. The Ray
+# that `serve_command` starts is for this machine only.
 _LOOPBACK_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _DASHBOARD = re.compile(r"View the dashboard at \W*(?:\x1b\[\d+m)*(https?://[^\s\x1b]+)")
 
 
 class ServeFailed(Exception):
-    """The cluster cannot become ready, or ended; the message says why.
+    """The cluster cannot become ready, or it ended; the message says why.
 
     Parameters
     ----------
     is_clear
-        The message is the whole reason; nothing in the log adds to it.
+        Whether the message is the complete reason, so that the log's tail is not needed.
     """
 
     def __init__(self, message: str, *, is_clear: bool = False):
@@ -66,15 +66,15 @@ class ServeFailed(Exception):
 
 
 def check_room(config: ServeConfig) -> None:
-    """Refuse what this machine has not the GPUs, cores or memory for, before Ray and Serve take their time to start.
+    """Refuse applications that need more GPUs, cores or memory than this machine has, before Ray starts.
 
     Raises
     ------
     ConfigError
-        With each application that cannot be placed.
+        Lists each application that cannot be placed.
     """
     spec = ResourceAndLabelSpec()
-    # What Ray will find; it is asked in the same way by `ray.init`.
+    # The resources that `ray.init` will detect.
     machine = spec.resolve(is_head=True, node_ip_address="127.0.0.1").to_resource_dict()
     problems = []
     for app in config.applications:
@@ -93,11 +93,11 @@ class LocalServe:
     Parameters
     ----------
     config
-        What it runs, checked.
+        The checked config that it runs.
     command
         The child's command line.
     log_path
-        File that takes the child's output.
+        File for the child's output.
     status
         Maps the dashboard's URL to each application's status and message, or to None while Ray's API does not answer.
     """
@@ -115,7 +115,7 @@ class LocalServe:
         Parameters
         ----------
         out
-            Takes the few lines for the user.
+            Stream for the lines that the user sees.
         ready_timeout_s
             Seconds from the start after which an application that is not ready counts as failed.
 
@@ -123,8 +123,8 @@ class LocalServe:
         -------
         Exit status: 0 after a signal, 1 if the cluster failed.
         """
-        # Handlers before the child: a shell starts background jobs with SIGINT ignored, and what is
-        # ignored here would be ignored by the child too.
+        # Set the handlers before starting the child. A shell starts background jobs with SIGINT ignored, and the
+        # child would inherit that.
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -149,8 +149,7 @@ class LocalServe:
 
     def _start(self) -> None:
         with self.log_path.open("wb") as log:
-            # Its own session, so that Ctrl-C reaches this process only, which stops the child in
-            # order.
+            # A new session, so that Ctrl-C reaches only this process, which then stops the child in order.
             self._child = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -170,7 +169,7 @@ class LocalServe:
         self._stop.set()
 
     def _until_ready(self, out: TextIO, ready_timeout_s: float) -> None:
-        """Return when every application is ready, or when a signal came."""
+        """Return when every application is ready or a signal has arrived."""
         started_s = time.monotonic()
         ray_s = None
         bodies: dict[str, dict[str, Any]] = {}
@@ -197,7 +196,7 @@ class LocalServe:
             print(line, file=out, flush=True)
 
     def _poll(self, dashboard_url: str, bodies: dict[str, dict[str, Any]]) -> None:
-        """Add what `/ready` says of each application that became ready."""
+        """Add the body of `/ready` for each application that is ready now."""
         status = self.status(dashboard_url) or {}
         for app in self.config.applications:
             told = status.get(app.name, ApplicationStatus("NOT_STARTED"))
@@ -209,7 +208,7 @@ class LocalServe:
                 if told.state == "RUNNING" and self._is_routed(app):
                     bodies[app.name] = {}
                 continue
-            # Before that Ray's proxy would answer, by keeping the request until there is a router.
+            # Without a router, Ray's proxy would hold the request.
             if told.has_router:
                 body = fetch_ready(Endpoint.of(self.config).url(app.route_prefix, "/ready"))
                 if body is not None:
@@ -221,7 +220,7 @@ class LocalServe:
         Raises
         ------
         ServeFailed
-            The child, Ray or every application has ended without this process.
+            The child, Ray or every application has ended, although this process did not stop it.
         """
         daemons = session_daemons(self._serve_run.pid)
         dashboard_url = self._dashboard_url()
@@ -242,12 +241,14 @@ class LocalServe:
             if times_gone == WATCH_TIMES:
                 gone = ", ".join(sorted(names))
                 raise ServeFailed(
-                    f"Ray Serve has no application {gone} any more: `serve shutdown`?"
+                    f"Ray Serve no longer has the application {gone}; was it removed with `serve shutdown`?"
                 )
 
     def _is_routed(self, app: Application) -> bool:
-        """Whether a request would find the application: RUNNING speaks of its replicas only, and the
-        proxy hears of the route by a way of its own."""
+        """Whether the proxy routes requests to the application.
+
+        The state RUNNING describes replicas only; the proxy learns of routes separately.
+        """
         if app.route_prefix is None or self.config.schema.proxy_location == "Disabled":
             return True
         routes = fetch_ready(Endpoint.of(self.config).url("/", "/-/routes"))
@@ -267,14 +268,14 @@ class LocalServe:
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def _end_child(self) -> None:
-        """SIGTERM ends Ray and all its processes within seconds; what is left after `TERMINATE_S` is killed.
+        """End the child and its session: SIGTERM first, and SIGKILL after `TERMINATE_S`.
 
-        SIGINT would drain first, and Serve keeps an ingress replica for 30 s after its last
-        request, so that load balancers notice: nothing that a local run needs. Impatient further
-        signals change nothing: SIGKILL would leave Ray's daemons and HAProxy behind, holding the ports.
+        SIGTERM ends Ray and its processes within seconds. SIGINT would drain first: Serve keeps an ingress replica for
+        30 s after its last request so that load balancers notice, which a local run does not need. Further signals from
+        the user change nothing, because an early SIGKILL would leave Ray's daemons and HAProxy on the ports.
 
-        Ray gives a daemon one second to end and then kills it, so on a loaded machine its workers may
-        outlive the driver. They share the child's session whatever their process groups are.
+        Ray gives a daemon one second to end and then kills it, so on a loaded machine workers may outlive the driver.
+        They are all in the child's session.
         """
         child = self._child
         if child is None:
@@ -289,21 +290,22 @@ class LocalServe:
 
 def _kill_session(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)  # all there is to do without /proc
+        os.killpg(leader, signal.SIGKILL)
     for pid in session_pids(leader):
+        # Without /proc only the process group can be killed.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _deploy_failure(app: Application, message: str) -> ServeFailed:
-    """The reason alone where it is ours, else all that Serve says."""
+    """The reason alone if Quire gave one, otherwise Serve's whole message."""
     reason = reason_of(message)
     return ServeFailed(f"application {app.name!r}: {reason or message}", is_clear=bool(reason))
 
 
 def serve_command(path: Path) -> list[str]:
-    """`serve run` in this interpreter's environment.
+    """The command line of `serve run` in this interpreter's environment.
 
-    `--address local` starts a Ray of its own even where another one runs on the machine.
+    `--address local` starts a new Ray even if another one runs on the machine.
     """
     return [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(path)]

@@ -1,4 +1,4 @@
-"""TCP ports of a cluster on this machine: which are free, which it listens on, and who can reach them."""
+"""TCP ports of a cluster on this machine: free ports, listening ports, and the machines that can reach them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 _LISTENS = "0A"  # a state in /proc/net/tcp
 
-# What else listens in HAProxy mode (Ray's defaults): HAProxy's statistics and metrics, without which it does not start,
-# and the Python proxies to which it sends what comes while it knows of no router. Ray's proxies share a port that is
-# taken, so with two clusters on one machine each would get a part of what is meant for the other's.
+# Further ports in HAProxy mode, with Ray's defaults: HAProxy's statistics and metrics, and the Python proxies that get
+# requests while HAProxy knows no router. HAProxy does not start without the first two. Ray's proxies share a port that
+# is in use, so two clusters on one machine would receive each other's requests.
 _HAPROXY_PORTS = {
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
@@ -34,7 +34,7 @@ _HAPROXY_PORTS = {
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the HTTP proxy of a config answers on this machine."""
+    """Address of a config's HTTP proxy on this machine."""
 
     scheme: str
     host: str
@@ -52,15 +52,15 @@ class Endpoint:
 
 
 def check_ports(config: ServeConfig) -> None:
-    """Refuse a port that another process holds, which Ray would report only in a proxy's log.
+    """Refuse a port that another process uses; Ray would report it only in a proxy's log.
 
-    Two clusters in HAProxy mode on one machine need ports of their own for HAProxy's statistics and metrics and for the
-    proxies that it falls back to.
+    Two clusters in HAProxy mode on one machine need different ports for HAProxy's statistics and metrics and for the
+    fallback proxies.
 
     Raises
     ------
     ConfigError
-        With each port in use.
+        Lists each port in use.
     """
     endpoint = Endpoint.of(config)
     problems = []
@@ -92,11 +92,10 @@ def check_ports(config: ServeConfig) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nobody uses, for a cluster that is to listen on them seconds from now.
+    """Find different unused TCP ports for a cluster that will listen on them in a few seconds.
 
-    Never from the range out of which the kernel takes ports for outgoing connections and for `bind`
-    to 0: Ray opens hundreds of these while it starts, and one of them could be ours by then. Nor
-    below 20000, where Ray's own workers listen.
+    The ports are outside of the kernel's range for outgoing connections and for `bind` to port 0, because Ray opens
+    hundreds of those while it starts. They are at least 20000, because Ray's workers listen below.
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(range(20_000, 32_768), 1000):
@@ -109,10 +108,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def listeners(session: int) -> set[tuple[str, int]]:
-    """Address and TCP port of all that a session's processes listen on, by Linux' /proc; none are found elsewhere."""
+    """Addresses and TCP ports on which a session's processes listen, from Linux' /proc; empty on other systems."""
     sockets = set()
     for pid in session_pids(session):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             for link in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     sockets.add(os.readlink(link))
@@ -127,14 +126,14 @@ def listeners(session: int) -> set[tuple[str, int]]:
 
 
 def _address(digits: str) -> str:
-    """The kernel writes an address as words of 32 bits in the machine's byte order."""
+    """Parse an address of /proc/net/tcp: 32-bit words in the machine's byte order."""
     words = (int(digits[i : i + 8], 16) for i in range(0, len(digits), 8))
     ip = ipaddress.ip_address(b"".join(socket.htonl(word).to_bytes(4, "big") for word in words))
     return str(getattr(ip, "ipv4_mapped", None) or ip)
 
 
 def listening_lines(found: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Which ports are open to whom, for the user."""
+    """Lines for the user: the open ports by the machines that can reach them."""
     ports: dict[str, set[int]] = {}
     for address, port in sorted(found):
         ip = ipaddress.ip_address(address)

@@ -1,22 +1,22 @@
-"""The processes of a session, by Linux' /proc: all that a child process has started, whatever became of it."""
+"""Processes of a session, from Linux' /proc: every process that a child process has started, orphans included."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
 
-# Without one of these Ray does nothing more, while `serve run` and the dashboard stay.
+# If one of these ends, Ray stops working, but `serve run` and the dashboard keep running.
 RAY_DAEMONS = frozenset({"raylet", "gcs_server"})
 
 
 def session_pids(session: int) -> list[int]:
-    """The processes of a session that have not ended, by Linux' /proc; none are found elsewhere."""
+    """Ids of a session's running processes, from Linux' /proc; empty on other systems."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The command's name, in parentheses, may contain anything; fields from the third on follow.
+            # The command's name, in parentheses, may contain any character; the third field follows it.
             state, _, _, of_session = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended
             continue
         if int(of_session) == session and state not in "ZX":
             pids.append(int(stat.parent.name))
@@ -27,7 +27,7 @@ def session_daemons(session: int) -> dict[int, str]:
     """Names of Ray's daemons in a session, by process id."""
     found = {}
     for pid in session_pids(session):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             name = Path(f"/proc/{pid}/comm").read_text().strip()
             if name in RAY_DAEMONS:
                 found[pid] = name

@@ -1,4 +1,4 @@
-"""What a running Serve says of itself over HTTP: `/ready` of an application, and Ray's REST API."""
+"""HTTP calls to a running Serve: `/ready` of an application, and Ray's REST API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-# Refused, reset, a status other than 2xx; not HTTP; not JSON.
+# Connection refused or reset, a status other than 2xx, not HTTP, not JSON.
 _NO_ANSWER = (OSError, HTTPException, ValueError)
 
 
@@ -28,7 +28,7 @@ def fetch_ready(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
 
 
 def _loopback_context(url: str) -> ssl.SSLContext | None:
-    """For the child's own certificate, asked for over the loopback: there is nothing to verify it against."""
+    """Accept any certificate: the child's own certificate is fetched over the loopback, and there is no CA for it."""
     if not url.startswith("https:"):
         return None
     context = ssl.create_default_context()
@@ -47,32 +47,32 @@ def answers(url: str) -> bool:
 
 
 def asks_for_token() -> bool:
-    """Whether the Ray that this process has started asks for a token."""
+    """Whether the Ray that this process has started requires a token."""
     return bool(ray_auth_header(os.environ))
 
 
 def ray_auth_header(environ: Mapping[str, str]) -> dict[str, str]:
-    """The header that Ray's REST API wants, by Ray's own rules for where its token is.
+    """The header for Ray's REST API; finds the token where Ray does.
 
-    `serve run` makes the token on a machine's first run, after Ray's client library has settled for
-    this process that there is none; so it is read again here.
+    On a machine's first run, `serve run` creates the token after Ray's client library in this process has looked for
+    it, so this function reads it again.
     """
     if "RAY_AUTH_TOKEN" in environ:
         return {"Authorization": f"Bearer {environ['RAY_AUTH_TOKEN']}"}
     path = environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
     try:
         return {"Authorization": f"Bearer {Path(path).read_text().strip()}"}
-    except OSError:  # RAY_AUTH_MODE=disabled: no token, none wanted
+    except OSError:  # RAY_AUTH_MODE=disabled: no token is needed
         return {}
 
 
 def serve_details(dashboard_url: str, timeout_s: float = 10.0) -> dict[str, Any]:
-    """What Ray's REST API says of Serve and its applications.
+    """Fetch the state of Serve and its applications from Ray's REST API.
 
     Raises
     ------
     OSError, HTTPException, ValueError
-        It does not answer, or not with JSON.
+        There is no answer, or it is not JSON.
     """
     url = f"{dashboard_url.rstrip('/')}/api/serve/applications/"
     request = urllib.request.Request(url, headers=ray_auth_header(os.environ))
@@ -82,11 +82,11 @@ def serve_details(dashboard_url: str, timeout_s: float = 10.0) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ApplicationStatus:
-    """What Serve says of one application."""
+    """Serve's status of one application."""
 
     state: str  # RUNNING, DEPLOYING, DEPLOY_FAILED, ...
-    message: str = ""  # the application's and its deployments', each once
-    has_router: bool = False  # one of Quire's routers takes requests
+    message: str = ""  # messages of the application and its deployments, each once
+    has_router: bool = False  # whether a router of Quire accepts requests
 
 
 def application_status(
@@ -95,7 +95,7 @@ def application_status(
     """Status of each application, from Ray's REST API; None while it does not answer."""
     try:
         details = serve_details(dashboard_url, timeout_s)
-    except _NO_ANSWER:  # the dashboard answers some seconds after its URL is printed
+    except _NO_ANSWER:  # the dashboard starts to answer some seconds after its URL is printed
         return None
     status = {}
     for name, app in details.get("applications", {}).items():

@@ -1,4 +1,4 @@
-"""What `quire serve` prints once everything answers: time, engines, who can reach which port, a request to paste."""
+"""Lines that `quire serve` prints when all is ready: times, engines, open ports, a request to paste."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def dashboard_lines(url: str) -> Iterator[str]:
-    """Where Ray's dashboard is, and what it and Ray's own commands ask for."""
+    """The URL of Ray's dashboard, and how to get its token."""
     yield f"Ray dashboard: {url}"
     if asks_for_token():
         yield (
-            "it asks for a token: `ray get-auth-token` prints it; Ray's commands (`serve status`) read it with "
+            "it requires a token: `ray get-auth-token` prints it; Ray's commands (`serve status`) read it with "
             "`export RAY_AUTH_MODE=token`"
         )
 
@@ -31,14 +31,14 @@ def ready_lines(
     seconds: Mapping[str, float],
     listeners: Iterable[tuple[str, int]],
 ) -> Iterator[str]:
-    """Everything that matters, the request to paste last.
+    """All lines, with the request to paste last.
 
     Parameters
     ----------
     bodies
-        What `/ready` said of each application; empty for one that is not Quire's.
+        Body of `/ready` by application; empty for an application that is not Quire's.
     seconds
-        `total` since the start, and `Ray` of these until Ray ran.
+        `total`: since the start. `Ray`: the part until Ray ran.
     """
     phases = [f"Ray {seconds['Ray']:.1f} s"]
     phases.append(f"Serve and applications {seconds['total'] - seconds['Ray']:.1f} s")
@@ -63,7 +63,7 @@ def ready_lines(
 
 
 def _try_it(endpoint: Endpoint, app: Application) -> str:
-    """A command to paste that streams a chat."""
+    """A command that streams a chat."""
     if app.config is None or app.route_prefix is None:
         return app.name
     body = {

@@ -1,1 +1,1 @@
-"""What is changed in the processes of Ray Serve's proxies."""
+"""Settings of Ray Serve's processes, and changes to its proxies."""

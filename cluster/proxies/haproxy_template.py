@@ -1,11 +1,12 @@
 """Changes to the HAProxy configuration that Ray Serve writes: pure text, no Ray.
 
-Ray renders HAProxy's configuration from a Jinja template of its own and has variables for a part of it only. This
-module inserts what has no variable: time limits for requests that never arrive, the address of statistics and
-metrics, an answer for the time without routes, and a bound on the HTTP methods that become label values.
+Ray renders HAProxy's configuration from its own Jinja template, and only a part of it has variables. This module adds
+settings without a variable: time limits for requests that never arrive, the address of statistics and metrics, an
+answer while there are no routes, and a bound on the HTTP methods that become label values.
 
-Each change names the text of Ray's template that it needs. `adapt` makes the changes that fit and returns the others,
-so another version of Ray loses a protection and not the proxy; a test holds all of them to the installed version.
+Each change names the text of Ray's template that it replaces. `adapt` makes the changes that fit and returns the
+others, so with another version of Ray a protection may be missing but the proxy still works. A test checks all changes
+against the installed version.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-# Every method that an application may want. Any other gets status 501 and is counted as OTHER.
+# Methods that an application may use. Any other method gets status 501 and counts as OTHER.
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 RETRY_AFTER_S = 1  # HAProxy learns of new routes within a second
 UNAVAILABLE = "no router is known to the proxy yet, or none answers; try again"
@@ -21,10 +22,10 @@ UNAVAILABLE = "no router is known to the proxy yet, or none answers; try again"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the template needs beside Ray's own variables."""
+    """Values for the template that Ray has no variables for."""
 
-    # From a connection to its first request, and from the first byte of a request to the end of its header. After the
-    # header the body has as long again, or as much of it as fits one buffer of HAProxy.
+    # Time from a connection to its first request, and from the first byte of a request to the end of its header. After
+    # the header, the body (or the part that fits one buffer of HAProxy) has the same time again.
     request_timeout_s: int = 10
 
 
@@ -49,7 +50,7 @@ def changes(limits: Limits) -> tuple[Change, ...]:
             "    option log-health-checks\n",
             "    option log-health-checks\n"
             f"    timeout http-request {limits.request_timeout_s}s\n"
-            # The last value of x-forwarded-for is then the address that HAProxy itself has seen.
+            # The last value of x-forwarded-for is then the address of HAProxy's peer.
             "    option forwardfor\n",
         ),
         Change(
@@ -102,7 +103,7 @@ def changes(limits: Limits) -> tuple[Change, ...]:
             "    mode http\n",
             "    bind {{ config.grpc_frontend_host }}:{{ config.grpc_frontend_port }} proto h2\n"
             "    mode http\n"
-            # A client of reflection sends messages for as long as it has questions.
+            # A reflection client sends messages at any time during the stream.
             f"    http-request wait-for-body time {limits.request_timeout_s}s"
             " if !{ path_beg /grpc.reflection. }\n",
         ),

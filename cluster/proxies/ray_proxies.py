@@ -1,12 +1,12 @@
-"""What Quire changes in the processes of Ray Serve: HAProxy's configuration and where gRPC listens.
+"""Changes to the processes of Ray Serve: HAProxy's configuration and the addresses of gRPC servers.
 
-`cluster.yaml` names `set_up` in an environment variable, and Ray calls it when a process of the Serve controller, of a
-proxy, a router or a replica starts, before that process reads its settings. It sets those that the file does not give
-(`ray_settings`), and changes what Ray has no settings for:
+`cluster.yaml` names `set_up` in an environment variable. Ray calls it at the start of each process (Serve controller,
+proxy, router, replica), before the process reads its settings. It sets the variables that the file does not give
+(`ray_settings`), and changes two things that Ray has no settings for:
 
 - a part of HAProxy's configuration (`haproxy_template`);
-- the address on which a gRPC server listens: every interface, although the HTTP server beside it listens where
-  `http_options.host` says, and although a node with the loopback's address has no other nodes.
+- the listening address of gRPC servers. Ray's gRPC servers listen on all interfaces, even if `http_options.host` is the
+  loopback, and even if the node's address is a loopback address and no other node exists.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from quire.replica.serving.final_errors import MARK, reason_of
 
 logger = logging.getLogger("ray.serve")
 
-# HAProxy does not start if it may not open so many files: two sockets for each connection, a pipe of two ends for every
-# fourth one, and some of its own.
+# HAProxy does not start if its limit of open files is too low. It needs two sockets per connection, a pipe with two
+# ends for every fourth connection, and some files of its own.
 _FILES_PER_CONNECTION = 2.5
 _OTHER_FILES = 500
 LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "[::1]"}
@@ -38,7 +38,7 @@ _ALL_INTERFACES = "[::]"
 
 
 def set_up() -> None:
-    """Change this process; Ray ends a process in which this raises."""
+    """Apply all changes to this process. If this raises, Ray ends the process."""
     set_serve_defaults(os.environ)
     fit_connections()
     _adapt_haproxy()
@@ -47,7 +47,7 @@ def set_up() -> None:
 
 
 def fit_connections() -> None:
-    """Lower the number of connections to what the limit of open files leaves."""
+    """Lower the number of connections to fit the limit of open files."""
     if MAX_CONNECTIONS_VARIABLE not in os.environ:
         return
     wanted = int(os.environ[MAX_CONNECTIONS_VARIABLE])
@@ -56,7 +56,7 @@ def fit_connections() -> None:
     if most_files == resource.RLIM_INFINITY or wanted <= fitting:
         return
     logger.debug(
-        "HAProxy takes %d connections and not %d: it may open %d files (ulimit -Hn)",
+        "HAProxy accepts %d connections instead of %d because it may open %d files (ulimit -Hn)",
         fitting,
         wanted,
         most_files,
@@ -65,7 +65,7 @@ def fit_connections() -> None:
 
 
 def runs_haproxy() -> bool:
-    """Whether the controller runs HAProxy, by the environment that the processes it starts inherit."""
+    """Whether the controller runs HAProxy, by the environment that its processes inherit."""
     return os.environ.get(HAPROXY_VARIABLE) == "1"
 
 
@@ -77,13 +77,13 @@ def _adapt_haproxy() -> None:
     template, missed = adapt(haproxy_templates.HAPROXY_CONFIG_TEMPLATE, limits)
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template
     for purpose in missed:
-        logger.warning("this version of Ray renders HAProxy's configuration without %s", purpose)
+        logger.warning("HAProxy runs without %s: this version of Ray has another template", purpose)
 
 
 class GrpcAddress:
-    """Makes a gRPC server of Serve listen on the loopback if the HTTP server of its process does.
+    """Lets a gRPC server of Serve listen on the loopback if the HTTP server of its process does.
 
-    Serve starts the HTTP server first, and asks `is_ipv6` for the family of its address.
+    Serve starts the HTTP server first and calls `is_ipv6` with its address.
     """
 
     def __init__(self, is_ipv6: Callable[[str], bool], add_address: Callable[[Any, str], Any]):
@@ -92,22 +92,22 @@ class GrpcAddress:
         self._host: str | None = None
 
     def is_ipv6(self, http_host: str) -> bool:
-        """In place of the `is_ipv6` of Serve's `http_util`."""
+        """Replaces `is_ipv6` in Serve's `http_util`."""
         self._host = LOOPBACK.get(http_host)
         return self._is_ipv6(http_host)
 
     def add_address(self, server: Any, address: str) -> None:
-        """In place of Serve's `add_grpc_address`."""
+        """Replaces Serve's `add_grpc_address`."""
         if self._host is not None:
             address = address.replace(_ALL_INTERFACES, self._host)
         self._add_address(server, address)
 
 
 def bind_grpc() -> None:
-    """For the gRPC servers that Serve starts in this process from now on.
+    """Change the address of gRPC servers that Serve starts in this process later.
 
-    These names are replaced where they are looked up when they are called: Ray sends the classes of its proxies, with
-    the functions that they name, from one process to another.
+    The functions are replaced in the modules in which they are looked up at call time, because Ray sends the classes of
+    its proxies, with the functions that they reference, to other processes.
     """
     from ray.serve._private import default_impl, http_util, replica
 
@@ -117,7 +117,7 @@ def bind_grpc() -> None:
     add_port = replica.add_port_to_grpc_server
 
     def add_internal_port(server: Any, address: str) -> int:
-        """For calls between deployments: where no other node can be, on the loopback."""
+        """The port for calls between deployments: on the loopback if the cluster cannot have other nodes."""
         import ray
 
         host = LOOPBACK.get(ray.util.get_node_ip_address())
@@ -127,10 +127,10 @@ def bind_grpc() -> None:
 
 
 def end_final_failures() -> None:
-    """In the controller: a replica that can never start is not tried again, and its reason is the deployment's status.
+    """In the controller: do not retry a replica that can never start, and report its reason as the deployment's status.
 
-    Serve makes three attempts for each replica, whatever the error, and reports a traceback. A version that has run
-    before keeps its attempts: it may lack memory that comes free.
+    Serve makes three attempts per replica for any error and reports a traceback. A version that has run before keeps
+    its attempts, because it may only lack memory that becomes free.
     """
     from ray.serve._private.deployment_state import DeploymentState
 
@@ -139,7 +139,7 @@ def end_final_failures() -> None:
     final_reasons: weakref.WeakKeyDictionary[DeploymentState, str] = weakref.WeakKeyDictionary()
 
     def failed_to_start_threshold(self: DeploymentState) -> int:
-        # A new deployment of the same name clears the message.
+        # Deploying the same name again clears the message.
         is_final = self._replica_failure_message == final_reasons.get(self, ())
         return 1 if is_final else attempts.fget(self)
 
@@ -147,7 +147,7 @@ def end_final_failures() -> None:
         reason = reason_of(error_msg)
         if reason is not None and not self._replica_has_started:
             final_reasons[self] = MARK + reason
-        # The mark stays: `quire serve` then knows that this is the whole reason.
+        # The mark tells `quire serve` that this is the complete reason.
         record(self, error_msg if reason is None else MARK + reason)
 
     DeploymentState._failed_to_start_threshold = property(failed_to_start_threshold)
@@ -155,7 +155,7 @@ def end_final_failures() -> None:
 
 
 def open_ports() -> str | None:
-    """A warning if anyone who reaches this Ray cluster can run code in it; None if nothing is open."""
+    """A warning if any client that reaches this Ray cluster can run code in it; None otherwise."""
     import ray
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
@@ -163,7 +163,7 @@ def open_ports() -> str | None:
     if is_token_auth_enabled() or address in LOOPBACK:
         return None
     return (
-        f"this Ray cluster asks for no token and listens on {address}: anyone who reaches the ports of Ray (GCS 6379, "
-        "dashboard and jobs 8265, nodes, workers, calls between Serve's replicas) can run code in it, since Ray "
-        "unpickles what it receives there. Start every node with RAY_AUTH_MODE=token, or close these ports to others"
+        f"this Ray cluster requires no token and listens on {address}: any client that reaches Ray's ports (GCS 6379, "
+        "dashboard and jobs 8265, nodes, workers, calls between Serve's replicas) can run code in it, because Ray "
+        "unpickles the data that it receives there. Start every node with RAY_AUTH_MODE=token, or block these ports"
     )

@@ -23,7 +23,7 @@ in order; level 2 merges these results in order::
 
 A row's bits depend on its own keys only, not on the batch, the grid, the order of completion or the slots.
 
-Shared prefixes (cascade). Rows whose block tables begin with the same blocks share the items of these splits. One row
+Shared prefixes (cascade). Rows with the same first blocks in their tables share the items of these splits. One row
 uses `group` of the tile's 16 lanes, so up to 16 // group rows fit, and the keys are loaded once for all. A lane's
 arithmetic does not depend on the other lanes, and partial results go to the same slots, so the bits are the same.
 
@@ -105,11 +105,11 @@ def _decode_kernel(
             other=0.0,
         )
 
-        total_m, total_l, total_acc = _nothing(SUBTILE, HEAD_PAD)
+        total_m, total_l, total_acc = _empty_state(SUBTILE, HEAD_PAD)
         for first in range(first_split, end_split, MERGE_SPLITS):
-            group_m, group_l, group_acc = _nothing(SUBTILE, HEAD_PAD)
+            group_m, group_l, group_acc = _empty_state(SUBTILE, HEAD_PAD)
             for split in range(first, tl.minimum(first + MERGE_SPLITS, end_split)):
-                m, l, acc = _nothing(SUBTILE, HEAD_PAD)
+                m, l, acc = _empty_state(SUBTILE, HEAD_PAD)
                 low = tl.maximum(split * SPLIT, begin // TILE * TILE)
                 high = tl.minimum(split * SPLIT + SPLIT, end)
                 for start in range(low, high, TILE):
@@ -155,7 +155,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _empty_state(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(m, l, acc) before the first key."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     return m, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -170,7 +170,7 @@ def _merge_slots(
 
     `slot`, `count` (at most `most`) and `head` are [LANES] each; lanes are independent.
     """
-    m, l, acc = _nothing(LANES, DIMS)
+    m, l, acc = _empty_state(LANES, DIMS)
     for begin in range(0, most, UNROLL):
         # Issue all loads of a round before its first merge, so that they overlap.
         m_next = ()

@@ -5,10 +5,10 @@ Online softmax over tiles of keys in base 2, f = scale * log2(e)::
     s_j = f * q.k_j          m' = max(m, max_j s_j)         a = 2^(m - m')
     p_j = 2^(s_j - m')       l' = a * l + sum_j p_j         o' = a * o + sum_j p_j v_j
 
-Soft-cap replaces f * q.k by log2(e) * c * tanh(scale * q.k / c). A sink is one more logit whose value vector is
-zero: it is added to l once, at the end of the row; the output is o = o' / l'.
+Soft-cap replaces f * q.k by log2(e) * c * tanh(scale * q.k / c). A sink is one more logit with a value vector of
+zeros: it is added to l once, at the end of the row; the output is o = o' / l'.
 
-Every multiply-add whose rounding the compiler could choose is an explicit `fma`; the kernels are compiled without
+Every multiply-add is an explicit `fma` if the compiler could choose its rounding; the kernels are compiled without
 fusion of any other. A key that a query does not see adds an exact zero. So a row's bits depend neither on the other
 rows of its tile nor on how far the loop runs beyond the row's own keys.
 

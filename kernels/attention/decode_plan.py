@@ -75,7 +75,7 @@ def _find_runs_kernel(
 ):  # fmt: skip
     """Find the splits that row i = program_id shares with other rows, and write the runs that it leads.
 
-    Writes `num_shared` (splits that row i shares), `num_led` (shared splits of which row i leads the run) and, at each
+    Writes `num_shared` (splits that row i shares), `num_led` (shared splits where row i leads the run) and, at each
     of its slots, [ITEM_ROWS] rows of the run, -1 for none. The first entry is -1 where another row is the leader.
     """
     BLOCKS: tl.constexpr = (SPLIT + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -279,7 +279,7 @@ def allocate_decode_workspace(
     window, chunk
         Keys that a query sees, its own included, or tokens of a chunk of local attention; at most one of the two.
     share_prefixes
-        Let rows whose block tables begin with the same blocks read them together, with the same bits. Has no effect
+        Let rows with the same first blocks in their tables read these together, with the same bits. Has no effect
         with more than 8 query heads for each KV head, where one row fills a tile.
     config
         Replaces the configuration from `quire.kernels.tuning`.

@@ -58,7 +58,7 @@ class PagedAttention:
     window, chunk
         Keys that a query sees, its own included, or tokens of a chunk of local attention; None: all keys.
     share_prefixes
-        On a GPU, without window and chunk: decode rows whose block tables begin with the same blocks read them
+        On a GPU, without window and chunk: decode rows with the same first blocks in their tables read these
         together, with the same bits. On the CPU they always do.
     uniform
         On a GPU: give decoded and prefilled tokens the same bits. On the CPU they always have.

@@ -125,9 +125,8 @@ class NativePlan:
     tiles: np.ndarray  # [query tiles, 7] int64, `struct query_tile`
     units: np.ndarray  # [units, 3] int64, `struct work_unit`
     partials: np.ndarray  # [partials, floats] float32, results of splits
-    missing: (
-        np.ndarray
-    )  # [query tiles * kv_heads] int32, splits of a tile that are not yet computed
+    # [query tiles * kv_heads] int32, splits of a tile that are not yet computed
+    missing: np.ndarray
     scratch: np.ndarray  # [threads, bytes] uint8
     cache_shape: torch.Size
     num_heads: int
@@ -312,8 +311,7 @@ def plan(
 def _most_rows(library: native_library.NativeLibrary, dtype: torch.dtype) -> int:
     """Most rows of a query tile.
 
-    With more rows the cost of packing keys is shared by more of them. This pays with AMX, whose products are so fast
-    that packing counts.
+    More rows share the cost of packing keys. This pays with AMX, where products are so fast that packing counts.
     """
     has_matrix_registers = library.best_isa == native_library.ISAS.index("amx_bf16")
     return MAX_ROWS if has_matrix_registers and dtype == torch.bfloat16 else UNIT_ROWS

@@ -12,7 +12,7 @@ is a short loop of additions to prefixes::
     query tile    A    B    C          jobs   A0 B0 C0 | A1 B1 | A2
     KV tiles      3    2    1          acc   [A  B  C] += jobs 0..2;  [A B] += jobs 3..4;  [A] += job 5
 
-A row's result does not depend on the batch, for these reasons. The products have a fixed shape whose height is a
+A row's result does not depend on the batch, for these reasons. The products have a fixed shape; its height is a
 multiple of four (for another height MKL takes another kernel, with another order of additions). The maximum is exact.
 The sums over tiles run in the order of the positions, and a tile that a query does not see adds an exact zero. All else
 is element-wise. One property depends on the matrix library: whether the product of a row is the same in a tile of
@@ -37,9 +37,8 @@ from quire.kernels.cpu.attention_span import first_key, query_rows
 
 TILE_TOKENS = 128  # least tokens of a KV tile
 PREFILL_ROWS = 64  # rows of a prefill query tile: query tokens x heads of a KV group
-_GATHER_BYTES = (
-    2 << 20
-)  # gathered K, and as much V, of one group of decode rows; it should stay in the L2 cache
+# Gathered K, and as much V, of one group of decode rows; it should stay in the L2 cache
+_GATHER_BYTES = 2 << 20
 _HEIGHT_STEP = 4  # the heights of all products are multiples of this
 
 
@@ -63,9 +62,8 @@ class _Group:
     kv_rows: torch.Tensor  # [J * kv_heads * blocks of a tile] int64, rows of the flat cache
     num_queries: int  # q
     edge: torch.Tensor  # [E] int64, jobs with a key that some query does not see
-    hidden: (
-        torch.Tensor
-    )  # [E, 1 or height of the query tile, tile] bool, the unseen keys of the jobs in `edge`
+    # [E, 1 or height of the query tile, tile] bool, the unseen keys of the jobs in `edge`
+    hidden: torch.Tensor
     blank_rows: torch.Tensor  # [B] int64, rows of V [J * kv_heads * tile, head_dim] without a key
 
 
@@ -320,9 +318,8 @@ def _attend(
         scores.index_select(0, group.edge).masked_fill_(group.hidden[:, None], float("-inf")),
     )
 
-    top = _over_tiles(
-        scores.amax(-1), group.num_tile_queries, torch.maximum
-    )  # [Q, kv_heads, height]
+    # Maximum of each row, [Q, kv_heads, height].
+    top = _over_tiles(scores.amax(-1), group.num_tile_queries, torch.maximum)
     if sinks is not None:
         sink_rows = _sink_rows(sinks, num_queries, height)
         top = torch.maximum(top, sink_rows)

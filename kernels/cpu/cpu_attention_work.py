@@ -4,7 +4,7 @@
     trunk        the tokens of several tiles whose rows share their first blocks (a cascade): these keys are read once
                  for all tiles; then each tile continues alone, as a branch, from the state that the trunk has reached
     work unit    a query tile, or a trunk with its branches, with all their keys; or, if there are too few units for the
-                 threads, one split of 512 keys, whose result is stored as a partial and merged
+                 threads, one split of 512 keys; its result is stored as a partial and merged
     item         a work unit and one KV head, or several heads where the keys are not packed; threads take items, the
                  most expensive first, until none is left
 

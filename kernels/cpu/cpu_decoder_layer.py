@@ -58,9 +58,8 @@ class LayerParts:
 
     attention_norm: NormPart
     qkv: ProductPart
-    head_norms: (
-        tuple[NormPart, NormPart] | None
-    )  # norms of each head of q and of k, with the same eps
+    # Norms of each head of q and of k, with the same eps.
+    head_norms: tuple[NormPart, NormPart] | None
     num_heads: int
     scale: float
     softcap: float | None
@@ -110,7 +109,7 @@ class LayerStep:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tokens of a step whose results are needed, if these are not all tokens."""
+    """The tokens of a step that need results, if these are not all tokens."""
 
     tokens: torch.Tensor  # [selected] int64, each token at most once
     plan: NativePlan  # plan of these tokens alone, in this order
@@ -274,7 +273,7 @@ class PreparedLayer:
     def run_timed(
         self, x: int, out: int, step: LayerStep, isa: str | None
     ) -> tuple[dict[str, float], int]:
-        """Run the layer from address `x` to address `out`; return seconds by part and the rows outside the pages."""
+        """Run the layer from address `x` to address `out`; return seconds by part and the rows outside the cache."""
         self._attention_norm.x = self._output.residual = x
         self._down.out = out
         self._rotate.step, self._attention.plan = step.tables, step.plan.part
@@ -297,7 +296,7 @@ class PreparedLayer:
     ) -> tuple[torch.Tensor, int]:
         """Run the layer for x [tokens, hidden], which `check` has accepted, with results for the selection alone.
 
-        Returns [selected, hidden] and the number of rows outside the pages.
+        Returns [selected, hidden] and the number of rows outside the cache.
         """
         writing, reading = self._halves
         self.place(len(x), workspace)

@@ -77,7 +77,7 @@ class LayerStack:
         ValueError
             A shape, dtype or stride does not match, or the step has another number of tokens or other heads.
         IndexError
-            A row is outside the pages.
+            A row is outside the cache.
         """
         last = self._layers[-1]
         last.check(x, step)
@@ -107,7 +107,7 @@ class LayerStack:
         workspace: Workspace,
         isa: str | None,
     ) -> int:
-        """Run the first `count` layers; return the number of rows outside the pages."""
+        """Run the first `count` layers; return the number of rows outside the cache."""
         for layer in self._layers[:count]:
             layer.place(step.tables.tokens, workspace)
         if workspace.on_times is None:

@@ -10,7 +10,7 @@ are stored only once.
     weight = PackedWeight.pack([w_q, w_k, w_v], 4096)      # once; columns of all parts
     out = packed_linear(x, weight)
 
-bfloat16 weights are stored in 12 bits each, without loss, if nearly all of them allow it (`weight_code.py`): three
+bfloat16 weights are stored in 12 bits each, without loss, if nearly all weights allow it (`weight_code.py`): three
 quarters of the bytes, and the same bits of every result.
 
 With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), with one scale for each output feature:
@@ -170,8 +170,8 @@ class PackedWeight:
     @property
     def num_bytes(self) -> int:
         """Bytes in memory, padding of the last panel included."""
-        beside = 0 if self.scales is None else self.scales.nbytes
-        return self.data.nbytes + beside + (0 if self.code is None else self.code.num_bytes)
+        scale_bytes = 0 if self.scales is None else self.scales.nbytes
+        return self.data.nbytes + scale_bytes + (0 if self.code is None else self.code.num_bytes)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up rows of the weight, as an embedding does: [*ids.shape, depth] in `dtype`.

@@ -163,7 +163,7 @@ class RotateCall(ctypes.Structure):
         )
 
     def check_rows(self) -> None:
-        """Raise IndexError if the last call had rows outside the pages."""
+        """Raise IndexError if the last call had rows outside the cache."""
         if self.outside:
             raise IndexError(f"rows: {self.outside} are not between 0 and {self.page_rows - 1}")
 
@@ -290,7 +290,7 @@ def rotate_and_write(
     ValueError
         A shape, dtype or stride is not supported.
     IndexError
-        A row is outside the pages.
+        A row is outside the cache.
     """
     _check_matrix("qkv", qkv)
     head_dim, tokens = k_pages.shape[1], qkv.shape[0]

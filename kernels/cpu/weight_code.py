@@ -62,7 +62,7 @@ class CodeCall(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class WeightCode:
-    """The tables that decode the upper bytes of a coded weight, and the steps whose upper bytes are stored uncoded."""
+    """The tables that decode the upper bytes of a coded weight, and the upper bytes of uncoded steps."""
 
     tables: torch.Tensor  # [panels, 16] uint8, the upper byte for each 4-bit code
     first: torch.Tensor  # [panels] int64, index of a panel's first entry in `apart` and `high`
@@ -133,9 +133,9 @@ class Coder:
         """Complete `coded` and `code` after the last columns. Returns whether coding saves a tenth of the bytes."""
         if self._done % PANEL_COLUMNS:
             self._run(None, self._edge, 1)
-        beside = self._used * (_STEP_WEIGHTS + 4) + len(self.coded) * (_TABLE_BYTES + 8)
+        table_bytes = self._used * (_STEP_WEIGHTS + 4) + len(self.coded) * (_TABLE_BYTES + 8)
         uncoded = self.coded.nbytes // _STEP_BYTES * 2 * _STEP_WEIGHTS
-        if self.coded.nbytes + beside > _MOST * uncoded:
+        if self.coded.nbytes + table_bytes > _MOST * uncoded:
             return False
         code, used = self.code, self._used
         self.code = WeightCode.of(

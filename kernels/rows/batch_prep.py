@@ -193,7 +193,7 @@ def gather_last_tokens(
     rows, cu_q
         [n] and [n + 1] int32, as in `prepare_batch`.
     decodes
-        [n] bool, uint8 or int32: rows whose only token was sampled by the previous step.
+        [n] bool, uint8 or int32: rows with one token, sampled by the previous step.
 
     Raises
     ------

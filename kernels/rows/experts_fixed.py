@@ -1,4 +1,4 @@
-"""Products of a mixture of experts whose rows have the same bits in every batch, without host synchronisation.
+"""Products of a mixture of experts: each row has the same bits in every batch, without host synchronisation.
 
 A pair is a token and one of the k experts chosen for it: pair p is choice p % k of token p // k. For pair p with
 expert e::
@@ -139,9 +139,8 @@ class ExpertPlan:
     num_experts: int
     num_choices: int  # experts of each token
     pairs: torch.Tensor  # [tokens * choices] int32, pairs ordered by expert
-    tiles: (
-        torch.Tensor
-    )  # [max tiles, 3] int32: expert, index of the first pair in `pairs`, number of pairs
+    # [max tiles, 3] int32: expert, index of the first pair in `pairs`, number of pairs
+    tiles: torch.Tensor
 
 
 def plan_experts(experts: torch.Tensor, num_experts: int, dtype: torch.dtype) -> ExpertPlan:

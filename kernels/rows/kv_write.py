@@ -89,7 +89,7 @@ def _store_part(ptr, offsets, x, dim, held, scale, FP8: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     out_ptr, out_offset, x_ptr, x_offset, held, weight_ptr, eps,
     cos_ptr, sin_ptr, angle, angle_count, scale,
     HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
@@ -175,7 +175,7 @@ def _kv_write_kernel(
     if part < Q_BLOCKS:
         head = part * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         held = (head < HEADS)[:, None]
-        _turn_heads(
+        _rotate_heads(
             q_out_ptr, token * stride_q_out + head * HEAD_DIM, q_ptr, token * stride_q + head * HEAD_DIM,
             held, q_weight_ptr, eps, cos_ptr, sin_ptr, angle, angle_count, ones,
             HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, GEMMA, False,
@@ -193,7 +193,7 @@ def _kv_write_kernel(
         if k_scale_ptr is not None:
             k_scale = tl.load(k_scale_ptr + head, mask=head < KV_HEADS, other=1.0)
             v_scale = tl.load(v_scale_ptr + head, mask=head < KV_HEADS, other=1.0)
-        _turn_heads(
+        _rotate_heads(
             k_cache_ptr, page, k_ptr, token * stride_k + head * HEAD_DIM,
             held, k_weight_ptr, eps, cos_ptr, sin_ptr, angle, angle_count, k_scale,
             HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, GEMMA, FP8,

@@ -1,4 +1,4 @@
-"""Matrix product whose rows have the same bits in every batch: the order of additions depends on the weight alone.
+"""Matrix product with the same bits for a row in every batch: the order of additions depends on the weight alone.
 
     out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n])          float32 accumulation
 
@@ -63,7 +63,7 @@ SUM_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The height of a tile and its launch options. None of them changes a bit."""
+    """The height of a tile and its launch options. They do not change the result's bits."""
 
     block_m: int
     num_warps: int

@@ -5,6 +5,9 @@
 The n largest are found without a sort. `quire.kernels.sampling.row_survey` lists at least n ids; then each of n rounds
 takes the next one in the order (value falling, id rising).
 
+Layout. logits [any, vocab], rows contiguous; out [rows, 1 + 2 width] float32: of the token, then `width` values and
+`width` ids (int32 bits).
+
 Bytes per row: at most 2 vocab itemsize, the second time from the L2 cache if it holds the rows that run. Instructions:
 15 for each element, and n passes over the list.
 """

@@ -15,6 +15,8 @@ distribution.
                     └── the same and the bias ───────▶  edited[e, ids[i]]        the listed ids, written again
 ```
 
+Layout. logits [S, vocab], rows contiguous; edited [E, vocab] float32; `Edits` has the others.
+
 Bytes per row: vocab (itemsize + 4), 4 vocab more with penalties, vocab / 8 more with a mask; 16 for each listed id.
 Flops: 8 per element.
 """
@@ -41,22 +43,19 @@ class Edits(NamedTuple):
     """The edits of E rows, all on one device. `masks`, `ids`, `bias` and `counts` may be empty if no row uses them."""
 
     rows: torch.Tensor  # [E] int32, rows of the logits
-    masks: (
-        torch.Tensor
-    )  # [M, ceil(vocab / 32)] int32; bit i % 32 of word i // 32 is set if id i is allowed
+    # [M, ceil(vocab / 32)] int32; bit i % 32 of word i // 32 is set if id i is allowed
+    masks: torch.Tensor
     mask_rows: torch.Tensor  # [E] int32, rows of `masks`; -1: all ids are allowed
-    starts: (
-        torch.Tensor
-    )  # [E + 1] int32: row e's list is [starts[e], starts[e + 1]) of `ids` and `bias`
+    # [E + 1] int32: row e's list is [starts[e], starts[e + 1]) of `ids` and `bias`
+    starts: torch.Tensor
     ids: torch.Tensor  # [n] int32, each id at most once in a row's list
     bias: torch.Tensor  # [n] float32
     count_rows: torch.Tensor  # [E] int32, rows of `counts`; -1: no penalties
     repetition: torch.Tensor  # [E] float32 > 0; 1 is off
     presence: torch.Tensor  # [E] float32; 0 is off
     frequency: torch.Tensor  # [E] float32; 0 is off
-    counts: (
-        torch.Tensor
-    )  # [R, vocab] int32: occurrences of each id in the output; bit 30 if the prompt has the id
+    # [R, vocab] int32: occurrences of each id in the output; bit 30 if the prompt has the id
+    counts: torch.Tensor
 
 
 # The kernels load single numbers and short lists from these pointers: specialising on alignment would not pay.

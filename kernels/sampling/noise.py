@@ -27,9 +27,8 @@ import torch
 _U64 = np.uint64
 _MASK = 0xFFFFFFFF
 _TOKEN_FACTOR = 0x9E3779B1  # 2^32 / golden ratio, odd: spreads token ids before the first mix
-_CHUNK = (
-    1 << 16
-)  # int64 elements of one pass on the CPU: all of its operations stay in the L2 cache
+# Int64 elements of one pass on the CPU: all of its operations stay in the L2 cache
+_CHUNK = 1 << 16
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:

@@ -12,13 +12,15 @@ Several programs share each row::
 The cut is a threshold that is nearly always low enough. The chunks' maxima are a sample of the row's largest values.
 With top-k, the cut is the highest value at or above which k maxima lie (and so at least k ids). With top-p, it is the
 highest value at which the maxima alone have a share p of the sum. If no such value is high enough, the cut is chosen
-so that evenly spread candidates fill a quarter of the lists. The kernel that reads the lists checks that they are
-complete (`quire.kernels.sampling.sampling_tile.find_candidates`).
+so that evenly spread candidates fill a quarter of the lists. With min-p it is at least min-p's bound. The kernel that
+reads the lists checks that they are complete (`quire.kernels.sampling.sampling_tile.find_candidates`).
 
 Parts without a value at or above the cut are not read again, nor are rows that need no candidates.
 
 The parts depend on the vocabulary size alone, and all results are combined in a fixed order: a row's result does not
 depend on the batch.
+
+Layout. logits [any, vocab], rows contiguous; the results of all kernels are in a `Workspace`.
 
 Bytes per row: vocab itemsize in the survey, at most the same in the gather kernel (from the L2 cache if it holds the
 rows that run). Instructions per element: 15 in the survey, 75 with noise; 15 in the gather kernel.

@@ -1,1 +1,1 @@
-"""A checkpoint's files: the model's shape and what is stored, before any weight is loaded. No torch."""
+"""Checkpoint files: shape of the model and stored tensors, read before any weight is loaded. Without torch."""

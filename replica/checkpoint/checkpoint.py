@@ -1,8 +1,7 @@
-"""From a model's name to a checkpoint folder, trusting nothing that can run code or lie about sizes.
+"""Resolves a model's name to a checkpoint folder, and checks its files.
 
-Weights are safetensors only, pickles are refused, and no Python file of a checkpoint is ever read. The headers are
-checked here because a wrong one would surface later as an out-of-range read or as weights that quietly belong to
-another tensor.
+Only safetensors weights are supported. Pickles are rejected, and no Python file of a checkpoint is read. Headers are
+checked here, because a wrong header would cause reads out of range later, or load bytes of another tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# What a fingerprint reads of a weight file beside its header: 1 MiB, spread over the file.
+# A fingerprint reads the header of a weight file and samples of 1 MiB in total, spread over the file.
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -31,26 +30,26 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class DownloadError(CheckpointError):
-    """The hub or the network has failed: another attempt may succeed."""
+    """The hub or the network failed; another attempt may succeed."""
 
 
 def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The folder of a model.
+    """Return the folder of a model, downloading it if necessary.
 
     Parameters
     ----------
     model
-        "embedded", a folder, or a Hugging Face id, which is downloaded to the hub's own cache with the token that
-        the hub's library finds.
+        "embedded", a folder, or a Hugging Face id. An id is downloaded to the hub's cache, with the token that the
+        hub's library finds.
     revision
         Branch, tag or commit of a Hugging Face id.
     weights
-        False for a router: only configuration and tokenizer are downloaded and looked at.
+        False for routers: only configuration and tokenizer are downloaded and checked.
 
     Raises
     ------
     CheckpointError
-        Nothing of that name, or files that `check_files` refuses.
+        The model does not exist, or `check_files` rejects its files.
     """
     if model == "embedded":
         from quire.replica.embedded_model import CHECKPOINT
@@ -96,15 +95,15 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
 
 
 def weights_revision(folder: Path) -> str:
-    """What tells a checkpoint's weights from others of the same name: the commit of a download, else a fingerprint.
+    """Return a revision that identifies the weights: the commit of a download, else a fingerprint.
 
-    The fingerprint covers config.json, the name, size and header of each weight file, and `_SAMPLES` pieces of its
-    data, so that two fine-tunes of one model differ. It does not cover the folder's path.
+    The fingerprint covers config.json, the name, size and header of each weight file, and `_SAMPLES` samples of its
+    data, so two fine-tunes of one model differ. It does not cover the folder's path.
 
     Parameters
     ----------
     folder
-        As `resolve_checkpoint` returned it, weights included.
+        Result of `resolve_checkpoint` with weights.
     """
     if folder.parent.name == "snapshots":  # the hub's cache: snapshots/<commit>
         return folder.name
@@ -122,18 +121,18 @@ def weights_revision(folder: Path) -> str:
 
 
 def check_files(folder: Path, *, weights: bool = True) -> None:
-    """Refuse a checkpoint whose weights are pickles, or safetensors whose headers do not fit their files.
+    """Reject pickled weights, and safetensors files with headers that do not match the file.
 
-    Python files are left alone: nothing reads them. `ModelSpec` judges the configuration.
+    Python files are ignored, because nothing reads them. `ModelSpec` checks the configuration.
 
     Raises
     ------
     CheckpointError
-        Names the file and what is wrong with it.
+        The message names the file and the problem.
     """
     read_json(folder / "config.json")
     adapter = folder / "adapter_config.json"
-    if adapter.is_file():  # transformers would load the base model that it names
+    if adapter.is_file():  # transformers would load the base model that this file names
         raise CheckpointError(f"{adapter}: adapters are not served; merge it into its base model")
     if weights:
         for file in weight_files(folder):
@@ -141,7 +140,7 @@ def check_files(folder: Path, *, weights: bool = True) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, all present and complete by the index where there is one."""
+    """Return the safetensors files of a checkpoint; checks that they are complete if there is an index."""
     index_path = folder / "model.safetensors.index.json"
     if index_path.is_file():
         return _sharded_files(folder, index_path)
@@ -188,12 +187,12 @@ def check_header(file: Path) -> dict[str, Any]:
 
     Returns
     -------
-    Entry by tensor name.
+    Header entries by tensor name.
 
     Raises
     ------
     CheckpointError
-        Names the file, the tensor and the contradiction.
+        The message names the file, the tensor and the contradiction.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -226,7 +225,7 @@ def check_header(file: Path) -> dict[str, Any]:
 
 
 def _span(file: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Byte range of a tensor, checked against its shape and dtype."""
+    """Return the byte range of a tensor; checks it against shape and dtype."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
@@ -247,6 +246,6 @@ def _span(file: Path, name: str, entry: Any) -> tuple[int, int]:
 
 
 def count_parameters(folder: Path) -> int:
-    """Elements stored in a checkpoint, from its headers."""
+    """Count the elements stored in a checkpoint, from its headers."""
     headers = (check_header(file) for file in weight_files(folder))
     return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())

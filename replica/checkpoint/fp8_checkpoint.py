@@ -1,14 +1,14 @@
-"""Checkpoints stored in FP8: what their `quantization_config` may say, and the names of their scales.
+"""Checkpoints stored in FP8: supported values of `quantization_config`, and names of their scales.
 
 | tensor | what |
 |---|---|
 | `X.weight` F8_E4M3 [n, k], `X.weight_scale` [n, 1], [n], [1] or [] | the weight is codes * scale |
-| `X.input_scale` | a fixed scale of all activations, from a calibration. Not used: one for each token is closer |
-| `X.input_scale_ub` | the bound on activations; config.json has it too |
+| `X.input_scale` | a fixed scale of all activations, from a calibration. Not used: one scale per token is more exact |
+| `X.input_scale_ub` | the bound of activations; also in config.json |
 | `...self_attn.k_scale`, `v_scale`, and older names | scales of an FP8 KV cache, `kv_scales.py` |
 
-compressed-tensors (llm-compressor, vLLM), fbgemm (Meta) and plain fp8 (AutoFP8) write these; block-wise scales
-(DeepSeek, Qwen: `weight_scale_inv`) do not fit a product with one scale for each channel, and are refused.
+compressed-tensors (llm-compressor, vLLM), fbgemm (Meta) and plain fp8 (AutoFP8) write these. Block-wise scales
+(DeepSeek, Qwen: `weight_scale_inv`) are rejected: the product supports one scale per channel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Beside weights and their scales.
+# Tensors other than weights and their scales.
 EXTRA = re.compile(
     r".*\.(input_scale|input_scale_ub|([kv]_proj\.)?(k_scale|v_scale|q_scale|kv_scale|output_scale))"
 )
@@ -29,21 +29,21 @@ _FBGEMM_BOUND = 1200.0  # transformers' default of activation_scale_ub
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """How a checkpoint stored in FP8 wants to be computed."""
+    """The quantisation of a checkpoint stored in FP8."""
 
-    method: str  # its quant_method
-    activation_bound: float | None = None  # activations are clamped to it
-    has_fixed_activations: bool = False  # it brings scales of activations, which are not used
-    has_weights: bool = True  # False: only scales for a cache in FP8
+    method: str  # quant_method
+    activation_bound: float | None = None  # activations are clamped to +- this value
+    has_fixed_activations: bool = False  # has scales of activations, which are not used
+    has_weights: bool = True  # False: only scales of an FP8 cache
 
 
 def judge(raw: Mapping[str, Any]) -> Fp8Scheme:
-    """The scheme of a `quantization_config`.
+    """Parse a `quantization_config`.
 
     Raises
     ------
     ValueError
-        Another quantisation, or scales of another shape; the message names the entry.
+        The quantisation, or the shape of its scales, is not supported; the message names the entry.
     """
     method = raw.get("quant_method", "unknown")
     if method == "compressed-tensors":
@@ -97,7 +97,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> Fp8Scheme:
 
 
 def _check_float8(name: str, scheme: Any) -> None:
-    """Symmetric 8-bit floats."""
+    """Raise ValueError unless a scheme is symmetric 8-bit floats."""
     if not isinstance(scheme, dict):
         raise ValueError(f"{name} must be a scheme of 8-bit floats, is {scheme!r}")
     found = (scheme.get("type"), scheme.get("num_bits"), scheme.get("symmetric", True))

@@ -1,12 +1,12 @@
-"""What a checkpoint is: `ModelSpec`, read from its JSON files before any weight is touched.
+"""`ModelSpec`: shape and defaults of a checkpoint, read from its JSON files before any weight is loaded.
 
-Only architectures that the exactness tests cover are served. Everything else, and every option of a covered
-architecture that would change the result in a way those tests do not see, is refused by name.
+Only architectures covered by the exactness tests are supported. Other architectures, and options of covered
+architectures that the tests do not cover, are rejected with an error that names them.
 
-transformers chooses the class of a model by `model_type`, not by `architectures`, and a configuration can name other
-files to read (`configuration_files`) or code to run (`auto_map`). So config.json is read once, here; `_judge` checks
-both names together; and transformers builds its configuration from the same dictionary, without the entries that
-point elsewhere.
+transformers chooses a model's class by `model_type`, not by `architectures`, and a configuration can name other files
+to read (`configuration_files`) or code to run (`auto_map`). Therefore config.json is read once, here. `_judge` checks
+both names, and transformers builds its configuration from the same dictionary without the entries that refer to other
+files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.replica.kv_cache.groups import LayerGroup, group_layers
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Each served architecture and the `model_type` under which transformers knows it.
+# Supported architectures, with their `model_type` in transformers.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -40,8 +40,8 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-# Entries of config.json that transformers does not get: they make it read or run something else, or bring in its own
-# quantiser (`ModelSpec.fp8` holds what Quire reads of it). Built-in classes need none of them.
+# Entries of config.json that are not passed to transformers: they make it read or run other files, or enable its own
+# quantiser (Quire reads that entry into `ModelSpec.fp8`). Built-in classes do not need them.
 _LEFT_OUT = (
     "auto_map",
     "configuration_files",
@@ -52,16 +52,16 @@ _LEFT_OUT = (
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not served; the message names the file, the entry and the reason."""
+    """A checkpoint is not supported; the message names the file, the entry and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A checkpoint's shape and defaults. Tokens and sizes are counts of elements."""
+    """Shape and defaults of a checkpoint. Sizes are counts of elements."""
 
     path: Path
     architecture: str
-    raw_config: dict[str, Any] = field(repr=False, compare=False)  # config.json, as it was judged
+    raw_config: dict[str, Any] = field(repr=False, compare=False)  # config.json, checked
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -69,33 +69,33 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_position_embeddings: int  # longest context, RoPE scaling included
-    windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
+    max_position_embeddings: int  # longest context, with RoPE scaling
+    windows: tuple[int | None, ...]  # per layer: keys that a query sees, with its own; None: all
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
-    temperature: float | None = None  # defaults of generation_config.json; None = not stated
+    temperature: float | None = None  # default in generation_config.json, if any
     top_p: float | None = None
     top_k: int | None = None
-    fp8: Fp8Scheme | None = None  # of a checkpoint whose weights are stored in FP8
+    fp8: Fp8Scheme | None = None  # None if the checkpoint is not stored in FP8
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The layers by what their queries see."""
+        """Layer groups by window and KV shape."""
         return group_layers([(w, None, self.num_kv_heads, self.head_dim) for w in self.windows])
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> ModelSpec:
-        """Read and judge a checkpoint folder.
+        """Read and check a checkpoint folder.
 
         Parameters
         ----------
         path
-            Folder with config.json, and generation_config.json and tokenizer files where they exist.
+            Folder with config.json; generation_config.json and tokenizer files are optional.
 
         Raises
         ------
         CheckpointError
-            A file is missing or unreadable, or the model is not one that is served.
+            A file is missing or unreadable, or the model is not supported.
         """
         raw = read_json(path / "config.json")
         architecture = _judge(raw)
@@ -132,7 +132,7 @@ class ModelSpec:
 
 
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    """A JSON object; {} for an optional file that does not exist."""
+    """Read a JSON object; returns {} if an optional file does not exist."""
     if optional and not path.is_file():
         return {}
     try:
@@ -147,23 +147,23 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
 
 
 def build_config(raw: dict[str, Any]) -> PretrainedConfig:
-    """transformers' configuration of a served model, from config.json's own entries and no other file.
+    """Build transformers' configuration from the entries of config.json only.
 
     Parameters
     ----------
     raw
-        config.json, judged: `ModelSpec.raw_config`.
+        Checked config.json: `ModelSpec.raw_config`.
     """
     from transformers import (
         CONFIG_MAPPING,
-    )  # takes seconds to import: only after the cheap refusals
+    )  # takes seconds to import, so cheap checks come first
 
     own = {name: copy.deepcopy(value) for name, value in raw.items() if name not in _LEFT_OUT}
     return CONFIG_MAPPING[raw["model_type"]].from_dict(own)
 
 
 def _judge(raw: dict[str, Any]) -> str:
-    """The architecture, if it is served; looks at nothing but config.json's own entries."""
+    """Return the architecture if it is supported; uses only the entries of config.json."""
     named = raw.get("architectures") or []
     if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
         code = (
@@ -194,7 +194,7 @@ def _judge(raw: dict[str, Any]) -> str:
 
 
 def _fp8(raw: dict[str, Any]) -> Fp8Scheme | None:
-    config = raw.get("quantization_config") or raw.get("compression_config")  # its older name
+    config = raw.get("quantization_config") or raw.get("compression_config")  # older name
     if not config:
         return None
     try:
@@ -226,16 +226,16 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _max_context(config: PretrainedConfig) -> int:
-    """Tokens of the longest context, as vLLM derives it.
+    """Return the longest context in tokens, as vLLM derives it.
 
-    Published long-context recipes leave `max_position_embeddings` at the trained length and state a RoPE factor.
-    llama3 rescales frequencies below the stated length. Gemma 3 states the scaled length.
+    Long-context recipes keep `max_position_embeddings` at the trained length and give a RoPE factor. llama3 rescales
+    frequencies within the stated length. Gemma 3 states the scaled length.
     """
     stated = config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None) or {}
     if any(
         isinstance(value, dict) for value in rope.values()
-    ):  # Gemma 3: one entry for each kind of layer
+    ):  # Gemma 3 has one entry per kind of layer
         return stated
     rope_type, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
     if rope_type == "yarn":
@@ -246,10 +246,10 @@ def _max_context(config: PretrainedConfig) -> int:
 def _eos_token_ids(
     path: Path, raw: dict[str, Any], generation: dict[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
-    """The union of generation_config.json's, config.json's and the tokenizer's, each id once.
+    """Return the unique EOS ids of generation_config.json, config.json and the tokenizer.
 
-    Chat fine-tunes often leave the base model's id in config.json, while the turn ends with the tokenizer's
-    `eos_token`. A tokenizer may define ids that the model has no logit for: those can never be sampled.
+    Chat fine-tunes often keep the base model's id in config.json, although a turn ends with the tokenizer's
+    `eos_token`. A tokenizer may define ids without a logit; they can never be sampled.
     """
     ids: list[int] = []
     for source in (generation, raw):
@@ -263,7 +263,7 @@ def _eos_token_ids(
 
 
 def _tokenizer_eos(path: Path) -> list[int]:
-    """The id of the tokenizer's eos_token; none if the checkpoint does not state one."""
+    """Return the id of the tokenizer's eos_token; [] if the checkpoint does not define one."""
     token = read_json(path / "tokenizer_config.json", optional=True).get("eos_token")
     if isinstance(token, dict):  # an AddedToken
         token = token.get("content")

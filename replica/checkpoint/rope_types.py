@@ -1,8 +1,8 @@
-"""The rope variants that are served.
+"""Supported RoPE variants.
 
-transformers computes each of them. A variant is served when its cos and sin depend on the position alone. The variants
-`dynamic` and `longrope` change their frequencies with the longest sequence of the batch, so the same token would get
-other values next to other requests.
+transformers computes them. A variant is supported if cos and sin depend only on the position. The variants `dynamic`
+and `longrope` change their frequencies with the longest sequence of a batch, so a token would get other values in
+another batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Bytes that a checkpoint's weights take on the device, from its headers alone: before anything is loaded.
+"""Bytes of a model's weights on the device, computed from the checkpoint's headers before loading.
 
-On the CPU at most: bfloat16 may be packed in 12 bits (`kernels/cpu/weight_code.py`), which only the weights can tell.
+On the CPU this is an upper bound: bfloat16 weights may be packed in 12 bits (`kernels/cpu/weight_code.py`), which
+depends on their values.
 
-Which tensors are weights of linear layers is told by their names and shapes, as the served architectures have them:
-matrices called `X.weight`, but embeddings, the output head, experts (stacked when loaded) and the routers in front of
-them. The tests compare with what is loaded, for every architecture.
+Weights of linear layers are recognised by name and shape: matrices named `X.weight`, except embeddings, the output
+head, experts (stacked when loaded) and routers. Tests compare the result with the loaded bytes for every architecture.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from quire.replica.checkpoint.checkpoint import check_header, weight_files
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 _OTHER_MATRICES = re.compile(r".*(embed_tokens|lm_head|\.gate|\.router|\.experts\..+)\.weight")
-_NOT_LOADED = re.compile(r".*(_scale|_scale_ub|rotary_emb\.inv_freq)")  # scales count with weights
+_NOT_LOADED = re.compile(
+    r".*(_scale|_scale_ub|rotary_emb\.inv_freq)"
+)  # scales are counted with their weights
 _MULTIPLE = {"int8": (4, 1), "fp8": (16, 16)}  # of input and output features
 _SCALE_BYTES = 4  # a scale for each output feature, float32
 
 
 def weight_bytes(folder: Path, dtype: str, weights: str) -> int:
-    """Of the loaded model.
+    """Bytes of the loaded weights.
 
     Parameters
     ----------
     dtype
-        float32, bfloat16 or float16: what is not stored in 8 bits becomes.
+        float32, bfloat16 or float16, for weights that are not stored in 8 bits.
     weights
         auto, int8 or fp8, as in `EngineConfig`.
     """
@@ -44,7 +46,7 @@ def weight_bytes(folder: Path, dtype: str, weights: str) -> int:
 
 
 def loading_bytes(folder: Path, dtype: str, weights: str) -> int:
-    """While the weights are read: int8 comes after all of them are there."""
+    """Bytes of the weights during loading. int8 weights are loaded in full and converted afterwards."""
     return weight_bytes(folder, dtype, "auto" if weights == "int8" else weights)
 
 

@@ -246,9 +246,8 @@ class Request:
 
     def stuck_error(self, index: int) -> InvalidRequest:
         """Why no token may come at output index `index`."""
-        described = self.params.grammar
-        if described is not None and self.grammar is not None and self.grammar.error:
-            field = described.field
+        if self.grammar is not None and self.grammar.error:
+            field = self.params.grammar.field if self.params.grammar else "grammar"
             return InvalidRequest(
                 f"{field}: failed at output index {index}: {self.grammar.error}", field=field
             )

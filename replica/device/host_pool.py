@@ -73,7 +73,7 @@ class HostPool:
         self._restoring: deque[_Restore] = deque()
         self._newest_step = 0
         self.num_saved = 0  # blocks
-        self.num_restored = 0  # blocks; only timed restores count
+        self.num_restored = 0  # blocks, by timed restores
         self.restore_s = 0.0
         shape, dtype = (num_blocks, pool.data.shape[1]), pool.data.dtype
         self.data = self._pinned(shape, dtype)

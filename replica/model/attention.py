@@ -1,8 +1,8 @@
-"""The model's attention, registered with transformers as `quire_paged`.
+"""Paged attention, registered with transformers as `quire_paged`.
 
 The decoder is called as ``decoder(input_ids[1, T], position_ids[1, T], use_cache=False, quire=StepContext)``.
-transformers hands unknown keywords down to the attention function unchanged, so a step's metadata reaches it
-without global state and without a mask.
+transformers passes unknown keywords on to the attention function, so the step's metadata reaches it without global
+state and without a mask.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from quire.replica.model.cpu_transformers_import import AttentionInterface
 ATTENTION_NAME = "quire_paged"
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, T, rotary]
-# Hidden states, of which it takes the dtype, and positions [1, T] to tables
+# Called with hidden states (only their dtype is used) and positions [1, T]
 Rotation = Callable[[torch.Tensor, torch.Tensor], Tables]
 
-# Layer, q [T, heads, head_dim], scaling, softcap, sinks
+# Arguments: layer, q [T, heads, head_dim], scaling, softcap, sinks
 OnAttend = Callable[[int, torch.Tensor, float, float | None, torch.Tensor | None], None]
 
 
 @dataclass(slots=True)
 class RanAhead:
-    """Layers that one call has run, and its result, which each of them passes on when the model calls it."""
+    """Layers already computed by one fused call. Each returns the stored result when the model calls it."""
 
     layers: Sequence[torch.nn.Module]  # not called yet, in order
     result: torch.Tensor
@@ -39,12 +39,12 @@ class RanAhead:
         return bool(self.layers)
 
     def passes(self, layer: torch.nn.Module, hidden_states: torch.Tensor, tables: Tables) -> None:
-        """The model calls the next of them.
+        """Check that the model calls the next of these layers with the stored result.
 
         Raises
         ------
         RuntimeError
-            It calls another one, or with something else: what was run ahead is not what the model wants.
+            The model calls another layer, or passes other arguments, so the stored result is wrong.
         """
         if (
             layer is not self.layers[0]
@@ -52,32 +52,34 @@ class RanAhead:
             or tables is not self.tables
         ):
             raise RuntimeError(
-                "the model calls its decoder layers otherwise than when it was loaded, when each was given "
-                "what the one before it made"
+                "the model calls its decoder layers otherwise than when it was loaded: then each layer got the result "
+                "of the previous one"
             )
         self.layers = self.layers[1:]
 
 
 @dataclass(slots=True)
 class StepContext:
-    """What every layer of one step needs to know."""
+    """Metadata of one step, shared by all layers."""
 
     pool: KVPool
     attentions: Sequence[PagedAttention]  # G, one for each layer group
-    # Arrays of int64 on the CPU, tensors of int32 on a GPU
+    # int64 arrays on the CPU, int32 tensors on a GPU:
     cu_q: np.ndarray | torch.Tensor  # [rows + 1]
     kv_len: np.ndarray | torch.Tensor  # [rows]
     block_tables: np.ndarray | torch.Tensor  # [G, rows, max blocks]
     slots: torch.Tensor  # [G, T] int64, block id * block_size + offset
-    num_query: np.ndarray | None = None  # [rows] query tokens of each; needed beside tensors
-    on_attend: OnAttend | None = None  # told what each layer's attention is called with
-    # Layers that have run with the one before them, and are still to be called for what they have made
+    num_query: np.ndarray | None = (
+        None  # [rows] number of query tokens; needed if `cu_q` is a tensor
+    )
+    on_attend: OnAttend | None = None  # called with the arguments of each layer's attention
+    # Layers computed by an earlier call, which the model has not called yet.
     ran_ahead: RanAhead | None = None
     _plans: dict[int, Plan] = field(default_factory=dict)
     _write_rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:
-        """The attention plan of all layers of a group; laid out when the first of them asks."""
+        """Attention plan of a layer group, made on first use."""
         if g not in self._plans:
             self._plans[g] = self.attentions[g].plan(
                 self.cu_q, self.kv_len, self.block_tables[g], self.num_query
@@ -85,7 +87,7 @@ class StepContext:
         return self._plans[g]
 
     def write_rows(self, g: int) -> torch.Tensor:
-        """[T * kv_heads] int64, `KVPool.rows_of` the step's slots; computed when the first layer of a group asks."""
+        """`KVPool.rows_of` the step's slots in a group, [T * kv_heads] int64, computed on first use."""
         if g not in self._write_rows:
             self._write_rows[g] = self.pool.rows_of(g, self.slots[g])
         return self._write_rows[g]
@@ -98,7 +100,7 @@ class StepContext:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of one layer, whose keys and values of this step are written: q and result [T, heads, head_dim]."""
+        """Attention of one layer after its keys and values were written: [T, heads, head_dim] to the same."""
         if self.on_attend is not None:
             self.on_attend(layer, q, scaling, softcap, sinks)
         g = self.pool.group_of(layer)
@@ -130,9 +132,9 @@ def paged_forward(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Write the step's keys and values, then attend: transformers' attention signature.
+    """Write the step's keys and values, then attend. Has the signature of transformers' attention functions.
 
-    What a layer's queries see comes from its group, which was read from the same configuration.
+    Window and chunk come from the layer's group, which was read from the model's configuration.
 
     Parameters
     ----------
@@ -143,7 +145,7 @@ def paged_forward(
 
     Returns
     -------
-    [1, T, heads, head_dim] and None for the weights.
+    [1, T, heads, head_dim], and None for the attention weights.
     """
     layer, pool = module.layer_idx, quire.pool
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
@@ -153,9 +155,9 @@ def paged_forward(
 
 
 def register() -> None:
-    """Make `quire_paged` known to transformers; harmless when repeated.
+    """Register `quire_paged` with transformers; may be repeated.
 
-    No mask is registered with it: then transformers makes none, and does not look into the positions for packed
-    sequences, for which the host would wait for the device in every step.
+    No mask function is registered, so transformers makes no mask and does not search the positions for packed
+    sequences. That search would make the host wait for the device in every step.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_forward)

@@ -1,4 +1,4 @@
-"""A step's metadata on the CPU, where layers run as one call and may leave out tokens that are not read."""
+"""Metadata of a step on the CPU, where layers may run as one call and skip tokens that are not read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from quire.replica.model.attention import StepContext, Tables
 
 @dataclass(slots=True)
 class CpuStepContext(StepContext):
-    """What every layer of one step needs to know."""
+    """See `StepContext`."""
 
-    workspace: Workspace | None = None  # of layers that run as one call
-    # [S] int64, tokens whose hidden states are read after the last layer; None: all
+    workspace: Workspace | None = None  # None: each part of a layer is a call
+    # [S] int64 indices of the tokens that are read after the last layer; None: all
     selected: np.ndarray | None = None
     _layer_steps: dict[int, tuple[Tables, LayerStep]] = field(default_factory=dict)
 
@@ -31,7 +31,7 @@ class CpuStepContext(StepContext):
         return self._write_rows[g]
 
     def layer_step(self, g: int, tables: Tables) -> LayerStep:
-        """What layers of a group that run as one call are told; made when the first of them asks."""
+        """Step arguments for layers of a group that run as one call; made on first use."""
         made = self._layer_steps.get(g)
         if made is None or made[0] is not tables:
             cos, sin = (table.reshape(-1, table.shape[-1]) for table in tables)
@@ -40,11 +40,11 @@ class CpuStepContext(StepContext):
         return made[1]
 
     def selection(self, g: int) -> Selection:
-        """The selected tokens, as a layer of a group that runs as one call is told of them."""
+        """The `selected` tokens, as argument of a layer that runs as one call."""
         tokens = self.selected
         assert tokens is not None
         row = np.searchsorted(self.cu_q, tokens, side="right") - 1
-        # Each as a row of its own, that ends with it.
+        # A plan in which each selected token is a row that ends with this token.
         plan = self.attentions[g].plan(
             np.arange(len(tokens) + 1),
             self.kv_len[row] - (self.cu_q[row + 1] - 1 - tokens),
@@ -58,7 +58,7 @@ class CpuStepContext(StepContext):
 
 
 def _rows_of(pool: KVPool, g: int, slots: torch.Tensor) -> torch.Tensor:
-    """`KVPool.rows_of` by numpy, which takes a third of the time for a few tokens."""
+    """`KVPool.rows_of` with numpy, which takes a third of torch's time for a few tokens."""
     group, block_size = pool.groups[g], pool.block_size
     blocks, offsets = np.divmod(slots.numpy(), block_size)
     first = blocks * (pool.data.shape[1] // group.head_dim) + offsets

@@ -1,8 +1,8 @@
-"""What transformers' models import, without Triton where there is no GPU to use it.
+"""Imports transformers' attention interface without loading Triton if there is no GPU.
 
-`transformers.modeling_utils` imports `torch._dynamo`, and that looks for Triton: on a CPU 66 MB of a compiler for GPUs,
-which nothing calls. Whoever imports Triton by name afterwards gets it; torch itself remembers that there was none, and
-goes without it in this process (`torch.utils._triton`).
+`transformers.modeling_utils` imports `torch._dynamo`, which imports Triton if it finds it: on a CPU, 66 MB of a
+compiler that is never called. A later import of Triton by name still works. torch caches the result of its search and
+does not use Triton in this process (`torch.utils._triton`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @contextlib.contextmanager
 def _without(module: str) -> Iterator[None]:
-    """Meanwhile it cannot be imported, unless it has been."""
+    """Make a module unavailable for import inside the block, unless it is already loaded."""
     if module in sys.modules:
         yield
         return

@@ -1,8 +1,9 @@
-"""Linear layers whose weights and activations are FP8 (`quire.kernels.rows.fp8_linear`), in the place of a model's own.
+"""Linear layers with FP8 weights and activations (`quire.kernels.rows.fp8_linear`).
 
-A checkpoint in bfloat16 is quantised as it is read, one tensor at a time: the device never holds it whole. One stored
-in FP8 brings codes and scales. Which layers: those that it stores so, else every linear layer but the output head, as
-far as its shape fits the matrix units. Stacked experts are no linear layers and stay in the model's dtype.
+A bfloat16 checkpoint is quantised while it is read, one tensor at a time, so the device never holds all of it. An FP8
+checkpoint contains codes and scales. FP8 layers are the layers that the checkpoint stores in FP8; for other
+checkpoints, all linear layers with shapes that fit the matrix units, except the output head. Stacked experts are not
+linear layers and keep the model's dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ROWS = (
 
 
 class Fp8Linear(nn.Module):
-    """y = x W^T + bias, W in FP8 with a scale for each output, x quantised token by token as it comes.
+    """y = x W^T + bias. W is FP8 with one scale per output; x is quantised in each call with one scale per token.
 
     Parameters
     ----------
@@ -30,9 +31,9 @@ class Fp8Linear(nn.Module):
     bias
         [out_features] bfloat16.
     bound
-        Activations are clamped to it; None: they are not.
+        Activations are clamped to [-bound, bound]; None: no clamping.
     device
-        Of the memory, which is left as it is found.
+        Device of the uninitialised weights.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Fp8Linear:
-        """A linear layer's weights in FP8."""
+        """Quantise a linear layer."""
         weight = linear.weight.detach()
         layer = cls(linear.in_features, linear.out_features, linear.bias, device=weight.device)
         quantise_into(weight, layer.weight, layer.weight_scale)
@@ -65,12 +66,12 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def joined(cls, parts: Sequence[Fp8Linear], bias: torch.Tensor | None) -> Fp8Linear:
-        """Layers of the same input as one, with the same results: scales belong to outputs.
+        """Merge layers with the same input. Results do not change, because scales belong to outputs.
 
         Raises
         ------
         ValueError
-            They clamp their input to different bounds.
+            The layers have different bounds.
         """
         bounds = {part.bound for part in parts}
         if len(bounds) > 1:
@@ -98,7 +99,7 @@ def _constant(x: torch.Tensor) -> nn.Parameter:
 
 
 def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Matrices [n, k] one under the other: a view where they already lie so in memory, else a copy."""
+    """Concatenate matrices [n, k] by rows: a view if they are adjacent in memory, else a copy."""
     first, address = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
@@ -107,7 +108,7 @@ def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             or part.untyped_storage().data_ptr() != storage
             or part.data_ptr() != address
         ):
-            if part.dtype == CODES:  # as bytes, for which every device has the operation
+            if part.dtype == CODES:  # as bytes, because some devices cannot concatenate float8
                 return torch.cat([x.view(torch.uint8) for x in parts]).view(CODES)
             return torch.cat(list(parts))
         address += part.nbytes
@@ -116,7 +117,7 @@ def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def quantise_into(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """weight [n, k] of any float type into codes [n, k] float8_e4m3fn and scales [n, 1] float32, on one device."""
+    """Quantise weight [n, k] of any float dtype into codes [n, k] float8_e4m3fn and scales [n, 1] float32."""
     for begin in range(0, len(weight), _ROWS):
         rows = slice(begin, begin + _ROWS)
         found, own_scales = fp8_linear.quantise_rows(weight[rows])
@@ -125,7 +126,7 @@ def quantise_into(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
 
 
 def fitting_layers(model: nn.Module) -> list[str]:
-    """Names of the linear layers that can be FP8; not the output head, whose error would go to the logits whole."""
+    """Names of linear layers that can be FP8. Excludes the output head, because its error affects logits directly."""
     head = model.get_output_embeddings()
     return [
         name
@@ -137,7 +138,7 @@ def fitting_layers(model: nn.Module) -> list[str]:
 
 
 def put_empty(model: nn.Module, names: Collection[str], bound: float | None) -> None:
-    """Replace linear layers of a model on the meta device by FP8 ones there."""
+    """Replace linear layers of a model on the meta device by FP8 layers without memory."""
     for name in names:
         linear = model.get_submodule(name)
         layer = Fp8Linear(linear.in_features, linear.out_features, linear.bias, bound=bound)
@@ -145,6 +146,6 @@ def put_empty(model: nn.Module, names: Collection[str], bound: float | None) -> 
 
 
 def put_quantised(model: nn.Module) -> None:
-    """Replace the linear layers of a loaded model by FP8 ones, one at a time."""
+    """Replace the linear layers of a loaded model by quantised ones, one at a time."""
     for name in fitting_layers(model):
         model.set_submodule(name, Fp8Linear.of(model.get_submodule(name)))

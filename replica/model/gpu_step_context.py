@@ -1,4 +1,4 @@
-"""A step's metadata on a GPU, and the rotation as its kernels read it."""
+"""Metadata of a step on a GPU, and the rotation tables in the layout of its kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.replica.model.attention import StepContext, Tables
 
 @dataclass(frozen=True, slots=True)
 class TokenRotation:
-    """cos and sin of a step's tokens as `quire.kernels.rows.kv_write` reads them: one row for each token."""
+    """cos and sin of a step's tokens for `quire.kernels.rows.kv_write`: one row per token."""
 
     rows: torch.Tensor  # [T] int64: 0, 1, 2, ...
     cos: torch.Tensor  # [T, rotary] float32
@@ -19,7 +19,7 @@ class TokenRotation:
 
     @classmethod
     def of(cls, tables: Tables, repeats: int, rows: torch.Tensor | None) -> TokenRotation:
-        """From the model's tables, of any dtype and strides; `rows` if they are known."""
+        """Convert the model's tables, of any dtype and strides. `rows` is reused if given."""
         cos, sin = (table[0].float() for table in tables)  # [T, part of rotary]
         if repeats > 1:
             cos, sin = (torch.cat([table] * repeats, dim=1) for table in (cos, sin))
@@ -31,12 +31,12 @@ class TokenRotation:
 
 @dataclass(slots=True)
 class GpuStepContext(StepContext):
-    """What every layer of one step needs to know; kernels find the rows of keys and values by `slots`."""
+    """See `StepContext`. Kernels compute the rows of keys and values from `slots`."""
 
     _rotations: list[tuple[Tables, int, TokenRotation]] = field(default_factory=list)
 
     def rotation(self, tables: Tables, repeats: int) -> TokenRotation:
-        """The model's tables, `repeats` times side by side, for `kernels.rows.kv_write`; made for the first layer."""
+        """The model's tables, repeated `repeats` times side by side, for `kernels.rows.kv_write`; cached per step."""
         for known, known_repeats, made in self._rotations:
             if known is tables and known_repeats == repeats:
                 return made
@@ -55,6 +55,6 @@ class GpuStepContext(StepContext):
     ) -> torch.Tensor:
         """See `StepContext.attend`."""
         if q.stride()[1:] != (q.shape[2], 1):
-            # transformers' [heads, T, head_dim], in that order where the model rotates by `chunk` and `cat`.
+            # Models that rotate by `chunk` and `cat` return q in memory order [heads, T, head_dim].
             q = q.contiguous()
         return StepContext.attend(self, layer, q, scaling, softcap, sinks)

@@ -1,9 +1,9 @@
-"""Scales of keys and values in an FP8 cache, as checkpoints bring them: fixed, by layer and head.
+"""Scales of keys and values for an FP8 cache, read from the checkpoint: fixed, by layer and head.
 
-A calibration (llm-compressor's, AutoFP8's) stores for each layer how much of E4M3's range of +-448 keys and values
-need: code = x / scale. Without one the scale is 1, vLLM's default too: E4M3 keeps 4 bits of any magnitude between 2^-6
-and 448, so a scale is needed by what lies outside. They are never measured while serving: replicas would differ, and
-what is cached would change its meaning.
+Calibration tools (llm-compressor, AutoFP8) store scales that fit keys and values into E4M3's range of +-448: code =
+x / scale. Without them the scale is 1, as in vLLM: E4M3 keeps 4 bits for magnitudes between 2^-6 and 448, so only other
+values need a scale. Scales are never measured while serving, because replicas would differ, and a change would
+invalidate cached blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.replica.model.weights import StoredTensor, list_tensors, read_tensors
 logger = logging.getLogger(__name__)
 
 _ATTENTION = r"(?:.+\.)?layers\.(\d+)\.self_attn\."
-# Today's name, and older ones.
+# The current name, and older ones.
 _NAMES = {
     "k": re.compile(_ATTENTION + r"(?:k_scale|k_proj\.k_scale|k_proj\.output_scale|kv_scale)"),
     "v": re.compile(_ATTENTION + r"(?:v_scale|v_proj\.v_scale|v_proj\.output_scale|kv_scale)"),
@@ -28,12 +28,13 @@ _NAMES = {
 
 
 def read_kv_scales(spec: ModelSpec) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """By layer, of keys and of values, [kv_heads] float32 each; {} where the checkpoint has none.
+    """Read scales of keys and values by layer, [kv_heads] float32 each; {} if the checkpoint has none.
 
     Raises
     ------
     CheckpointError
-        A scale that is not positive, has another shape than one or one a head, or lacks its counterpart.
+        A scale is not positive, has a wrong shape (neither one number nor one per head), or is missing for keys or for
+        values.
     """
     stored = list_tensors(weight_files(spec.path)).values()
     found: dict[str, dict[int, torch.Tensor]] = {}

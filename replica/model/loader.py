@@ -1,8 +1,8 @@
 """From a checkpoint folder to a module on a device.
 
-transformers' model is built without memory, on torch's meta device; then each stored tensor is read to where it will
-stay (`weights.py`, `weight_mapping.py`), or to a temporary of its size and from there to FP8 (`fp8.py`). Checkpoints
-whose tensors transformers renames or dequantises while loading go through its own loader.
+transformers' model is built on torch's meta device, without memory. Then each stored tensor is read to its final place
+(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`). If
+transformers renames or dequantises tensors of a checkpoint while loading, the checkpoint is loaded by transformers.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from quire.replica.model.weights import StoredTensor, list_tensors, load_progres
 
 logger = logging.getLogger(__name__)
 
-# Older checkpoints store what the model computes for itself.
+# Older checkpoints store tensors that the model computes.
 _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 
 
 def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") -> nn.Module:
-    """transformers' own model with the checkpoint's weights and Quire's attention.
+    """Load transformers' model with the checkpoint's weights and Quire's attention.
 
-    Beside the model, the host holds two pieces of at most 64 MiB and at most the largest tensor. See `weights`.
+    Apart from the model, the host needs two buffers of at most 64 MiB each, see `weights`.
 
     Parameters
     ----------
     device
         cpu or cuda.
     dtype
-        float32, bfloat16 or float16: weights are converted.
+        float32, bfloat16 or float16; weights are converted to it.
     weights
-        "fp8" for linear layers in FP8, which a checkpoint that is stored so needs; see `fp8`.
+        "fp8" for FP8 linear layers, see `fp8`; required for checkpoints stored in FP8.
 
     Returns
     -------
-    The model in eval mode, no gradients.
+    The model in eval mode, without gradients.
 
     Raises
     ------
     CheckpointError
-        The files are refused by `check_files`, or tensors and model do not match one to one.
+        `check_files` rejects the files, or stored tensors and the model's tensors do not match one to one.
     """
     from transformers import AutoModelForCausalLM
 
@@ -66,7 +66,7 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
         )
     if weights == "fp8":
         _put_fp8(model, stored, spec)
-    # transformers keeps some tensors of some architectures in float32 where the others become float16.
+    # For some architectures, transformers keeps some tensors in float32 while it converts the others.
     places = None if model._get_dtype_plan(torch_dtype) else map_weights(model, stored)
     if places is not None:
         _stream(model, stored, places, torch.device(device))
@@ -80,12 +80,12 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
 
 
 def _is_left_out(name: str, spec: ModelSpec) -> bool:
-    """What is stored beside the model's tensors."""
+    """Whether a stored tensor is not a tensor of the model."""
     return bool(_DERIVED.fullmatch(name) or (spec.fp8 is not None and EXTRA.fullmatch(name)))
 
 
 def _put_fp8(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> None:
-    """FP8 layers where the checkpoint has them, else wherever they fit."""
+    """Put FP8 layers where the checkpoint has them, or wherever they fit if it has none."""
     names = fp8.fitting_layers(model)
     if spec.fp8 is not None and spec.fp8.has_weights:
         linear = {n for n, module in model.named_modules() if type(module) is nn.Linear}
@@ -122,19 +122,19 @@ def _stream(
 ) -> None:
     memory = ModelMemory(model, device)
     filled = dict.fromkeys(place.name for place in places.values())
-    # All that stays comes first: between what is given back again it would leave holes in the heap.
+    # Allocate all lasting tensors first; between temporary tensors they would fragment the heap.
     for name in filled:
         memory.tensor(name)
         if memory.state[name].dtype == fp8.CODES:
             memory.tensor(f"{name}_scale")
 
     def is_read_elsewhere(tensor: StoredTensor) -> bool:
-        """Scales are looked at by the host, and what is quantised is read first."""
+        """Whether a tensor is read to temporary memory: scales, which the host checks, and tensors to quantise."""
         place = places[tensor.name]
         to_codes = memory.state[place.name].dtype == fp8.CODES and tensor.dtype != fp8.CODES
         return to_codes or is_scale(place, memory.state)
 
-    # What is quantised is read to one place, one after the other.
+    # Tensors to quantise share one temporary buffer.
     largest = max((t.num_bytes for t in stored.values() if is_read_elsewhere(t)), default=0)
     elsewhere = torch.empty(largest, dtype=torch.uint8, device=device)
 
@@ -157,8 +157,8 @@ def _stream(
                 fp8.quantise_into(value, memory.tensor(name), memory.tensor(f"{name}_scale"))
     for name, value in memory.made.items():
         _assign(model, name, value)
-    # Computed buffers, such as inverse frequencies, are not stored: transformers fills them as after its own loader,
-    # leaving alone what is marked.
+    # Computed buffers, such as inverse frequencies, are not stored. transformers initialises them, except tensors
+    # marked as initialised.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type == "meta":
@@ -205,10 +205,10 @@ def _load_by_transformers(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # so that the report names them; refused below
+        ignore_mismatched_sizes=True,  # so that the report lists them; rejected below
         output_loading_info=True,
     )
-    # transformers fills a missing tensor with random numbers and drops a surplus one, with a warning.
+    # transformers only warns of missing tensors, which it fills with random numbers, and of surplus tensors.
     surplus = [name for name in report["unexpected_keys"] if not _DERIVED.fullmatch(name)]
     problems = {
         "missing": report["missing_keys"],

@@ -1,4 +1,4 @@
-"""A model's output head by itself: hidden states to logits, with whatever the architecture does after the product."""
+"""Splits a model into decoder and output head. The head includes the operations after its product."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
 class _Identity(nn.Module):
-    """Stands in for the decoder: what goes in is what comes out."""
+    """Replaces the decoder in the head; returns its input."""
 
     def forward(self, inputs_embeds: torch.Tensor, **_: object) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """A causal language model as its decoder and its head.
+    """Split a causal language model into decoder and head.
 
-    The head is the model without its decoder, so soft-capping or scaling of the logits stay the architecture's own.
-    Both share the model's modules as they are now.
+    The head is the model with an identity as decoder, so it keeps the architecture's soft-capping or scaling of logits.
+    Both parts share the model's current modules.
 
     Returns
     -------
-    The decoder, and a module that is called with ``inputs_embeds`` [1, n, hidden size] and has `logits`
-    [1, n, vocab].
+    The decoder, and a module to call with ``inputs_embeds`` [1, n, hidden size]; its result has `logits` [1, n, vocab].
     """
     name = model.base_model_prefix
     head = copy.copy(model)

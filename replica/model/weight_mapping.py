@@ -1,9 +1,9 @@
-"""Where stored tensors go: which tensor of the model, or part of one, each of them fills, and how that lies in memory.
+"""Maps stored tensors to tensors of the model, or to parts of them, and allocates their memory.
 
 ```
  stored                                        the model's
- q_proj.weight, k_proj.weight, v_proj.weight   the same, one under the other in one piece of memory: merging them into
-                                               one product is a view of it, and takes no memory and no time
+ q_proj.weight, k_proj.weight, v_proj.weight   the same, adjacent in memory: merging them into one product is a view
+                                               and takes neither memory nor time
  experts.7.up_proj.weight                      experts.gate_up_proj[7, n:]
 ```
 """
@@ -28,23 +28,23 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """What a stored tensor fills."""
+    """The tensor, or part of a tensor, that a stored tensor fills."""
 
-    name: str  # of the model's tensor
-    index: tuple[int | slice, ...] = ()  # what of it; () = all
+    name: str  # name of the model's tensor
+    index: tuple[int | slice, ...] = ()  # part of it; () is the whole tensor
 
 
 def map_weights(
     model: nn.Module, stored: Mapping[str, StoredTensor]
 ) -> dict[str, WeightTarget] | None:
-    """By stored name; None where stored tensors and the model's do not match one to one, tied ones stored once.
+    """Map stored names to targets. Returns None if stored tensors and the model's do not match one to one.
 
-    What is wrong with such a checkpoint, transformers' own loader finds out.
+    Tied tensors count once. If the result is None, transformers' loader loads the checkpoint or reports the error.
 
     Raises
     ------
     CheckpointError
-        A tensor is stored in FP8 without a scale, or for what is no linear layer.
+        A tensor is stored in FP8 without a scale, or does not belong to a linear layer.
     """
     state = model.state_dict()
     places: dict[str, WeightTarget] = {}
@@ -69,13 +69,13 @@ def map_weights(
 
 
 def is_scale(place: WeightTarget, state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the place is the scales of an FP8 layer."""
+    """Whether the target is the scales of an FP8 layer."""
     weight = state.get(place.name.removesuffix("_scale"))
     return place.name.endswith(".weight_scale") and weight is not None and weight.dtype == CODES
 
 
 def _expert(name: str, state: Mapping[str, torch.Tensor]) -> WeightTarget | None:
-    """An expert's weight in the stack of all of them: gate and up in one, then down."""
+    """Map an expert's weight into the stacked weights: gate and up share a stack, down has its own."""
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
@@ -103,7 +103,7 @@ def _is_complete(
     stored: Mapping[str, StoredTensor],
     filled: Mapping[str, int],
 ) -> bool:
-    """Whether everything is filled once; scales of what is quantised while it is read come by themselves."""
+    """Whether every tensor is filled exactly once. Scales of weights quantised at load are computed, not stored."""
     if any(count != state[name].numel() for name, count in filled.items()):
         return False
     tied = model.all_tied_weights_keys  # {one of the same weight: the other}
@@ -119,14 +119,14 @@ def _is_complete(
 
 
 class ModelMemory:
-    """The memory of a model's tensors, allocated when the first of those that lie together is asked for.
+    """Allocates the memory of a model's tensors on first use; weights to be merged are adjacent.
 
     Parameters
     ----------
     model
-        On the meta device.
+        A model on the meta device.
     device
-        Of the memory.
+        Device of the memory.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -136,7 +136,7 @@ class ModelMemory:
         self._together = _together(model)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The memory of one of the model's tensors."""
+        """Return the memory of one of the model's tensors."""
         if name not in self.made and name in self._together:
             names = self._together[name]
             lengths = [len(self.state[n]) for n in names]
@@ -151,7 +151,7 @@ class ModelMemory:
 
 
 def _together(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """By name of a weight, the names of those that lie in one piece of memory, itself included."""
+    """Map each weight that is merged with others to the names of the whole group."""
     found: dict[str, tuple[str, ...]] = {}
     for prefix, module in model.named_modules():
         children = dict(module.named_children())

@@ -1,13 +1,12 @@
-"""Weights from safetensors files to tensors on a device, a piece at a time.
+"""Reads weights from safetensors files into tensors on a device, piece by piece.
 
 ```
- file ──read──▶ tensor                                     CPU, stored dtype: no copy in between
- file ──read──▶ staging (≤ 64 MiB) ──convert, copy──▶ tensor     another dtype, or a GPU: two pinned buffers by turns
+ file ──read──▶ tensor                                     CPU, stored dtype: no intermediate copy
+ file ──read──▶ staging (≤ 64 MiB) ──convert, copy──▶ tensor     another dtype, or a GPU: two alternating pinned buffers
 ```
 
-So beside what it loads, the host holds two pieces, each no larger than the largest tensor: less than a shard.
-The files are read front to back, as a disk likes it, and never mapped: a mapping's pages would count as this
-process's memory.
+Apart from the tensors, the host needs at most two buffers, each at most as large as the largest tensor. Files are read
+sequentially, which disks do fastest. They are not mapped, because mapped pages would count as memory of this process.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies."""
+    """Location of a tensor in a file."""
 
     name: str
     file: Path
-    offset: int  # bytes from the file's beginning
+    offset: int  # bytes from the beginning of the file
     num_bytes: int
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None: one that is not loaded as it is
+    dtype: torch.dtype | None  # None if `_DTYPES` lacks the stored dtype
 
 
 def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors of checked safetensors files by name, in the order in which they are stored."""
+    """List the tensors of safetensors files by name, in storage order; checks the headers."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         header = check_header(file)
@@ -72,22 +71,22 @@ def read_tensors(
     *,
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """Fill one tensor after the other.
+    """Read tensors one after the other.
 
     Parameters
     ----------
     stored
         In the order of `list_tensors`.
     make_target
-        Gives the uninitialised, contiguous tensor of the stored shape to fill, on any device and of any dtype that
-        the stored one converts to.
+        Returns the tensor to fill: contiguous, of the stored shape, on any device, of any dtype to which the stored one
+        converts.
     on_bytes
-        Called with the bytes read since its last call.
+        Called with the number of bytes read since the last call.
 
     Raises
     ------
     CheckpointError
-        A file ends early.
+        A file is too short.
     """
     staging: _Staging | None = None
     stream: FileIO | None = None
@@ -117,25 +116,25 @@ def read_tensors(
 
 
 class _Staging:
-    """One buffer of the host: a copy from it is over when it returns."""
+    """One pageable host buffer. A copy from it has ended when the call returns."""
 
     def __init__(self, size: int):
         self.size = size
         self._buffer = torch.empty(size, dtype=torch.uint8)
 
     def next(self) -> torch.Tensor:
-        """A buffer that nothing reads any more."""
+        """Return a buffer that no copy reads any more."""
         return self._buffer
 
     def sent(self) -> None:
-        """The copy from the buffer of `next` is under way."""
+        """Called after the copy from the buffer of `next` is queued."""
 
     def finish(self) -> None:
-        """Wait until nothing reads the buffers."""
+        """Wait for all copies from the buffers."""
 
 
 class _PinnedStaging(_Staging):
-    """Two pinned buffers, used by turns: a GPU may still read one while the other is filled."""
+    """Two alternating pinned buffers: a GPU may read one while the other is filled."""
 
     def __init__(self, size: int):
         self.size = size
@@ -190,7 +189,7 @@ def _fill(stream: FileIO, piece: torch.Tensor, tensor: StoredTensor) -> None:
 
 @dataclass(slots=True)
 class LoadProgress:
-    """Says how far loading is: a line of the log every 5 s."""
+    """Logs the progress of loading every 5 s."""
 
     total_bytes: int
     clock: Callable[[], float] = time.monotonic
@@ -202,7 +201,7 @@ class LoadProgress:
         self.began_s = self._said_s = self.clock()
 
     def add(self, num_bytes: int) -> None:
-        """More was read."""
+        """Count bytes read, and log if it is time."""
         self.done_bytes += num_bytes
         now = self.clock()
         if now - self._said_s >= _LOG_INTERVAL_S:
@@ -221,7 +220,7 @@ class LoadProgress:
 
 @contextmanager
 def load_progress(total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """What to tell the bytes read: a bar on a terminal, else a line of the log every 5 s."""
+    """Yield a function that takes the bytes read and shows progress: a bar on a terminal, else log lines."""
     if sys.stderr.isatty():
         with tqdm(
             total=total_bytes, unit="B", unit_scale=True, desc="loading weights", leave=False

@@ -1,4 +1,4 @@
-"""Counts what is compiled in this process after an engine is ready: it should be nothing."""
+"""Counts compilations in this process after an engine is ready; there should be none."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 
 class CompileCount:
-    """Graphs that torch.compile traced and kernels that Triton built since `start`."""
+    """Counts graphs traced by torch.compile and kernels built by Triton since `start`."""
 
     def __init__(self) -> None:
         self._graphs_before = _num_traced_graphs()
         self._kernels_built = _KernelCount()
 
     def start(self) -> None:
-        """From here on they count."""
+        """Start counting."""
         self._graphs_before = _num_traced_graphs()
         self._kernels_built = _KernelCount()
-        if "triton" not in sys.modules:  # nothing on this device uses it
+        if "triton" not in sys.modules:
             return
         from triton import knobs
 
@@ -26,19 +26,19 @@ class CompileCount:
 
     @property
     def num_compiles(self) -> int:
-        """So many."""
+        """Compilations since `start`."""
         return _num_traced_graphs() - self._graphs_before + self._kernels_built.num
 
 
 class _KernelCount:
-    """A hook of Triton that counts what it builds.
+    """A hook that Triton calls after each build.
 
-    Triton keeps it as long as the process lives, so it must not refer to the runner: the weights would live as long.
+    Triton keeps the hook until the process ends, so it must not refer to the runner, which holds the weights.
     """
 
     def __init__(self) -> None:
         self.num = 0
-        self.previous: Callable[..., bool | None] | None = None  # the hook that was there before
+        self.previous: Callable[..., bool | None] | None = None  # previously installed hook
 
     def __call__(self, **kwargs: object) -> bool | None:
         self.num += 1
@@ -46,5 +46,5 @@ class _KernelCount:
 
 
 def _num_traced_graphs() -> int:
-    dynamo = sys.modules.get("torch._dynamo.utils")  # absent: nothing was ever traced
+    dynamo = sys.modules.get("torch._dynamo.utils")  # absent if nothing was ever traced
     return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]

@@ -1,4 +1,4 @@
-"""A forward pass on the CPU: attention's plans are made from numpy, the last norm and the head may be one call."""
+"""The forward pass on the CPU: numpy metadata for attention; last norm and head may be one call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CpuForward(Forward):
     Parameters
     ----------
     workspace
-        Of layers that run as one call; None: each of their parts is a call.
+        Memory of layers that run as one call; None: each part of a layer is a call.
     """
 
     score = staticmethod(score_by_torch)
@@ -75,7 +75,7 @@ class CpuForward(Forward):
 
     @property
     def _fused_head(self) -> NormedProduct | None:
-        """The last norm and the head as one call: then the norm waits for it, and is of the tokens that are read."""
+        """Last norm and head as one call, if the fuse pass has joined them; `hidden` then skips the norm."""
         if self._workspace is None or not isinstance(self._decoder, CpuDecoder):
             return None
         return self._decoder.head

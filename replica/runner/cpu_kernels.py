@@ -1,4 +1,4 @@
-"""A model on the compiled library for CPUs, or on torch where that cannot be used."""
+"""`ModelKernels` of a CPU: the compiled library, or torch if the library is missing."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class CpuKernels:
     Parameters
     ----------
     num_threads
-        That the process computes with from now on.
+        Threads of torch and of the library, set for the whole process.
 
     Attributes
     ----------
     workspace
-        What fused layers pass from part to part.
+        Memory that fused layers use between their parts.
     """
 
     backend: Backend = "cpu"
@@ -51,7 +51,7 @@ class CpuKernels:
     def attention_options(
         self, config: EngineConfig, group: LayerGroup, pool: KVPool, num_heads: int
     ) -> dict[str, Any]:
-        """Prefill tile of the torch path with the decode tiles' bits; the compiled library needs no such choice."""
+        """Under `deterministic`, choose a prefill tile of the torch path with the decode tile's bits."""
         k_cache = pool.keys(group.layers[0])
         if not config.deterministic or cpu_attention_native.supports(k_cache, num_heads):
             return {}
@@ -61,7 +61,7 @@ class CpuKernels:
     def fuse(
         self, config: EngineConfig, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]
     ) -> FuseReport:
-        """The fused forms need the compiled library; without it the model stays as it is."""
+        """Fused modules need the compiled library; without it the model stays unfused."""
         if config.fuse == "off" or native_library.load() is None:
             return FuseReport()
         decoder, _ = split_model(model)
@@ -73,7 +73,7 @@ class CpuKernels:
         make_deterministic(model)
 
     def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:
-        """Nothing is compiled."""
+        """Does nothing: CPU products need no compilation."""
 
     def forward(
         self,
@@ -90,7 +90,7 @@ class CpuKernels:
         return CpuStepOutputs(device, max_rows)
 
     def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
-        """None: `StepSampler` draws."""
+        """None: `StepSampler` samples."""
         return None
 
     def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:

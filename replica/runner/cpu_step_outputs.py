@@ -1,4 +1,4 @@
-"""`StepOutputs` by numpy, which takes a tenth of a millisecond less for a step than torch's operations."""
+"""`StepOutputs` with numpy, which saves about 0.1 ms per step compared with torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.replica.runner.step_outputs import StepOutputs, TokenSlot
 
 
 class CpuStepOutputs(StepOutputs):
-    """See `StepOutputs`; its tensors and those that it is given lie on the CPU."""
+    """See `StepOutputs`; all tensors are on the CPU."""
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepOutputs.known`."""

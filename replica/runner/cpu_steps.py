@@ -1,4 +1,4 @@
-"""Steps where work runs when it is queued: the launch of a step computes it."""
+"""Steps on the CPU: launching a step computes it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire.replica.device.cpu_prefault import PoolPrefault
 from quire.replica.device.device import Device, Stream
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.runner.device_steps import Draw
-from quire.replica.runner.graph_cache import GraphCache
+from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import direct_inputs
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
 from quire.replica.runner.trash_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
-# A step of the warm-up takes as long at most, by the time of one with so many tokens.
+# Upper bound of the time of a warm-up step, estimated from a step of `_WARM_UP_TOKENS` tokens.
 _WARM_UP_STEP_S = 1.0
 _WARM_UP_TOKENS = 64
 
@@ -31,9 +31,9 @@ class CpuSteps:
     Parameters
     ----------
     pool
-        Its memory is backed while the engine is idle.
+        Its memory is prefaulted while the engine is idle.
     ragged, outputs
-        Of the runner.
+        The runner's.
     """
 
     graphs: GraphCache | None = None
@@ -77,10 +77,10 @@ class CpuSteps:
         return draw
 
     def hold(self, in_flight: InFlight) -> None:
-        """Its time is not measured."""
+        """Does nothing."""
 
     def begin_draw(self, in_flight: InFlight) -> None:
-        """Its time is not measured."""
+        """Does nothing."""
 
     def end(self, in_flight: InFlight) -> None:
         """See `DeviceSteps.end`."""
@@ -88,7 +88,7 @@ class CpuSteps:
         in_flight.finished_s = time.perf_counter()
 
     def note(self, in_flight: InFlight) -> None:
-        """The engine's thread has measured it."""
+        """Does nothing: the engine's thread times CPU steps."""
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """See `DeviceSteps.logits`."""
@@ -99,8 +99,9 @@ class CpuSteps:
     def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
         """See `DeviceSteps.run_largest`.
 
-        Nothing has to be compiled, so a prefill touches the same pages greedy or sampled, and no step is longer than a
-        second: a slow processor would compute for half a minute to save some page faults.
+        Warm-up on a CPU only touches memory: nothing is compiled. A prefill touches the same pages greedy or sampled,
+        so it runs once. No step takes longer than about a second; otherwise a slow processor would compute for half a
+        minute to save a few page faults.
         """
 
         def run_step(lengths: list[int], temperature: float) -> None:
@@ -121,17 +122,17 @@ class CpuSteps:
         run_step([1] * min(rows, budget - chunk // 2) + [chunk // 2], 1.0)
 
     def end_warm_up(self) -> None:
-        """Nothing is captured."""
+        """Does nothing."""
 
     def use_idle(self) -> bool:
-        """Let the pool be backed; that needs no turn of the engine's thread."""
+        """Let the prefault thread run. Returns False: the engine's thread has nothing to do."""
         self.prefault.allow()
         return False
 
     def close(self) -> None:
-        """End the thread that `use_idle` may have started."""
+        """End the prefault thread."""
         self.prefault.close()
 
     def telemetry(self) -> dict[str, object]:
-        """None."""
+        """No counters."""
         return {}

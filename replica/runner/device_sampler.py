@@ -1,12 +1,12 @@
-"""Sampling of whatever the rows of a step ask for, by kernels on a device that queues its work.
+"""Sampling with masks, bias, penalties and log-probs by GPU kernels.
 
 ```
- host      arrays ──▶ pinned staging                                   nothing waits for the device
+ host      arrays ──▶ pinned staging                                   does not wait for the device
  compute              └─ copy ▸ histories ▸ edited rows ▸ draw ▸ counts ▸ log-probs
 ```
 
-The logits stay as they are, in the model's type: rows with masks, bias or penalties are drawn from float32 copies of
-theirs (`quire.kernels.sampling.logit_edits`), all others from the logits themselves.
+The logits are not changed. Rows with masks, bias or penalties are drawn from float32 copies
+(`quire.kernels.sampling.logit_edits`), all other rows from the logits in the model's dtype.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from quire.replica.sampling.token_counts import TokenCounts
 
 @dataclass(frozen=True, slots=True)
 class StagedSampling:
-    """What a step's rows ask for, on its way."""
+    """Sampling options of a step's rows in pinned memory."""
 
     arrays: Staged
-    num_rows: int  # more than the last row of the request table whose history is among it
-    has_columns: bool  # they are among it, and not in the request table
+    # One more than the last table row with a new token history here; 0: there is none.
+    num_rows: int
+    # Whether the sampling columns are here; otherwise the request table on the device has them.
+    has_columns: bool
 
 
 class DeviceSampler:
-    """Owns the token counts of penalties, and the staging.
+    """Owns the token counts for penalties and the staging memory.
 
     Parameters
     ----------
     vocab_size
-        Columns of the logits.
+        Number of columns of the logits.
     """
 
     def __init__(self, device: Device, vocab_size: int):
@@ -48,14 +50,14 @@ class DeviceSampler:
         self._counts = TokenCounts(vocab_size, device.torch_device)
 
     def stage(self, batch: SamplingBatch, masks: Masks, *, has_columns: bool) -> StagedSampling:
-        """Write down for the device what the rows ask for; `queued` must follow.
+        """Stage the sampling options of a batch. Call `queued` after the draw is queued.
 
         Parameters
         ----------
         masks
-            Of the batch's grammars.
+            Future of the masks of the batch's grammars, or None.
         has_columns
-            Whether the request table has the rows' columns; else those of the batch are sent.
+            Whether the request table on the device has the sampling columns; otherwise they are staged too.
         """
         filled = None if masks is None else masks.result()
         edits = EditArrays.of(batch, filled, self._vocab_size)
@@ -64,7 +66,7 @@ class DeviceSampler:
         return StagedSampling(staged, 1 + int(other.begun.max(initial=-1)), not has_columns)
 
     def queued(self) -> None:
-        """The work with what was staged last is queued."""
+        """Record that the draw with the last staged options is queued."""
         self._staging.queued()
 
     def draw(
@@ -74,20 +76,20 @@ class DeviceSampler:
         columns: DrawColumns | None,
         scores: torch.Tensor,
     ) -> torch.Tensor:
-        """Part of a step's work: choose one token a row.
+        """Draw one token per row. Part of a step's queued work.
 
         Parameters
         ----------
         logits
-            [S, vocab] of any type.
+            [S, vocab] of any dtype.
         columns
-            Of the rows; None if they were staged.
+            Sampling columns of the rows; None if they were staged.
         scores
-            [max rows, 1 + 2 width] float32, gets the log-probs of the rows that ask for them, from the first on.
+            [max rows, 1 + 2 width] float32. The first rows get the log-probs of the rows that asked for them.
 
         Returns
         -------
-        [S] int64; `NO_TOKEN` where a row's constraints leave none.
+        [S] int64; `NO_TOKEN` if a row's constraints allow no token.
         """
         from quire.kernels.sampling.log_probs import log_probs
         from quire.kernels.sampling.logit_edits import Edits, edit_logits

@@ -1,4 +1,4 @@
-"""How steps run on one kind of device: `cpu_steps.py` computes them at once, `gpu_steps.py` queues them."""
+"""The interface of steps on a device: `cpu_steps.py` computes a step at once, `gpu_steps.py` queues its work."""
 
 from __future__ import annotations
 
@@ -17,57 +17,60 @@ Draw = Callable[[SamplingBatch, Masks], None]
 
 
 class DeviceSteps(Protocol):
-    """What `CpuSteps` and `GpuSteps` offer. One step, in this order: `begin`, `forward`, draw, `end`, `note`."""
+    """The interface of `CpuSteps` and `GpuSteps`.
+
+    Order of the calls for a step: `begin`, `forward`, draw, `end`, `note`.
+    """
 
     @property
     def graphs(self) -> GraphCache | None:
-        """Captured steps; None where there are none."""
+        """Cache of captured steps; None on the CPU."""
         ...
 
     def begin(self) -> None:
-        """A step is launched next."""
+        """Called before a step is launched."""
         ...
 
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
-        """Run a step but its draw, which the result does; then `end` must follow before the next step."""
+        """Run or queue the forward pass of a step; the returned function draws. Call `end` before the next step."""
         ...
 
     def hold(self, in_flight: InFlight) -> None:
-        """The forward pass runs, the draw waits for tokens: `end` follows later, and `begin_draw` before it."""
+        """Called after `forward` if the draw has to wait for tokens; `begin_draw` and `end` follow later."""
         ...
 
     def begin_draw(self, in_flight: InFlight) -> None:
-        """The draw of a step that was held comes next."""
+        """Called before the draw of a step that was held."""
         ...
 
     def end(self, in_flight: InFlight) -> None:
-        """The step has drawn: bring its tokens to the host."""
+        """Called after the draw: queue the copy of the tokens to the host."""
         ...
 
     def note(self, in_flight: InFlight) -> None:
-        """Its tokens are there: add its times."""
+        """Called when the tokens have arrived: add the step's times to the counters."""
         ...
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
-        """Write the step's KV; the logits of the rows that sample, [S, vocab] float32."""
+        """Write the step's KV and return the logits of the rows that sample, [S, vocab] float32."""
         ...
 
     def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
-        """Run the largest steps: decode alone, a full prefill chunk, and both mixed; greedy and sampled."""
+        """Run the largest steps: only decodes, a full prefill chunk, and both mixed; greedy and sampled."""
         ...
 
     def end_warm_up(self) -> None:
-        """The largest steps have run: prepare what else serving begins with."""
+        """Called after the largest steps: capture graphs, reset counters."""
         ...
 
     def use_idle(self) -> bool:
-        """Prepare for later steps while there is none; returns whether there was anything to do."""
+        """Prepare for later steps while the engine is idle; return whether there was anything to do."""
         ...
 
     def close(self) -> None:
-        """There is no later step."""
+        """End background work; no step follows."""
         ...
 
     def telemetry(self) -> dict[str, object]:
-        """Counters since the start."""
+        """Counters since the start of serving."""
         ...

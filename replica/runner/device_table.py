@@ -1,13 +1,13 @@
-"""The request table on the device: what a row's steps have in common, so that only differences travel.
+"""The request table on the device. It keeps what consecutive steps share, so only differences are uploaded.
 
 ```
- blocks    [G, R + 1, max blocks]   row r: the blocks of its request, group by group
+ blocks    [G, R + 1, max blocks]   row r: block table of its request, by layer group
  columns   [4, R + 1]               row r: temperature, top_p, min_p, top_k
-           row R has no request: all its blocks are the trash block, it is greedy. It pads steps.
+           row R is the padding row: greedy, all blocks are the trash block
 ```
 
-The host's own table is `rows.RowTable`, which tells its changes with every plan (`table_changes.py`). The last tokens
-are a column of this table too; they never travel, so `StepOutputs` owns it.
+The host's table is `rows.RowTable`; each plan contains its changes (`table_changes.py`). The last sampled tokens are
+another column; they are never uploaded, so `StepOutputs` owns that column.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _NO_COLUMNS = np.empty((_NUM_WORDS, 0), np.int32)
 
 
 class Differences(NamedTuple):
-    """Arrays of one upload, on the host or on the device; k places and c rows."""
+    """Table changes of one upload, on the host or on the device: k block entries and c rows."""
 
-    at: np.ndarray | torch.Tensor  # [k] int64, in the flattened `blocks`, each once
+    at: np.ndarray | torch.Tensor  # [k] int64, unique positions in the flattened `blocks`
     blocks: np.ndarray | torch.Tensor  # [k] int32
-    rows: np.ndarray | torch.Tensor  # [c] int64, each once
+    rows: np.ndarray | torch.Tensor  # [c] int64, unique
     columns: np.ndarray | torch.Tensor  # [4, c] int32
 
 
 class DrawColumns(NamedTuple):
-    """How rows are drawn, as `quire.kernels.sampling.sampling_kernel.sample_tokens` takes it; S rows."""
+    """Sampling options of S rows, as arguments of `quire.kernels.sampling.sampling_kernel.sample_tokens`."""
 
     temperature: torch.Tensor  # [S] float32
     top_k: torch.Tensor  # [S] int32
@@ -54,13 +54,13 @@ class DeviceTable:
     Parameters
     ----------
     device
-        Where it lies.
+        Holds the table.
     num_groups, num_rows, max_blocks
-        G, R and the blocks of one row in a group: as of `RowTable`.
+        G, R and the largest number of blocks of a row in a group, as in `RowTable`.
     trash_block
-        Where padding writes.
+        Id of the block that padding writes to.
     draw
-        Draws tokens as columns say: `ModelKernels.draw`.
+        Draws tokens with given options: `ModelKernels.draw`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DeviceTable:
         self.padding_row = num_rows
         self._draw = draw
         self.blocks = device.empty((num_groups, num_rows + 1, max_blocks), torch.int32)
-        # Whatever is read before it is written is harmless.
+        # Entries that are read before they are written must be valid: trash block, greedy.
         self.blocks.fill_(trash_block)
         self.columns = device.empty((_NUM_WORDS, num_rows + 1), torch.int32)
         self.columns.zero_()
@@ -85,7 +85,7 @@ class DeviceTable:
     # -- on the host -------------------------------------------------------------------------------------
 
     def differences(self, changes: TableChanges) -> Differences:
-        """What is to be uploaded of a plan's changes."""
+        """Return the arrays to upload for a plan's changes."""
         at, blocks = changes.flat(self.blocks[0].numel())
         claimed = changes.claimed
         if claimed is None:
@@ -94,11 +94,11 @@ class DeviceTable:
         return Differences(at, blocks, claimed.rows, _words(claimed))
 
     def noise_keys(self, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """[n] int64, the bits of the keys of rows [n] at positions [n]."""
+        """Return noise keys [n] int64 (bits of uint64) of rows [n] at token positions [n]."""
         return keys_at(self._noise_bases[rows], position).view(np.int64)
 
     def adopt(self, plan: StepPlan) -> StepPlan:
-        """A plan that was made without a request table, in the first rows of this one."""
+        """Put a plan without table rows into the first rows of this table."""
         num_groups, num_rows, width = plan.block_tables.shape
         if num_rows > self.padding_row or width > self.blocks.shape[2]:
             raise ValueError(
@@ -113,18 +113,18 @@ class DeviceTable:
     # -- parts of a step's work --------------------------------------------------------------------------
 
     def apply(self, new: Differences) -> None:
-        """Write the differences down."""
+        """Write uploaded differences to the table."""
         if len(new.at):
             self.blocks.view(-1).index_copy_(0, new.at, new.blocks)
         if len(new.rows):
             self.columns.index_copy_(1, new.rows, new.columns)
 
     def tables(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """[G, n, width] int32, of rows [n] int64."""
+        """Gather block tables [G, n, width] int32 of rows [n] int64."""
         return self.blocks[:, :, :width].index_select(1, rows)
 
     def draw_columns(self, rows: torch.Tensor, noise_keys: torch.Tensor) -> DrawColumns:
-        """Of rows [S] int64, with their keys [S] int64."""
+        """Gather the sampling options of rows [S] int64, with noise keys [S] int64."""
         words = self.columns.index_select(1, rows)
         temperature, top_p, min_p = words[:3].view(torch.float32)
         return DrawColumns(temperature, words[3], top_p, min_p, noise_keys)
@@ -132,12 +132,12 @@ class DeviceTable:
     def choose(
         self, logits: torch.Tensor, rows: torch.Tensor, noise_keys: torch.Tensor
     ) -> torch.Tensor:
-        """Draw one token a row as its columns say.
+        """Draw one token per row with the row's sampling options.
 
         Parameters
         ----------
         logits
-            [S, vocab] of any type; may be overwritten.
+            [S, vocab] of any dtype; may be overwritten.
         rows, noise_keys
             [S] int64.
 
@@ -149,6 +149,6 @@ class DeviceTable:
 
 
 def _words(claimed: ClaimedRows) -> np.ndarray:
-    """[4, c] int32."""
+    """Pack the sampling columns as [4, c] int32."""
     floats = np.stack([claimed.temperature, claimed.top_p, claimed.min_p])
     return np.concatenate([floats.view(np.int32), claimed.top_k[None]])

@@ -1,15 +1,15 @@
-"""Steps as work on fixed addresses: what a graph can hold.
+"""Steps on fixed addresses, as captured by graphs.
 
 ```
  every row decodes   rows ─▶ last_token[rows] ──────┐
  mixed               token_ids, -1 - r: of row r ───┴─▶ model ─▶ logits ─▶ draw by columns[rows] ─▶ sampled, last_token
                      blocks[rows], slots, lengths ──────┘           │
-                                                                    FORWARD ends here: masks, penalties and log-probs
-                                                                    need the host
+                                                                    FORWARD ends here: the host prepares masks,
+                                                                    penalties and log-probs
 ```
 
-Nothing here looks at the host's state of a step, only at the device's memory, at how many rows and tokens there are and
-at how much of the block tables is gathered.
+The work depends only on device memory, on the numbers of rows and tokens, and on the width of the gathered block
+tables. It reads no other state of the host.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ FixedInputs = DecodeInputs | MixedInputs
 
 
 class FixedStep:
-    """Owns what graphs write, beside KV and last tokens.
+    """Owns the buffers that graphs write, except KV and last tokens.
 
     Parameters
     ----------
     max_rows
-        Of a step, padding included.
+        Largest number of rows of a step, with padding.
     vocab_size
-        Columns of the logits.
+        Number of columns of the logits.
     logits_dtype
-        The model's own.
+        The model's dtype.
     """
 
     def __init__(
@@ -56,27 +56,29 @@ class FixedStep:
         self._logits_shape = (max_rows, vocab_size)
         self._logits_dtype = logits_dtype
         self._device = device
-        self.logits: torch.Tensor | None = None  # [max_rows, vocab], once a graph ends there
-        self._cu_q = device.empty((max_rows + 1,), torch.int32)  # where one token a row begins
+        self.logits: torch.Tensor | None = None  # [max_rows, vocab], after `reserve_logits`
+        self._cu_q = device.empty(
+            (max_rows + 1,), torch.int32
+        )  # `cu_q` of rows with one token each
         self._cu_q.copy_(torch.arange(max_rows + 1, dtype=torch.int32))
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What it owns, by name."""
+        """Buffers that it owns, by name."""
         own = {"sampled tokens": self.sampled, "the rows' places": self._cu_q}
         return own if self.logits is None else {**own, "logits": self.logits}
 
     def reserve_logits(self) -> None:
-        """Allocate what graphs that end at the logits share."""
+        """Allocate the logits buffer shared by graphs that end at the logits."""
         if self.logits is None:
             self.logits = self._device.empty(self._logits_shape, self._logits_dtype)
 
     def whole(self, inputs: FixedInputs, num_blocks: int | None = None) -> None:
-        """To the tokens: `sampled`, and the rows' last tokens.
+        """Run a step up to the tokens: writes `sampled` and the rows' last tokens.
 
         Parameters
         ----------
         num_blocks
-            Of each row's table that a mixed step gathers; None: all.
+            Blocks of each row's table that a mixed step gathers; None: all.
         """
         logits = self.compute_logits(inputs, num_blocks)
         rows = sampling_rows(inputs)
@@ -85,19 +87,19 @@ class FixedStep:
         self._outputs.remember(tokens, rows)
 
     def to_logits(self, inputs: FixedInputs, num_blocks: int | None = None) -> None:
-        """To the logits: the first rows of `logits`."""
+        """Run a step up to the logits: writes the first rows of `logits`."""
         assert self.logits is not None
         logits = self.compute_logits(inputs, num_blocks)
         self.logits[: len(logits)].copy_(logits)
 
     def compute_logits(self, inputs: FixedInputs, num_blocks: int | None = None) -> torch.Tensor:
-        """[n, vocab] in the model's type."""
+        """Compute logits [n, vocab] in the model's dtype."""
         if isinstance(inputs, DecodeInputs):
             return self._forward.logits(self._decode(inputs))
         return self._forward.logits(self._mixed(inputs, num_blocks)[inputs.token_index])
 
     def _decode(self, inputs: DecodeInputs) -> torch.Tensor:
-        """[n, hidden size]."""
+        """Hidden states [n, hidden size] of a step in which every row decodes."""
         n = len(inputs.rows)
         return self._forward.hidden(
             self._outputs.last_token.index_select(0, inputs.rows),
@@ -110,10 +112,10 @@ class FixedStep:
         )
 
     def _mixed(self, inputs: MixedInputs, num_blocks: int | None) -> torch.Tensor:
-        """[T, hidden size]."""
+        """Hidden states [T, hidden size] of a mixed step."""
         num_rows, num_tokens = len(inputs.rows), len(inputs.positions)
-        # A graph serves whatever rows there are: it has attention's kernel for rows of one token and the one for
-        # longer rows, and each finds its own rows on the device.
+        # A graph must serve any lengths of rows, so it contains the attention kernel for rows of one token and the one
+        # for longer rows. Each finds its rows on the device.
         num_query = np.zeros(num_rows, np.int64)
         num_query[:2] = 1, num_tokens - 1
         return self._forward.hidden(
@@ -128,5 +130,5 @@ class FixedStep:
 
 
 def sampling_rows(inputs: FixedInputs) -> torch.Tensor:
-    """[n] int64, the rows of the request table that get the tokens."""
+    """Table rows [n] int64 that get the sampled tokens."""
     return inputs.rows if isinstance(inputs, DecodeInputs) else inputs.sample_rows

@@ -1,4 +1,4 @@
-"""A forward pass of the model over a ragged batch: hidden states, then logits of the tokens that sample."""
+"""A forward pass of the model over a ragged batch: hidden states, then logits of the sampling tokens."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from quire.replica.sampling.logprobs import StepPromptLogprobs, score_by_kernels
 
 
 class Forward:
-    """The model as a step calls it. Everything it needs to know of a step lies on the device.
+    """Runs the model's decoder and head. All metadata of a step is on the device.
 
-    `cpu_forward.py` has the CPU's form.
+    `cpu_forward.py` has the version for the CPU.
 
     Parameters
     ----------
     model
-        As it stays: `split_model` shares its modules.
+        The final model, after fusing; `split_model` shares its modules.
     pool, attentions
-        KV, and one attention for each of its layer groups.
+        KV cache, and one attention for each layer group.
     max_logits_rows
-        Rows of logits at once: the memory that sizing counts for those of a step's samples.
+        Largest number of rows of logits at a time, as counted by sizing.
     """
 
     score = staticmethod(score_by_kernels)
@@ -58,7 +58,7 @@ class Forward:
         num_query: np.ndarray,
         selected: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Write the step's KV; n rows, T tokens.
+        """Run the decoder and write the step's KV. The step has n rows and T tokens.
 
         Parameters
         ----------
@@ -71,13 +71,13 @@ class Forward:
         slots
             [G, T] int64.
         num_query
-            [n] query tokens of each row.
+            [n] number of query tokens of each row.
         selected
-            [S] int64, tokens whose results are read, in order, each once; None: all.
+            [S] int64, ascending and unique indices of the tokens that are read; None: all.
 
         Returns
         -------
-        [T, hidden size], as `logits` takes them; of tokens that are not selected, anything.
+        [T, hidden size] for `logits`; undefined for tokens that are not selected.
         """
         context = GpuStepContext(
             self._pool, self._attentions, cu_q, kv_len, block_tables, slots, num_query
@@ -91,7 +91,7 @@ class Forward:
         return self._decoder(**given, use_cache=False, quire=context).last_hidden_state[0]
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What passes read and write and what outlives them, by name, but the KV pool."""
+        """Tensors that every pass uses, by name, except the KV pool."""
         found: dict[str, torch.Tensor] = {}
         for part, root in (("decoder", self._decoder), ("head", self._head)):
             for prefix, module in root.named_modules(prefix=part):
@@ -109,8 +109,10 @@ class Forward:
     def score_prompts(
         self, hidden: torch.Tensor, prompts: Sequence[PromptTargets], token_ids: torch.Tensor
     ) -> tuple[StepPromptLogprobs, ...]:
-        """Log-probabilities of the prompts' tokens of a step, given all of its [T, hidden size]; `token_ids` are those
-        of `prompts`, [P] int64, one behind the other."""
+        """Compute log-probabilities of prompt tokens from the hidden states [T, hidden size] of a step.
+
+        `token_ids` [P] int64 are the tokens of all `prompts`, concatenated.
+        """
         each = token_ids.split([len(targets.token_ids) for targets in prompts])
         return tuple(
             score_prompt(hidden, targets, ids, self.logits, self.score, self._max_logits_rows)
@@ -118,5 +120,5 @@ class Forward:
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden size] to [n, vocab] in the model's own type."""
+        """Compute logits [n, vocab] in the model's dtype from hidden states [n, hidden size]."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]

@@ -1,4 +1,4 @@
-"""A model on Triton's kernels and the GPU's libraries, or on Triton's interpreter."""
+"""`ModelKernels` of a GPU: Triton kernels and vendor libraries. Triton's interpreter runs them in tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GpuKernels:
     def attention_options(
         self, config: EngineConfig, group: LayerGroup, pool: KVPool, num_heads: int
     ) -> dict[str, Any]:
-        """None."""
+        """No extra arguments."""
         return {}
 
     def fuse(
@@ -49,7 +49,7 @@ class GpuKernels:
         fix_products(model)
 
     def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:
-        """Each kernel is compiled for the numbers of rows that it may get."""
+        """See `ModelKernels.warm_fixed_products`."""
         with torch.inference_mode():
             warm_products(model, max_batch_tokens)
 

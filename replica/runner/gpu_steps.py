@@ -1,4 +1,4 @@
-"""Steps on a device that queues its work: what travels to it, and what of a step runs as a graph.
+"""Steps on a GPU: uploads of inputs, and which parts of a step run as a graph.
 
 ```
  every row decodes,     [ differences ][ replay: last tokens ▸ model ▸ draw ][ keep ]            plain rows
@@ -6,9 +6,9 @@
  any other step         [ differences ▸ copies ▸ model ][ masks ▸ draw ▸ keep ]
 ```
 
-`[ ]` is one piece of work on the compute stream; the last one of a step that awaits tokens is queued when they are
-there. Without a graph for it a step runs kernel by kernel, unpadded. Copies of blocks (forks) and log-probabilities
-of prompts are not for graphs.
+`[ ]` is one piece of work on the compute stream. If a step awaits tokens, its last piece is queued when they have
+arrived. Without a graph a step runs kernel by kernel, unpadded. Graphs do not contain copies of blocks (forks) or
+log-probabilities of prompts.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from quire.replica.runner.step_outputs import InFlight, StepOutputs
 from quire.replica.runner.trash_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
-# Entries of block tables that travel with one upload: more come in several.
+# Block table entries of one upload; larger changes take several uploads.
 MAX_CHANGES = 8192
 
 
 class GpuSteps:
-    """Queues steps; owns the device's inputs, request table and graphs.
+    """See `DeviceSteps`. Owns the inputs, the request table and the graphs on the device.
 
     Parameters
     ----------
     forward, ragged, outputs
-        Of the runner.
+        The runner's.
     pool
-        KV; its trash block takes what padding writes.
+        KV cache; padding writes to its trash block.
     kernels
-        Draw the tokens.
+        Its functions draw the tokens.
 
     Raises
     ------
     ValueError
-        Graphs are asked for where the device has none, or `q_padding` is out of its bounds.
+        `cuda_graphs` is "on" and the device has no graphs, or `q_padding` is out of bounds.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GpuSteps:
         self._ragged = ragged
         self._outputs = outputs
         self.time = DeviceTime()
-        self._done: Event | None = None  # of the step queued last, unless the engine fell idle
+        self._done: Event | None = None  # end of the last queued step; None after an idle period
         self._sampler = kernels.sampler(device, config.vocab_size)
         num_groups, max_rows = len(pool.groups), config.num_rows + 1
         self.table = DeviceTable(
@@ -112,7 +112,7 @@ class GpuSteps:
         )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """What captured steps read and write, as it is now."""
+        """Current tensors that captured steps read and write, by name."""
         return {
             "the step's inputs": self.inputs.inputs,
             "block tables": self.table.blocks,
@@ -124,7 +124,7 @@ class GpuSteps:
         }
 
     def begin(self) -> None:
-        """Nothing is to be done before a step."""
+        """Does nothing."""
 
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
         """See `DeviceSteps.forward`."""
@@ -138,14 +138,14 @@ class GpuSteps:
         return self._queue_ragged(plan, in_flight)
 
     def end(self, in_flight: InFlight) -> None:
-        """The draw is queued: queue the copy of its tokens to the host."""
+        """See `DeviceSteps.end`."""
         done = in_flight.done = self._device.record(Stream.COMPUTE, "step done", timed=True)
         in_flight.done_before, self._done = self._done, done
         self.inputs.release(done)
         self._outputs.send(in_flight.slot, done)
 
     def note(self, in_flight: InFlight) -> None:
-        """A step is over: add its times."""
+        """See `DeviceSteps.note`."""
         between, before = self._device.seconds_between, in_flight.done_before
         begun, done = in_flight.begun, in_flight.done
         forward_done, draw_begun = in_flight.forward_done, in_flight.draw_begun
@@ -159,7 +159,7 @@ class GpuSteps:
         )
 
     def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
-        """See `DeviceSteps.run_largest`; then one step with all that a sampler has kernels for."""
+        """See `DeviceSteps.run_largest`; adds a step that uses every kernel of the sampler."""
         config = self._config
         budget = config.max_batch_tokens
         rows = min(config.max_running_requests, budget)
@@ -171,25 +171,25 @@ class GpuSteps:
         run(plans.special_plan(rows))
 
     def end_warm_up(self) -> None:
-        """Capture the first graphs, and count from here."""
+        """Capture the first graphs and reset the counters."""
         self.graphs.capture_first()
         self._fall_idle()
         self.time = DeviceTime()
 
     def use_idle(self) -> bool:
-        """Capture a graph, if that is worth it."""
+        """Capture one graph that steps have missed often enough, if any."""
         self._fall_idle()
         return self.graphs.use_idle()
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        """Does nothing."""
 
     def _fall_idle(self) -> None:
-        """No step will follow soon: what passes until then is no gap."""
+        """Do not count the time until the next step as a gap."""
         self._done = None
 
     def telemetry(self) -> dict[str, object]:
-        """Counters since the start."""
+        """See `DeviceSteps.telemetry`."""
         policy = self.graphs.policy
         return {
             "device": self.time.to_dict(),
@@ -197,8 +197,8 @@ class GpuSteps:
                 "off_because": self.graphs.off_because,
                 "num_cached": len(self.graphs),
                 "num_captures": self.graphs.num_captures,
-                **policy.decodes.to_dict(),  # of steps in which every row decodes; padding: of the rows
-                "mixed": policy.mixed.to_dict(),  # padding: of the tokens
+                **policy.decodes.to_dict(),  # steps in which every row decodes; padding in rows
+                "mixed": policy.mixed.to_dict(),  # padding in tokens
             },
             "uploads": {"num_copies": self.inputs.num_copies, "num_bytes": self.inputs.num_bytes},
             "downloads": {
@@ -208,19 +208,19 @@ class GpuSteps:
         }
 
     def hold(self, in_flight: InFlight) -> None:
-        """The step's forward pass is queued, its draw waits for tokens."""
+        """See `DeviceSteps.hold`."""
         in_flight.forward_done = self._device.record(Stream.COMPUTE, "logits", timed=True)
 
     def begin_draw(self, in_flight: InFlight) -> None:
-        """The draw of a step that was held is queued next."""
+        """See `DeviceSteps.begin_draw`."""
         in_flight.draw_begun = self._device.record(Stream.COMPUTE, "draw begins", timed=True)
 
     def _begin(self, in_flight: InFlight) -> None:
-        """Its inputs have been sent for: from here on the device is busy with the step."""
+        """Record the begin of a step: its inputs are queued."""
         in_flight.begun = self._device.record(Stream.COMPUTE, "step begins", timed=True)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
-        """Write the step's KV; the logits of the rows that sample, [S, vocab] float32."""
+        """See `DeviceSteps.logits`."""
         plan, inputs, new = self._stage(plan)
         logits: list[torch.Tensor] = []
 
@@ -243,11 +243,11 @@ class GpuSteps:
         if has_columns:
             keys = self.table.noise_keys(sampling.rows, sampling.position)
         else:
-            keys = np.zeros(len(sampling.token_index), np.int64)  # nobody reads them
+            keys = np.zeros(len(sampling.token_index), np.int64)  # never read
         return plan, *self.inputs.send(plan, keys, new)
 
     def _differences(self, plan: StepPlan) -> Differences:
-        """What travels with the step; what is too much for that is on its way already."""
+        """Return the table changes for the step's upload, after uploading those that exceed `MAX_CHANGES`."""
         *before, last = pieces(self.table.differences(plan.changes), MAX_CHANGES)
         for piece in before:
             new = self.inputs.send_differences(piece)
@@ -285,14 +285,14 @@ class GpuSteps:
         rows: torch.Tensor,
         noise_keys: torch.Tensor | None,
     ) -> Draw:
-        """What queues the draw of a step.
+        """Return the function that queues the draw of a step.
 
         Parameters
         ----------
         logits
-            Called by the draw, [S or more, vocab].
+            Called when the draw runs; returns [S or more, vocab].
         rows, noise_keys
-            [S] int64; without keys the noise is that of the plan.
+            [S] int64. Without keys, the plan gives the sampling options and the noise.
         """
         choose = None
         if noise_keys is not None:
@@ -330,7 +330,7 @@ class GpuSteps:
     # -- steps on fixed addresses ------------------------------------------------------------------------
 
     def _queue_decode(self, plan: StepPlan, in_flight: InFlight, part: GraphPart) -> Draw:
-        """A step in which every row decodes."""
+        """Queue a step in which every row decodes."""
         graph = self.graphs.find(plan.num_rows, part)
         num_rows = plan.num_rows if graph is None else graph.key.num_rows
         keys = self.table.noise_keys(plan.rows, plan.kv_len)
@@ -357,7 +357,7 @@ class GpuSteps:
         return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
 
     def _queue_mixed(self, plan: StepPlan, in_flight: InFlight, graph: CachedGraph) -> Draw:
-        new = self._differences(plan)  # first: the keys of rows that begin are among them
+        new = self._differences(plan)  # first, because it computes the noise keys of new rows
         keys = self.table.noise_keys(plan.sampling.rows, plan.sampling.position)
         inputs, new = self.inputs.send_mixed(plan, graph.key, keys, new)
         self._begin(in_flight)
@@ -374,7 +374,7 @@ class GpuSteps:
         part: GraphPart,
         logits: Callable[[], torch.Tensor],
     ) -> Draw:
-        """What queues the draw from logits, or only keeps what has been drawn."""
+        """Return the function that queues the draw, or, after a whole graph, the copy of the drawn tokens."""
         if part is GraphPart.WHOLE:
             return lambda sampling, masks: self._keep_sampled(plan, in_flight)
         count = len(plan.sampling.token_index)
@@ -382,7 +382,7 @@ class GpuSteps:
         return self._draw(plan, in_flight, logits, rows, keys)
 
     def _keep_sampled(self, plan: StepPlan, in_flight: InFlight) -> None:
-        """The next step overwrites what was sampled, before the host has it."""
+        """Copy the sampled tokens to the slot, because the next step overwrites them."""
         count, slot = len(plan.sampling.token_index), in_flight.slot
         sampled = self._fixed.sampled[:count]
         self._device.run(

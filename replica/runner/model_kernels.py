@@ -1,4 +1,4 @@
-"""The kernels that a model runs on, chosen once: those of Triton and the GPU's libraries, or the CPU's."""
+"""The interface of the kernels that a model runs on, and the factory that chooses them once at start."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from quire.replica.runner.step_outputs import StepOutputs
 
 
 class ModelKernels(Protocol):
-    """What `CpuKernels` and `GpuKernels` offer."""
+    """The interface of `CpuKernels` and `GpuKernels`."""
 
     backend: Backend
 
     def attention_options(
         self, config: EngineConfig, group: LayerGroup, pool: KVPool, num_heads: int
     ) -> dict[str, Any]:
-        """Arguments of `PagedAttention` that only this backend has."""
+        """Return extra arguments of `PagedAttention` for this backend."""
         ...
 
     def fuse(
@@ -37,11 +37,11 @@ class ModelKernels(Protocol):
         ...
 
     def fix_order(self, model: nn.Module) -> None:
-        """Give a row the same bits in every batch, in place; the model has been fused."""
+        """Replace products in place so that a row has the same bits in every batch. Call it after `fuse`."""
         ...
 
     def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:
-        """Build what the products of `fix_order` need."""
+        """Compile the kernels of the products of `fix_order`."""
         ...
 
     def forward(
@@ -51,24 +51,24 @@ class ModelKernels(Protocol):
         attentions: list[PagedAttention],
         max_logits_rows: int,
     ) -> Forward:
-        """A model's forward pass."""
+        """Create the forward pass of a model."""
         ...
 
     def outputs(self, device: Device, max_rows: int) -> StepOutputs:
-        """See `StepOutputs`."""
+        """Create the `StepOutputs` of a runner."""
         ...
 
     def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
-        """Draws rows with masks, penalties or log-probs on a device that queues work; None: torch does."""
+        """Create the sampler for rows with masks, penalties or log-probs; None: torch samples them."""
         ...
 
     def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
-        """One token a row, [S] int64, of logits [S, vocab] of any type, which may be overwritten."""
+        """Draw one token per row, [S] int64, from logits [S, vocab] of any dtype; may overwrite the logits."""
         ...
 
 
 def choose_kernels(config: EngineConfig, backend: Backend | None) -> ModelKernels:
-    """Those of the configuration's device, if no backend is asked for."""
+    """Create the kernels of a backend; None chooses by the configuration's device."""
     if backend is None:
         backend = "cpu" if config.device == "cpu" else "triton"
     if backend == "cpu":

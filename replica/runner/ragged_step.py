@@ -1,10 +1,10 @@
-"""A step as it was planned: any rows, nothing padded. The work behind `StepInputs`, on every device, in two halves.
+"""A step of any rows without padding, in two parts: the forward pass up to the logits, and the draw.
 
 ```
  copies ▸ last tokens of the rows that decode ▸ model, which writes KV ▸ log-probs of prompts ▸ logits │ draw ▸ keep
 ```
 
-What differs between devices is handed in: where the block tables come from, and how a plain token is drawn.
+The caller passes the parts that depend on the device: the block tables, and the function that draws plain tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RaggedStep:
-    """Runs steps kernel by kernel; owns nothing.
+    """Runs steps kernel by kernel. Owns no buffers.
 
     Parameters
     ----------
     forward, sampler, outputs, pool
-        Of the runner.
+        The runner's.
     """
 
     def __init__(self, forward: Forward, sampler: StepSampler, outputs: StepOutputs, pool: KVPool):
@@ -47,12 +47,12 @@ class RaggedStep:
         block_tables: torch.Tensor,
         in_flight: InFlight | None = None,
     ) -> torch.Tensor:
-        """Write the step's KV; [S, vocab] in the model's type, of the rows that sample.
+        """Write the step's KV and return logits [S, vocab], in the model's dtype, of the rows that sample.
 
         Parameters
         ----------
         in_flight
-            Gets the log-probabilities of prompts, if it is given.
+            Receives the log-probabilities of prompts, if given.
         """
         self._pool.copy_blocks(plan.copies)
         hidden = self._forward.hidden(
@@ -80,20 +80,20 @@ class RaggedStep:
         masks: Masks,
         choose: Choose | None = None,
     ) -> None:
-        """To the step's slot, with the log-probabilities; where the sampler is torch's.
+        """Draw tokens and log-probabilities with torch and store them in the step's slot.
 
         Parameters
         ----------
         logits
-            [S, vocab] in the model's type; may be overwritten.
+            [S, vocab] in the model's dtype; may be overwritten.
         rows
-            [S] int64, in the request table; none if nothing is to be remembered.
+            [S] int64 table rows; empty if the tokens are not stored in the table.
         choose
-            Draws as the device's columns of the rows say; None: as the plan's say.
+            Draws with the sampling options on the device; None: use those of the plan.
         """
         is_plain = sampling.is_plain
         if choose is None and is_plain and not sampling.temperature.any():
-            choose = likeliest  # in the model's own type: a copy in float32 has the same order
+            choose = likeliest  # in the model's dtype: float32 has the same order
         if choose is not None and is_plain:
             tokens = choose(logits)
         else:
@@ -103,14 +103,16 @@ class RaggedStep:
 
 
 def _all_sample(plan: StepPlan) -> bool:
-    """Whether every token of the step does, once and in order, as where all rows decode."""
+    """Whether every token of the step samples, once and in order, as when all rows decode."""
     sampled = plan.sampling.token_index
     return len(sampled) == len(plan.token_ids) and bool((sampled == np.arange(len(sampled))).all())
 
 
 def _selected(plan: StepPlan) -> np.ndarray | None:
-    """[S] int64, the tokens whose hidden states are read; None: all."""
+    """Indices [S] int64 of the tokens that are read after the decoder; None: all."""
     sampled = plan.sampling.token_index
     if plan.prompts or len(sampled) >= len(plan.token_ids):
         return None
-    return np.unique(sampled).astype(np.int64)  # answers that share a prompt sample from the same
+    return np.unique(sampled).astype(
+        np.int64
+    )  # several answers to a prompt sample from the same token

@@ -1,4 +1,4 @@
-"""The runner: executes step plans on one device. Owns the model and the KV pools' content, decides nothing.
+"""The runner executes step plans on one device. It owns the model and the contents of the KV pools.
 
 ```
  plan ──▶ launch: block copies, KV write + attention per layer, lm_head on the rows that sample, sampler ──▶ InFlight
@@ -6,13 +6,13 @@
  StepResult ◀── collect: tokens to the host ◀─────────────────────────────────────────────────────────┘
 ```
 
-On the CPU `launch` computes and `collect` has nothing to wait for. On a GPU `launch` queues work on four streams and
-returns; step N+1 may be launched while step N runs, and gathers the tokens that N samples on the device:
+On the CPU, `launch` computes the step and `collect` does not wait. On a GPU, `launch` queues work on four streams and
+returns. Step N+1 may be launched while step N runs; it gathers on the device the tokens that N samples:
 
 ```
  host     plan N+1 ▸ stage ▸ launch        collect N (sleeps) ▸ commit N ▸ plan N+2 ...
  h2d                 [inputs of N+1] after "step done" N
- offload             [blocks of N+1 ....................]     nobody uses them in N: `deferred_frees.py`
+ offload             [blocks of N+1 ....................]     step N does not use them: `deferred_frees.py`
  compute  [ step N ......................] after both [ step N+1 .....................
  d2h                                      [tokens of N] after "step done" N
 ```
@@ -53,23 +53,22 @@ _NO_BLOCKS = np.empty(0, np.int64)
 
 
 class Runner:
-    """Runs plans.
+    """Runs step plans.
 
     Parameters
     ----------
     config
         Device, dtype, limits, `deterministic` and `num_threads`.
     spec
-        The checkpoint's shape.
+        Shape of the checkpoint.
     model
-        `load_model`'s; modules are fused, and under `deterministic` replaced, in place.
+        Result of `load_model`. Modules are fused in place, and replaced if `deterministic` is set.
     pool
-        KV cache of `config.num_blocks` blocks. The host tier's memory, of `config.num_host_blocks`, is allocated
-        here.
+        KV cache of `config.num_blocks` blocks. The runner allocates the host tier of `config.num_host_blocks`.
     device
-        Whose streams the work is queued on; None for that of `config.device`.
+        Runs the work; None opens `config.device`.
     fused
-        Of a model that another runner has fused; None: it is not.
+        Report of the runner that has already fused this model; None: fuse it here.
 
     Raises
     ------
@@ -98,9 +97,9 @@ class Runner:
         self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
         self._sampler = StepSampler(config.vocab_size)
         self.kernels = choose_kernels(config, attention_backend)
-        # One more pads steps; and warm-up adds a prompt to all of them.
+        # One more than the requests: the row that pads steps.
         self._outputs = self.kernels.outputs(self._device, config.num_rows + 1)
-        self._busy_until_s = 0.0  # when the step that was collected last was over
+        self._busy_until_s = 0.0  # end of the last collected step
         self._compiles = CompileCount()
         self._attentions = [self._attention(group) for group in pool.groups]
         if fused is None:
@@ -140,7 +139,7 @@ class Runner:
 
     @classmethod
     def from_config(cls, config: EngineConfig, spec: ModelSpec) -> Runner:
-        """Load the checkpoint of `spec` and allocate the pool."""
+        """Load the checkpoint of `spec` and allocate the KV pool."""
         model = load_model(spec, config.device, config.dtype, config.weights)
         return cls.with_pool(config, spec, model)
 
@@ -154,7 +153,7 @@ class Runner:
         device: Device | None = None,
         fused: FuseReport | None = None,
     ) -> Runner:
-        """Allocate the pool for a model that is loaded."""
+        """Allocate the KV pool for a loaded model."""
         pool = KVPool(
             config.num_blocks,
             spec.groups,
@@ -170,11 +169,11 @@ class Runner:
         return self.collect(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> InFlight:
-        """Start a step; on a GPU it returns before the step is done. Bounds were checked by the scheduler."""
+        """Start a step; on a GPU this returns before the step is done. The scheduler has checked all bounds."""
         try:
             return self._launch(plan)
         except Exception:
-            # No event tells when what it has queued is over: nothing it uses may change hands before.
+            # No event marks the end of the work already queued, and its blocks may be reused after this error.
             self._device.synchronize()
             raise
 
@@ -183,7 +182,7 @@ class Runner:
         slot = self._outputs.take(len(plan.sampling.token_index))
         in_flight = InFlight(slot, time.perf_counter())
         self._move_blocks(plan)
-        # Before the forward pass: they have its time.
+        # Start the masks before the forward pass, so that both run concurrently.
         masks = None if plan.awaits_tokens else self._sampler.begin(plan.sampling)
         in_flight.draw = self.steps.forward(plan, in_flight)
         if plan.awaits_tokens:
@@ -194,7 +193,7 @@ class Runner:
         return in_flight
 
     def _move_blocks(self, plan: StepPlan) -> None:
-        """Queue the copies between the tiers that must come before the step."""
+        """Queue the copies between the tiers that must precede the step."""
         written = _NO_BLOCKS
         if len(plan.saves) or self.host_pool.is_saving:
             written = plan.written_blocks(self.config.block_size)
@@ -207,15 +206,15 @@ class Runner:
         )
 
     def sample(self, in_flight: InFlight, sampling: SamplingBatch) -> None:
-        """The second half of a step whose plan awaited tokens: `Scheduler.complete` says what its rows may sample."""
+        """Queue the draw of a step that awaited tokens, with the sampling options of `Scheduler.complete`."""
         try:
             masks = self._sampler.begin(sampling)
             if masks is not None:
-                masks.result()  # the draw waits for them anyway, and would be taken to have begun
+                masks.result()  # wait here, so that the time until `begin_draw` counts as a hold
             self.steps.begin_draw(in_flight)
             self._draw(in_flight, sampling, masks)
         except Exception:
-            self._device.synchronize()  # as in `launch`
+            self._device.synchronize()  # for the reason given in `launch`
             raise
 
     def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
@@ -231,7 +230,7 @@ class Runner:
         Raises
         ------
         RuntimeError
-            It awaits tokens that never came: it is over, and has sampled nothing.
+            The step awaited tokens of a step that failed, so it has sampled nothing.
         """
         if in_flight.draw is not None:
             self._device.synchronize()
@@ -241,7 +240,7 @@ class Runner:
         logprobs = in_flight.slot.collect_scores()
         prompts = tuple(scores.to_host() for scores in in_flight.prompts)
         finished_s = in_flight.finished_s or time.perf_counter()
-        # Launched behind another step it has not run before that was over.
+        # A step launched behind another one starts only when that one ends.
         duration_s = finished_s - max(in_flight.started_s, self._busy_until_s)
         self._busy_until_s = finished_s
         restores = self.host_pool.take_measured()
@@ -255,27 +254,27 @@ class Runner:
 
     @property
     def graphs(self) -> GraphCache | None:
-        """Captured steps; None on the CPU."""
+        """Cache of captured steps; None on the CPU."""
         return self.steps.graphs
 
     def use_idle(self) -> bool:
-        """Prepare for later steps while there is none; returns whether there was anything to do."""
+        """Prepare for later steps while the engine is idle; return whether there was anything to do."""
         return self.steps.use_idle()
 
     def close(self) -> None:
-        """There is no later step: end what `use_idle` may have started."""
+        """End background work that `use_idle` has started."""
         self.steps.close()
 
     def telemetry(self) -> dict[str, object]:
-        """Counters of the device's time, graphs and copies since the start."""
+        """Counters of device time, graphs and copies since the start."""
         return {**self.steps.telemetry(), "tiers": self.host_pool.telemetry()}
 
     def mark(self, name: str) -> AbstractContextManager[None]:
-        """A range of the engine's thread for a profiler."""
+        """Return a context manager that marks a range of the engine's thread for a profiler."""
         return self._device.mark(name)
 
     def warm_up(self) -> None:
-        """Run the shapes that serving will see, so that nothing is first touched later; capture the first graphs."""
+        """Run the shapes that serving will use, so that nothing is compiled or first touched later; capture graphs."""
         self.run_largest()
         if self.config.deterministic:
             self.kernels.warm_fixed_products(self.model, self.config.max_batch_tokens)
@@ -286,7 +285,7 @@ class Runner:
         self.steps.run_largest(self.run, self.trash_plans)
 
     def mark_ready(self) -> None:
-        """From here on `num_compiles` counts."""
+        """Start counting `num_compiles`."""
         self._compiles.start()
 
     @property

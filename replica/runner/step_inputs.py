@@ -1,15 +1,14 @@
-"""What a step's work reads of its plan, on the device: one bulk copy from a ring of pinned staging buffers.
+"""Inputs of a step on the device, uploaded in one copy from a ring of pinned staging buffers.
 
 ```
- host     plan N+1 ──write──▶ slot 1   (slot 0: N's)          a slot is written again when its copy has run
- h2d                              └──── copy ───▶ inputs      after step N, which reads them, is done
+ host     plan N+1 ──write──▶ slot 1   (slot 0: step N)       a slot is reused once its copy has run
+ h2d                              └──── copy ───▶ inputs      after step N, which reads the inputs, is done
  compute  [ step N ....................... ]      │ [ step N+1 .................. ]
 ```
 
-There is one set of inputs on the device, so captured graphs read fixed addresses and cost their memory once; only the
-staging is doubled. All arrays of a step lie one behind the other; where follows from their lengths alone, so steps of
-the same lengths find them at the same addresses. The differences of the request table, of any number, lie behind
-them. Block tables and sampling columns are in that table already.
+The device has one input buffer, so captured graphs read fixed addresses; only the staging is doubled. The arrays of a
+step are packed one after the other. Their offsets depend only on their lengths, so steps of equal lengths use equal
+addresses. The changes of the request table follow at the end. Block tables and sampling columns are in that table.
 
 ```
  a step of n rows that decode   rows, positions, kv_len, slots, noise keys of n or more rows │ differences
@@ -17,7 +16,7 @@ them. Block tables and sampling columns are in that table already.
  any other step                 rows, tokens, positions, ...                                 │ differences
 ```
 
-A device that runs work when it is queued reads the plan's arrays themselves.
+On the CPU, steps read the plan's arrays directly (`direct_inputs`).
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ _NO_IDS = np.empty(0, np.int64)
 
 
 class StepInputs(NamedTuple):
-    """A step's arrays on the device; n rows, T tokens, S rows that sample."""
+    """Inputs of any step, on the device: n rows, T tokens, S rows that sample."""
 
-    # [T] int64; -1 - r: what was last sampled in row r of the request table
+    # [T] int64; -1 - r stands for the last token of table row r
     token_ids: torch.Tensor
     positions: torch.Tensor  # [T] int64
     cu_q: torch.Tensor  # [n + 1] int32
     kv_len: torch.Tensor  # [n] int32
     token_index: torch.Tensor  # [S] int64
-    sample_rows: torch.Tensor  # [S] int64, in the request table
+    sample_rows: torch.Tensor  # [S] int64 table rows
     slots: torch.Tensor  # [G, T] int64
     rows: torch.Tensor  # [n] int64, in the request table
-    noise_keys: torch.Tensor  # [S] int64; not where work runs when it is queued
-    # [P] int64, ids of the prompts' tokens whose log-probs are wanted, one prompt behind the other
+    noise_keys: torch.Tensor  # [S] int64; empty on the CPU
+    # [P] int64, prompt tokens to score, prompts concatenated
     target_ids: torch.Tensor
 
 
 class DecodeInputs(NamedTuple):
-    """Arrays of a step in which every row decodes, on the device; n rows, some of them perhaps padding."""
+    """Inputs of a step in which every row decodes, on the device: n rows, with padding."""
 
     rows: torch.Tensor  # [n] int64, in the request table
     positions: torch.Tensor  # [n] int64
@@ -65,30 +64,30 @@ class DecodeInputs(NamedTuple):
 
 
 class MixedInputs(NamedTuple):
-    """Arrays of a mixed step, padded, on the device; n rows, T tokens. Some rows may have no token."""
+    """Inputs of a padded mixed step, on the device: n rows, T tokens. Rows may have no token."""
 
-    # [T] int64; -1 - r: what was last sampled in row r of the request table
+    # [T] int64; -1 - r stands for the last token of table row r
     token_ids: torch.Tensor
     positions: torch.Tensor  # [T] int64
     cu_q: torch.Tensor  # [n + 1] int32
     kv_len: torch.Tensor  # [n] int32
     rows: torch.Tensor  # [n] int64, in the request table
     slots: torch.Tensor  # [G, T] int64
-    # Of the rows that sample, then of padding:
+    # The rows that sample come first, then padding:
     token_index: torch.Tensor  # [n] int64
     sample_rows: torch.Tensor  # [n] int64, in the request table
     noise_keys: torch.Tensor  # [n] int64
 
 
 def _token_ids(plan: StepPlan) -> np.ndarray:
-    """[T] int64, as of `StepInputs`."""
+    """`StepInputs.token_ids` of a plan."""
     token_ids = plan.token_ids.astype(np.int64)
     token_ids[: len(plan.decode_rows)] = -1 - plan.decode_rows
     return token_ids
 
 
 def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[Typed, ...]:
-    """The plan's arrays in the order of `StepInputs`, and the types they have on the device."""
+    """The plan's arrays in the order of `StepInputs`, with their dtypes on the device."""
     sampling = plan.sampling
     return (
         (_token_ids(plan), np.int64),
@@ -105,7 +104,7 @@ def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[Typed, ...]:
 
 
 def _decode_shapes(num_groups: int, n: int) -> tuple[tuple[tuple[int, ...], type], ...]:
-    """Of `DecodeInputs`."""
+    """Shapes and dtypes of `DecodeInputs`."""
     return (
         ((n,), np.int64),
         ((n,), np.int64),
@@ -116,7 +115,7 @@ def _decode_shapes(num_groups: int, n: int) -> tuple[tuple[tuple[int, ...], type
 
 
 def _mixed_shapes(num_groups: int, n: int, t: int) -> tuple[tuple[tuple[int, ...], type], ...]:
-    """Of `MixedInputs`."""
+    """Shapes and dtypes of `MixedInputs`."""
     return (
         ((t,), np.int64),
         ((t,), np.int64),
@@ -140,20 +139,20 @@ def _difference_arrays(new: Differences) -> tuple[Typed, ...]:
 
 
 class InputRing:
-    """Brings plans to the device.
+    """Uploads inputs of steps.
 
     Parameters
     ----------
     device
-        Whose streams copy.
+        Its H2D stream runs the copies.
     max_bytes
-        Of one upload, see `input_bytes`.
+        Size of the largest upload, see `input_bytes`.
     num_groups
         Layer groups, G.
     padding_row, padding_slot
-        Of the rows that pad a step.
+        Table row and KV slot of padding rows.
     depth
-        Staging buffers: one more than steps in flight while another is staged leaves nothing to wait for.
+        Number of staging buffers. With one more than the steps in flight, the host never waits for a buffer.
     """
 
     def __init__(
@@ -172,23 +171,29 @@ class InputRing:
         self.num_bytes = 0  # of all copies
         self._device = device
         self._num_groups = num_groups
-        self._padding = (padding_row, 0, 1, padding_slot, 0)  # of each of `DecodeInputs`
+        self._padding = (
+            padding_row,
+            0,
+            1,
+            padding_slot,
+            0,
+        )  # fill value of each field of `DecodeInputs`
         self._staging = [device.pinned((max_bytes,), torch.uint8) for _ in range(depth)]
         self._copied: list[Event | None] = [None] * depth
-        self._read: Event | None = None  # the step that reads the inputs now is done
+        self._read: Event | None = None  # end of the step that reads the inputs
         self._turn = 0
 
     def send(
         self, plan: StepPlan, noise_keys: np.ndarray, new: Differences
     ) -> tuple[StepInputs, Differences]:
-        """Stage a step and queue its copy; the compute stream waits for it.
+        """Stage a step's inputs and queue their copy; the compute stream waits for it.
 
-        `release` must follow before the next call of this or one of the others, unless the device has been idle since.
+        Call `release` before the next `send`, of any kind, unless the device has been idle since.
 
         Raises
         ------
         ValueError
-            The step is larger than `max_bytes`.
+            The inputs are larger than `max_bytes`.
         """
         arrays = _step_arrays(plan, noise_keys)
         views = self._upload(f"inputs of step {plan.step}", (*arrays, *_difference_arrays(new)))
@@ -197,7 +202,7 @@ class InputRing:
     def send_decode(
         self, plan: StepPlan, num_rows: int, noise_keys: np.ndarray, new: Differences
     ) -> tuple[DecodeInputs, Differences]:
-        """As `send`, for a step in which all rows decode, padded to `num_rows`."""
+        """Like `send`, for a step in which every row decodes, padded to `num_rows`."""
         shapes = _decode_shapes(self._num_groups, num_rows)
         own: tuple[np.ndarray, ...] = (
             *(plan.rows, plan.positions, plan.kv_len, plan.slots, noise_keys),
@@ -209,13 +214,13 @@ class InputRing:
         return DecodeInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
 
     def send_differences(self, new: Differences) -> Differences:
-        """As `send`, for what no step is small enough to bring along."""
+        """Like `send`, for table changes that do not fit into a step's upload."""
         return Differences(*self._upload("differences", _difference_arrays(new)))
 
     def send_mixed(
         self, plan: StepPlan, key: GraphKey, noise_keys: np.ndarray, new: Differences
     ) -> tuple[MixedInputs, Differences]:
-        """As `send`, padded to the shape of a graph that the step fits (`MixedShapes.fits`)."""
+        """Like `send`, padded to the shape of a graph that fits the step (`MixedShapes.fits`)."""
         sampling = plan.sampling
         lengths = np.zeros(key.num_rows, np.int64)
         lengths[plan.num_rows] = key.num_tokens - plan.num_tokens
@@ -234,7 +239,7 @@ class InputRing:
         return MixedInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
 
     def _mixed_padding(self, key: GraphKey, lengths: np.ndarray) -> list[Typed]:
-        """Arrays of a mixed step in which rows [n] of padding have so many tokens each."""
+        """Inputs of a mixed step of padding rows with the given numbers of tokens [n]."""
         row, position, _, slot, noise_key = self._padding
         shapes = _mixed_shapes(self._num_groups, key.num_rows, key.num_tokens)
         cu_q = np.concatenate([[0], np.cumsum(lengths)])
@@ -245,9 +250,9 @@ class InputRing:
         ]
 
     def send_padding(self, key: GraphKey) -> DecodeInputs | MixedInputs:
-        """As `send_decode` and `send_mixed`, where all rows are padding."""
+        """Like `send_decode` and `send_mixed`, with padding rows only."""
         if key.is_mixed:
-            # The rows of padding share the trash block, but none is longer than its table.
+            # Padding rows share the trash block, but no row may be longer than its block table.
             before = np.arange(key.num_rows) * key.kv_tokens
             lengths = np.clip(key.num_tokens - before, 0, key.kv_tokens)
             return MixedInputs(*self._upload(f"{key}, padding", self._mixed_padding(key, lengths)))
@@ -282,7 +287,7 @@ class InputRing:
         return layout.on_device(self.inputs)
 
     def release(self, read: Event) -> None:
-        """What reads the last upload is queued; `read`: it is done."""
+        """Set the event after which the input buffer may be overwritten: the end of the step that reads it."""
         self._read = read
 
 
@@ -293,17 +298,19 @@ def _padded(array: np.ndarray, shape: tuple[tuple[int, ...], type], value: int) 
 
 
 def direct_inputs(plan: StepPlan) -> StepInputs:
-    """The plan's own arrays, for work that runs when it is queued."""
+    """Return the plan's arrays without copying, for steps on the CPU."""
     return StepInputs(*(_as_tensor(array, dtype) for array, dtype in _step_arrays(plan, _NO_IDS)))
 
 
 def _as_tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
-    array = array.astype(dtype, copy=not array.flags.writeable)  # torch warns of what is read-only
+    array = array.astype(
+        dtype, copy=not array.flags.writeable
+    )  # torch warns about read-only arrays
     return torch.from_numpy(array)
 
 
 def pieces(new: Differences, max_changes: int) -> Iterable[Differences]:
-    """Differences of at most so many blocks; the rows' columns come with the first."""
+    """Split differences into parts of at most `max_changes` block entries; the first part has all columns."""
     for begin in range(0, max(len(new.at), 1), max_changes):
         part = slice(begin, begin + max_changes)
         few = new._replace(at=new.at[part], blocks=new.blocks[part])
@@ -311,7 +318,7 @@ def pieces(new: Differences, max_changes: int) -> Iterable[Differences]:
 
 
 def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_changes: int) -> int:
-    """Bytes of the largest upload: a step's inputs and the differences that come with them."""
+    """Bytes of the largest upload: inputs of the largest step, and `max_changes` table changes."""
     shapes = (
         ((max_tokens,), np.int64),
         ((max_tokens,), np.int64),

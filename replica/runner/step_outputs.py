@@ -1,4 +1,4 @@
-"""What a step leaves: its tokens in the request table, for the next step, and on their way to the host.
+"""Results of a step: its tokens go to the request table, for the next step, and to the host.
 
 ```
  compute  [ step N: sample ─▶ last_token[row], tokens of slot 0 ] [ step N+1: gather last_token ... ─▶ slot 1 ]
@@ -6,7 +6,7 @@
  host                                                               └─▶ collect N, commit N
 ```
 
-The host has collected N before it launches N+2, so two slots are enough and no stream waits for another's reading.
+The host collects N before it launches N+2, so two slots are enough and no stream waits for the reader of a slot.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from quire.replica.sampling.step_sampler import Masks
 
 @dataclass(slots=True)
 class TokenSlot:
-    """Where one step's tokens go."""
+    """Buffers of one step's tokens and log-probs."""
 
     tokens: torch.Tensor  # [max rows] int64, on the device
     result: torch.Tensor  # [max rows] int64, pinned
-    # [max rows, SCORE_COLUMNS] float32, on the device: first those of the rows that want log-probs
+    # [max rows, SCORE_COLUMNS] float32, on the device; the first rows are those that asked for log-probs
     scores: torch.Tensor
-    scores_result: torch.Tensor  # the same, pinned
+    scores_result: torch.Tensor  # copy of `scores`, pinned
     num_tokens: int = 0
-    # `SamplingBatch.logprobs`: whose log-probs come with the tokens
+    # `SamplingBatch.logprobs`: rows that asked for log-probs, and how many
     asked: tuple[tuple[int, int], ...] = ()
     arrived: Event | None = None
 
     def collect(self) -> np.ndarray:
-        """Sleep until the tokens are there; [num_tokens] int64."""
+        """Sleep until the tokens have arrived; returns [num_tokens] int64."""
         assert self.arrived is not None
         self.arrived.wait()
         return self.result[: self.num_tokens].numpy().copy()
 
     def collect_scores(self) -> dict[int, TokenLogprob]:
-        """After `collect`: log-probs by index of the row."""
+        """Return log-probs by row index; call after `collect`."""
         return token_logprobs(self.asked, self.scores_result[: len(self.asked)].numpy())
 
 
@@ -55,29 +55,29 @@ class InFlight:
 
     slot: TokenSlot
     started_s: float
-    finished_s: float | None = None  # if it was over when it was launched
-    # On a device that queues its work: when the step began and ended, and the end of the one before it
+    finished_s: float | None = None  # on the CPU
+    # On a GPU: begin and end of the step, and the end of the previous step.
     begun: Event | None = None
     done: Event | None = None
     done_before: Event | None = None
-    # Of a step that awaited tokens: the end of its forward pass and the begin of its draw
+    # Only if the draw awaited tokens: end of the forward pass, and begin of the draw.
     forward_done: Event | None = None
     draw_begun: Event | None = None
-    # Queues the draw; None: it is queued. Given what rows may sample, and the masks of their grammars.
+    # Queues the draw; takes the sampling options and the grammars' masks. None once the draw is queued.
     draw: Callable[[SamplingBatch, Masks], None] | None = None
-    # Set by the step's work.
+    # Set by the queued work of the step.
     prompts: tuple[StepPromptLogprobs, ...] = ()
 
 
 class StepOutputs:
-    """The token column of the request table, and the ring of results.
+    """Owns the last-token column of the request table and the ring of result slots.
 
     Parameters
     ----------
     max_rows
-        Rows of the request table, with the one that pads steps, and of a step.
+        Rows of the request table, including the padding row.
     depth
-        Steps launched and not collected.
+        Steps that may be launched and not collected.
     """
 
     def __init__(self, device: Device, max_rows: int, depth: int = 2):
@@ -85,7 +85,7 @@ class StepOutputs:
         self.num_copies = 0
         self.num_bytes = 0  # of all copies
         self.last_token = device.empty((max_rows,), torch.int64)  # [max_rows], by row of the table
-        self.last_token[-1] = 0  # of the row that pads steps: any id
+        self.last_token[-1] = 0  # padding row: any valid id
         self._slots = [
             TokenSlot(
                 device.empty((max_rows,), torch.int64),
@@ -98,31 +98,31 @@ class StepOutputs:
         self._turn = 0
 
     def take(self, num_tokens: int) -> TokenSlot:
-        """The slot for the next step."""
+        """Return the slot for the next step."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         slot.num_tokens, slot.asked = num_tokens, ()
         return slot
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Part of a step's work: [T] int64 ids, where -1 - r becomes what was last sampled in the table row r."""
+        """Replace ids -1 - r in [T] int64 by the last token of table row r. Part of a step's queued work."""
         rows = (-1 - token_ids).clamp_(min=0)
         return torch.where(token_ids < 0, self.last_token[rows], token_ids)
 
     def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Part of a step's work: put [S] int64 tokens into the slot, and into the table rows [S] int64."""
+        """Store tokens [S] int64 in the slot and in the table rows [S] int64. Part of a step's queued work."""
         slot.tokens[: len(tokens)].copy_(tokens)
         self.remember(tokens, rows)
 
     def remember(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Part of a step's work: put [S] int64 tokens into the table rows [S] int64, if there are any."""
+        """Store tokens [S] int64 in the table rows [S] int64, if rows are given. Part of a step's queued work."""
         if not len(rows):
             return
-        # NO_TOKEN ends its row one step late: until then it must be an id that the model knows.
+        # A row with NO_TOKEN ends one step late. Until then its token must be a valid id.
         self.last_token.index_copy_(0, rows, tokens.clamp(min=0))
 
     def send(self, slot: TokenSlot, done: Event) -> None:
-        """Queue the copy of the slot's tokens and log-probs to the host, behind `done`, the step that computes them."""
+        """Queue the copy of the slot's tokens and log-probs to the host, after the event `done` of the step."""
         device = self._device
         device.wait(Stream.D2H, done)
         count = slot.num_tokens

@@ -1,4 +1,4 @@
-"""Plans of steps that write to the trash block only: for warm-up and measurements."""
+"""Plans of steps that write only to the trash block, for warm-up and measurements."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quire.replica.core.step_plan import (
 
 
 class TrashPlans:
-    """Makes plans. The pool's own blocks, and the rows of requests, are not touched.
+    """Makes plans that touch neither blocks nor rows of requests.
 
     Parameters
     ----------
     num_groups
-        Layer groups of the pool.
+        Number of layer groups of the pool.
     trash_block
-        Its id.
+        Id of the trash block.
     """
 
     def __init__(self, config: EngineConfig, num_groups: int, trash_block: int):
@@ -31,12 +31,12 @@ class TrashPlans:
         self._trash_block = trash_block
 
     def plan(self, lengths: list[int], temperature: float) -> StepPlan:
-        """A step of rows with these numbers of new tokens, all of whose KV goes to the trash block."""
+        """A step with one row for each length; a length is the number of new tokens of a row."""
         num_rows, num_tokens = len(lengths), sum(lengths)
         block_size, trash = self._config.block_size, self._trash_block
         cu_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
-        rows = np.full(num_rows, self._config.num_rows)  # the one that has no request
+        rows = np.full(num_rows, self._config.num_rows)  # the padding row
         decodes = max(lengths) == 1
         columns = SamplingBatch(
             token_index=cu_q[1:] - 1,
@@ -67,9 +67,9 @@ class TrashPlans:
         )
 
     def special_plan(self, num_rows: int) -> StepPlan:
-        """Rows that ask for masks, lists and log-probs, one with penalties: all that a sampler has kernels for.
+        """A step that uses every kernel of the sampler: masks, token lists, log-probs, and penalties in row 0.
 
-        Only row 0 gets counts, which stay: the first request there brings its own history.
+        The penalties leave token counts in row 0; the first request in that row overwrites them.
         """
         plan = self.plan([1] * num_rows, 0.0)
         one, zero = np.ones(1, np.float32), np.zeros(1, np.int64)

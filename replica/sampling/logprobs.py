@@ -1,8 +1,8 @@
-"""Log-probabilities of the model's own distribution, for the rows and the prompts that ask.
+"""Log-probabilities of the model's own distribution, for rows and prompts that ask for them.
 
-They are those of the raw logits, before bias, penalties, masks, temperature and truncation, as vLLM's V1 engine
-reports by default: they say what the model thinks, not from what the token was drawn. So they do not depend on
-the other parameters, and a token that was forced on the model has the probability the model gave it.
+They are computed from the raw logits, before bias, penalties, masks, temperature and truncation, as in vLLM's V1 engine
+by default. So they do not depend on other parameters, and a token forced by a constraint has the probability that the
+model gave it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from quire.protos.wire import MAX_LOGPROBS, PromptLogprobs, TokenLogprob
 from quire.replica.core.step_plan import PromptTargets, SamplingBatch
 
-# Of a row: the token's own, the likeliest ids' and their bits; what a row has not asked for is undefined.
+# Columns of a row: log-prob of the token, those of the likeliest ids, and bits of these ids. Others are undefined.
 SCORE_COLUMNS = 1 + 2 * MAX_LOGPROBS
 
 
 def log_distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor | None:
-    """[L, vocab] float32 of the rows that ask; None when none does.
+    """Return log-probabilities [L, vocab] float32 of the rows that asked; None if none did.
 
-    Called before `sample`, which overwrites the logits.
+    Call it before `sample`, which overwrites the logits.
     """
     if not batch.logprobs:
         return None
@@ -34,7 +34,7 @@ def log_distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
 def score_tokens(
     distribution: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor, scores: torch.Tensor
 ) -> None:
-    """Write what `distribution` says of the sampled tokens, [S] int64, and its likeliest ids; on a CPU.
+    """Write the log-probabilities of the sampled tokens [S] int64 and of the likeliest ids to `scores`, on a CPU.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def score_tokens(
         [L or more, SCORE_COLUMNS] float32.
     """
     index, num_top = zip(*batch.logprobs, strict=True)
-    # A row without a token ends in this step and its log-probability is not sent.
+    # A row without a token ends in this step, and its log-probability is not sent.
     chosen = tokens[torch.tensor(index)].clamp(min=0)
     top, top_ids = distribution.topk(min(max(num_top), distribution.shape[-1]), dim=-1)
     top, top_ids = _in_order(top.numpy(), top_ids.numpy())
@@ -55,7 +55,7 @@ def score_tokens(
 def token_logprobs(
     asked: tuple[tuple[int, int], ...], scores: np.ndarray
 ) -> dict[int, TokenLogprob]:
-    """By index in [0, S).
+    """Convert scores to `TokenLogprob` by row index in [0, S).
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def token_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class StepPromptLogprobs:
-    """Those of one row's `PromptTargets`, still on the device. n tokens."""
+    """Log-probabilities of n tokens of one row's `PromptTargets`, on the device."""
 
     targets: PromptTargets
     chosen: torch.Tensor  # [n] float32
@@ -82,7 +82,7 @@ class StepPromptLogprobs:
     top_ids: torch.Tensor  # [n, k] integers
 
     def to_host(self) -> PromptLogprobs:
-        """Equal log-probabilities in the order of their ids."""
+        """Copy to the host; sorts equal log-probabilities by id."""
         top, ids = _in_order(self.top.cpu().numpy(), self.top_ids.cpu().numpy())
         return PromptLogprobs(
             self.targets.start,
@@ -95,7 +95,7 @@ class StepPromptLogprobs:
 
 
 Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# [n, vocab] logits, [n] int64 ids, number of likeliest tokens; gives fields of `StepPromptLogprobs`
+# Logits [n, vocab], ids [n] int64, number of likeliest tokens; returns the tensor fields of `StepPromptLogprobs`
 Score = Callable[[torch.Tensor, torch.Tensor, int], Scored]
 
 
@@ -107,19 +107,19 @@ def score_prompt(
     score: Score,
     max_rows: int,
 ) -> StepPromptLogprobs:
-    """Log-probabilities of a prompt's tokens, given the hidden states of the step.
+    """Compute log-probabilities of a prompt's tokens from the hidden states of the step.
 
-    A slice of rows at a time, so that no more than `max_rows` rows of logits exist at once. Every row is computed
-    by itself: the result does not depend on the slices.
+    Works in slices, so that at most `max_rows` rows of logits exist at a time. Rows are independent, so slicing does
+    not change results.
 
     Parameters
     ----------
     hidden
-        [T, hidden size] the decoder's output.
+        [T, hidden size], output of the decoder.
     token_ids
-        [n] int64, those of `targets`, where `hidden` is.
+        [n] int64, tokens of `targets`, on the device of `hidden`.
     logits_of
-        [n, hidden size] to [n, vocab] in the model's type.
+        Computes logits [n, vocab] in the model's dtype from [n, hidden size].
     score
         `score_by_torch` or `score_by_kernels`.
     """
@@ -132,7 +132,7 @@ def score_prompt(
 
 
 def score_by_torch(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
-    """Fields of `StepPromptLogprobs`: of the log-probabilities of all ids."""
+    """See `Score`; computes the log-probabilities of the whole vocabulary in float32."""
     distribution = torch.log_softmax(logits.float(), dim=-1)
     chosen = distribution.gather(-1, ids[:, None])
     ranks = (distribution > chosen).sum(-1) + 1
@@ -141,12 +141,12 @@ def score_by_torch(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Sco
 
 
 def score_by_kernels(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
-    """The same by kernels, without a copy of the logits in float32."""
+    """See `Score`; uses GPU kernels, without a float32 copy of the logits."""
     from quire.kernels.sampling.log_probs import log_probs
 
     width = min(num_top, logits.shape[1])
     each = torch.full((len(ids),), width, dtype=torch.int32, device=logits.device)
-    # As where tokens are sampled, so that no other variant of the kernels is needed.
+    # Pass the same arguments as for sampled tokens, so that no other variant of the kernels is compiled.
     source = torch.arange(len(ids), dtype=torch.int32, device=logits.device)
     out = torch.empty(len(ids), 1 + 2 * width, dtype=torch.float32, device=logits.device)
     scores = log_probs(logits, ids, each, source=source, out=out)
@@ -155,6 +155,6 @@ def score_by_kernels(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> S
 
 
 def _in_order(top: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[n, k] each, best first, equal ones by id: `topk` leaves their order open."""
+    """Sort [n, k] log-probabilities in descending order, equal ones by id; `topk` leaves their order undefined."""
     order = np.lexsort((ids, -top), axis=-1)
     return np.take_along_axis(top, order, -1), np.take_along_axis(ids, order, -1)

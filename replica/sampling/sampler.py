@@ -1,10 +1,10 @@
-"""From logits to tokens by torch on a CPU: one vectorised pass over the rows that sample.
+"""Samples tokens from logits with torch on a CPU, vectorised over the rows that sample.
 
 Order, as vLLM documents it: grammar masks, allowed ids, suppressed ids (bad words; EOS and stop ids before
 min_tokens), logit bias, penalties, temperature, min-p, top-k, top-p, then the draw. The draw is
-argmax(logits + Gumbel noise) with noise that is a function of (seed, choice, position, token id), see
-`quire.kernels.sampling.noise`. A row's result depends on nothing but its own logits, columns and history. Work that no
-row asks for is not done: a greedy batch is one argmax, a batch without top-k and top-p is never sorted.
+argmax(logits + Gumbel noise). The noise is a function of (seed, choice, position, token id), see
+`quire.kernels.sampling.noise`. A row's result depends only on its own logits, options and history. Steps that no row
+needs are skipped: a greedy batch is one argmax, and a batch without top-k and top-p is not sorted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class Draw(NamedTuple):
-    """How the rows' tokens are drawn, once bias, masks and penalties are applied. S rows."""
+    """Options of the draw after bias, masks and penalties, for S rows."""
 
     temperature: np.ndarray  # [S] float32, 0 = greedy
     top_k: np.ndarray  # [S] int32, 0 = off
     top_p: np.ndarray  # [S] float32, 1 = off
     min_p: np.ndarray | None  # [S] float32, 0 = off
-    noise_keys: Callable[[np.ndarray], np.ndarray]  # [r] rows to their [r] uint64
+    noise_keys: Callable[[np.ndarray], np.ndarray]  # rows [r] to noise keys [r] uint64
 
     @classmethod
     def of(cls, batch: SamplingBatch) -> Draw:
@@ -51,36 +51,36 @@ def sample(
     grammar_masks: np.ndarray | None = None,
     choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Choose one token a row.
+    """Sample one token per row.
 
     Parameters
     ----------
     logits
         [S, vocab] float32; overwritten.
     batch
-        The rows' columns.
+        Sampling options of the rows.
     counts
-        History of the rows with penalties; required when the batch has any, and brought up to date.
+        Token counts of rows with penalties. Required if the batch has penalties; updated by the call.
     grammar_masks
-        `fill_masks` of the batch's grammars, if somebody has filled them meanwhile.
+        Result of `fill_masks` for the batch's grammars, if it was computed before.
     choose
-        [S, vocab] float32 logits, all done to them, to [S] int64 tokens, if a device does that itself.
+        Draws tokens [S] int64 from the final logits [S, vocab] float32; None: draw with the batch's options.
 
     Returns
     -------
-    [S] int64 token ids; `NO_TOKEN` where a row's constraints leave none.
+    [S] int64 token ids; `NO_TOKEN` if a row's constraints allow no token.
     """
     if batch.grammars and grammar_masks is None:
         grammar_masks = fill_masks(batch.grammars)
     constrained = _constrain(logits, batch, grammar_masks)
     if batch.penalties is not None:
         if counts is None:
-            raise ValueError("the batch has penalties: the counts of its rows are needed")
+            raise ValueError("the batch has penalties, so counts must not be None")
         _penalise(logits, batch.penalties, counts)
     tokens = draw(logits, Draw.of(batch)) if choose is None else choose(logits)
     if len(constrained):
         rows = torch.from_numpy(constrained)
-        # A draw changes its own copy of the logits, an argmax none: what was masked still is.
+        # The draw works on a copy of the logits, so masked logits are still -inf here.
         chosen = logits[rows, tokens[rows]]
         tokens[rows] = tokens[rows].masked_fill_(chosen == _NEVER, NO_TOKEN)
     if batch.penalties is not None and counts is not None:
@@ -90,7 +90,7 @@ def sample(
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties, counts: TokenCounts) -> None:
-    """Take in the rows' histories, and change their logits in place."""
+    """Add new histories to the counts, and apply penalties to the logits in place."""
     history = HistoryArrays.of(penalties, logits.shape[1])
     if len(history.rows):
         counts.write(int(history.rows.max()) + 1, *map(torch.from_numpy, history))
@@ -105,15 +105,17 @@ def _penalise(logits: torch.Tensor, penalties: Penalties, counts: TokenCounts) -
 
 
 def fill_masks(grammars: Sequence[tuple[int, TokenMask]]) -> np.ndarray:
-    """[G, ceil(vocab / 32)] int32, what each grammar of a batch allows next. Needs no logits, so it can run
-    beside the forward pass."""
+    """Compute the masks of a batch's grammars, [G, ceil(vocab / 32)] int32.
+
+    Needs no logits, so it can run concurrently with the forward pass.
+    """
     return np.stack([grammar.mask() for _, grammar in grammars])
 
 
 def _constrain(
     logits: torch.Tensor, batch: SamplingBatch, grammar_masks: np.ndarray | None
 ) -> np.ndarray:
-    """Mask and bias ids; returns the rows that have a mask, [C] int64."""
+    """Apply masks and biases; returns the rows with a mask, [C] int64."""
     if not (batch.grammars or batch.rules or batch.suppressed):
         return _NO_ROWS
     if grammar_masks is not None:
@@ -152,7 +154,7 @@ def _add_bias(logits: torch.Tensor, biased: list[tuple[int, TokenRules]]) -> Non
 def _index(
     ids_of_rows: Sequence[tuple[int, Sequence[int] | np.ndarray]],
 ) -> tuple[torch.Tensor, ...]:
-    """(row, ids) pairs as the two index tensors of their elements, each [n] int64."""
+    """Convert (row, ids) pairs to two index tensors [n] int64, rows and ids."""
     counts = [len(ids) for _, ids in ids_of_rows]
     rows = np.repeat([row for row, _ in ids_of_rows], counts).astype(np.int64)
     ids = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in ids_of_rows])
@@ -160,7 +162,7 @@ def _index(
 
 
 def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
-    """One token a row: [S, vocab] float32, overwritten, to [S] int64."""
+    """Draw one token per row, [S] int64, from [S, vocab] float32; overwrites the logits."""
     if not how.temperature.any():
         return likeliest(logits)
     random = np.flatnonzero(how.temperature > 0)
@@ -173,13 +175,15 @@ def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """[S, vocab] to [S] int64, the first of the largest in each row, as `argmax` says; that takes three times as long
-    on a CPU. Of any float dtype there: what float32 makes of it has the same order."""
+    """Return the first largest id of each row, [S, vocab] to [S] int64, like `argmax`.
+
+    `argmax` takes three times as long on a CPU. Any float dtype works, because float32 has the same order.
+    """
     return logits.max(dim=-1).indices
 
 
 def _draw_random(logits: torch.Tensor, how: Draw, random: np.ndarray) -> torch.Tensor:
-    """Temperature, min-p, top-k, top-p and noise for the rows `random`; logits [R, vocab] belong to this call."""
+    """Apply temperature, min-p, top-k, top-p and noise to the rows `random`; overwrites their logits [R, vocab]."""
     vocab_size = logits.shape[1]
     temperature = torch.from_numpy(how.temperature[random])
     logits = logits.div_(temperature[:, None])
@@ -197,7 +201,7 @@ def _draw_random(logits: torch.Tensor, how: Draw, random: np.ndarray) -> torch.T
 
 
 def _leave_out_unlikely(logits: torch.Tensor, min_p: np.ndarray) -> None:
-    """Set to -inf, in place, what is less likely than min_p times the likeliest token of its row.
+    """Set tokens less likely than min_p times the row's likeliest token to -inf, in place.
 
     p / p_max = exp(logit - logit_max), so no softmax is needed.
     """
@@ -213,11 +217,11 @@ def _leave_out_unlikely(logits: torch.Tensor, min_p: np.ndarray) -> None:
 
 
 def _truncate(logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
-    """Set what top-k and top-p leave out to -inf.
+    """Set tokens excluded by top-k and top-p to -inf.
 
-    top-k keeps the k largest; top-p keeps, of those, the smallest set of the most likely whose probability
-    reaches p, at least one. Equal logits are kept in the order of their ids. A row stands with the same
-    arithmetic alone and among others: sorting, softmax and the running sum work row by row.
+    top-k keeps the k largest logits. top-p keeps the smallest set of the most likely of these that reaches probability
+    p, at least one token. Equal logits are kept in the order of their ids. Sorting, softmax and cumulative sum work row
+    by row, so other rows do not change a row's bits.
     """
     rank = torch.arange(logits.shape[1])
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
@@ -227,11 +231,11 @@ def _truncate(logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> tor
         p = torch.from_numpy(top_p.astype(np.float32))[:, None]
         probability = torch.softmax(ordered, dim=-1)
         before = probability.cumsum(dim=-1).sub_(probability)
-        # p = 1 must keep all: rounding may bring the sum before the last ids to 1.
+        # p = 1 must keep all tokens, although rounding may bring the cumulative sum to 1 before the last ids.
         ordered.masked_fill_((before >= p) & (p < 1.0) & (rank > 0), _NEVER)
     return torch.empty_like(logits).scatter_(1, index, ordered)
 
 
 def _rows(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """A copy of some rows."""
+    """Copy some rows."""
     return logits.index_select(0, torch.from_numpy(rows))

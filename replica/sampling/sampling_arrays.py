@@ -1,7 +1,7 @@
-"""What the rows of a step ask of their sampling, as arrays that travel to a device in one piece.
+"""Sampling options of a step's rows as arrays for one upload to the device.
 
-Most steps have none of it. `EditArrays` are the masks, lists and penalties of `quire.kernels.sampling.logit_edits`,
-`HistoryArrays` are what `TokenCounts` learns; all of them may be empty.
+Most steps have only plain rows, and all arrays may be empty. `EditArrays` are masks, lists and penalties for
+`quire.kernels.sampling.logit_edits`; `HistoryArrays` are new token histories for `TokenCounts`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class EditArrays(NamedTuple):
-    """E of the S rows, in this order; the same fields as `logit_edits.Edits`, but the counts."""
+    """Edits of E of the S rows, ascending. Has the fields of `logit_edits.Edits` except the counts."""
 
     rows: np.ndarray  # [E] int32, in [0, S)
     masks: np.ndarray  # [M, ceil(vocab / 32)] int32
@@ -40,7 +40,7 @@ class EditArrays(NamedTuple):
         Parameters
         ----------
         grammar_masks
-            [G, ceil(vocab / 32)] int32, of the batch's grammars; None where it has none.
+            Masks of the batch's grammars, [G, ceil(vocab / 32)] int32; None if it has none.
         """
         allowed = _allowed(batch, grammar_masks, vocab_size)
         listed = dict(_listed(batch))
@@ -53,7 +53,7 @@ class EditArrays(NamedTuple):
         lengths = [len(listed[i][0]) if i in listed else 0 for i in rows]
 
         def column(values: np.ndarray | None, default: float) -> np.ndarray:
-            """[E], of the rows with penalties those of `values` [P]."""
+            """Spread `values` [P] of rows with penalties to [E]; other rows get `default`."""
             every = [] if values is None else values.tolist()
             return np.array([*every, default])[penalty_at]
 
@@ -82,7 +82,7 @@ class EditArrays(NamedTuple):
 
 
 def _constrained(batch: SamplingBatch) -> np.ndarray:
-    """[C] int64, in [0, S): rows whose constraints may leave no token."""
+    """Rows with constraints that may allow no token, [C] int64 in [0, S)."""
     allowed = [i for i, rules in batch.rules if rules.allowed_ids is not None]
     return np.unique([i for i, _ in (*batch.grammars, *batch.suppressed)] + allowed).astype(
         np.int64
@@ -90,14 +90,14 @@ def _constrained(batch: SamplingBatch) -> np.ndarray:
 
 
 def _place(items: Iterable[int] | np.ndarray) -> dict[int, int]:
-    """Of each item where it stands."""
+    """Map each item to its index."""
     return {int(item): place for place, item in enumerate(items)}
 
 
 def _allowed(
     batch: SamplingBatch, grammar_masks: np.ndarray | None, vocab_size: int
 ) -> dict[int, np.ndarray]:
-    """Packed mask of each row that has one."""
+    """Packed masks by row."""
     masks: dict[int, np.ndarray] = {}
     if grammar_masks is not None:
         masks = {i: mask for (i, _), mask in zip(batch.grammars, grammar_masks, strict=True)}
@@ -109,14 +109,14 @@ def _allowed(
 
 
 def _packed(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """[ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set for each id i."""
+    """Pack ids as bits: [ceil(vocab / 32)] int32, bit i % 32 of word i // 32 for id i."""
     bits = np.zeros(-(-vocab_size // 32) * 32, bool)
     bits[ids] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _listed(batch: SamplingBatch) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
-    """(row, its ids each once and their bias); -inf for those that must not come."""
+    """Yield (row, (unique ids, bias of each)); suppressed ids have bias -inf."""
     biased = {
         i: (own.bias_ids, own.bias)
         for i, own in batch.rules
@@ -135,11 +135,11 @@ def _listed(batch: SamplingBatch) -> Iterator[tuple[int, tuple[np.ndarray, np.nd
 
 
 class HistoryArrays(NamedTuple):
-    """Histories of B rows that sample for the first time, for `TokenCounts.write`."""
+    """Token histories of B rows that sample for the first time, for `TokenCounts.write`."""
 
     rows: np.ndarray  # [B] int64
     prompts: np.ndarray  # [n] int64, row * vocab + id of every token of their prompts
-    outputs: np.ndarray  # [m] int64, the same of their outputs
+    outputs: np.ndarray  # [m] int64, the same for their outputs
 
     @classmethod
     def of(cls, penalties: Penalties, vocab_size: int) -> HistoryArrays:
@@ -157,21 +157,21 @@ class HistoryArrays(NamedTuple):
 
 
 class SamplingArrays(NamedTuple):
-    """The rest of what S rows ask for, in the order in which it travels."""
+    """Other sampling options of S rows, in the order of the upload."""
 
-    source: np.ndarray  # [S] int32, -1 - e for row e of the edited ones, else the row itself
-    constrained: np.ndarray  # [C] int64, in [0, S): rows whose constraints may leave no token
-    # As of `HistoryArrays`
+    source: np.ndarray  # [S] int32, -1 - e for edited row e, else the row itself
+    constrained: np.ndarray  # [C] int64 in [0, S), rows with constraints that may allow no token
+    # Fields of `HistoryArrays`:
     begun: np.ndarray  # [B] int64
     prompts: np.ndarray  # [n] int64
     outputs: np.ndarray  # [m] int64
-    # Rows with penalties: where in [0, S), and their places in the request table
+    # Rows with penalties: index in [0, S), and table row.
     counted: np.ndarray  # [P] int64
     counted_rows: np.ndarray  # [P] int64
-    # Rows that want log-probs: where in [0, S), and how many of the likeliest ids
+    # Rows that asked for log-probs: index in [0, S), and number of likeliest ids.
     scored: np.ndarray  # [L] int32
     num_top: np.ndarray  # [L] int32
-    # Columns of the S rows; empty where the request table has them
+    # Draw options of the S rows; empty if the request table on the device has them.
     temperature: np.ndarray  # float32
     top_k: np.ndarray  # int32
     top_p: np.ndarray  # float32
@@ -200,7 +200,7 @@ class SamplingArrays(NamedTuple):
 
 
 def _columns(batch: SamplingBatch) -> tuple[np.ndarray, ...]:
-    """As the last fields of `SamplingArrays`."""
+    """The last fields of `SamplingArrays`."""
     min_p = np.zeros(len(batch.token_index)) if batch.min_p is None else batch.min_p
     keys = noise_keys(batch.seed, batch.choice, batch.position).view(np.int64)
     return (

@@ -1,7 +1,4 @@
-"""From a step's logits to its tokens and log-probabilities by torch on a CPU, whatever its rows ask for.
-
-What a GPU does instead: `device_sampler.py`.
-"""
+"""Samples tokens and log-probabilities of a step with torch, on a CPU. GPUs use `runner/device_sampler.py`."""
 
 from __future__ import annotations
 
@@ -20,22 +17,22 @@ Masks = Future[np.ndarray] | None
 
 
 class StepSampler:
-    """Owns the token counts of penalties, and the thread that fills grammars' masks.
+    """Owns the token counts for penalties and the thread that computes grammar masks.
 
     Parameters
     ----------
     vocab_size
-        Columns of the logits.
+        Number of columns of the logits.
     """
 
     def __init__(self, vocab_size: int):
         self._token_counts = TokenCounts(vocab_size)
-        # Grammars take their time for a large vocabulary: they have that of the forward pass, which on the CPU
-        # keeps the engine's thread.
+        # Masks of a large vocabulary take long. A thread computes them during the forward pass, which on the CPU
+        # occupies the engine's thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
 
     def begin(self, batch: SamplingBatch) -> Masks:
-        """The step is about to be launched: have its masks filled meanwhile."""
+        """Start computing the masks of a step that is about to be launched."""
         return self._thread.submit(fill_masks, batch.grammars) if batch.grammars else None
 
     def sample(
@@ -46,18 +43,18 @@ class StepSampler:
         scores: torch.Tensor,
         choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Part of a step's work, on a CPU.
+        """Sample a step's tokens and log-probabilities. Part of a step's work, on a CPU.
 
         Parameters
         ----------
         logits
             [S, vocab] float32; overwritten.
         masks
-            As `begin` returned them.
+            Result of `begin`.
         scores
-            [max rows, SCORE_COLUMNS] float32, gets the log-probabilities of the rows that ask, from the first on.
+            [max rows, SCORE_COLUMNS] float32. The first rows receive the log-probabilities of the rows that asked.
         choose
-            As of `sampler.sample`.
+            See `sampler.sample`.
 
         Returns
         -------

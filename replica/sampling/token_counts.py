@@ -1,12 +1,12 @@
-"""How often each token has occurred in the rows that ask for penalties: kept on the device, one step at a time.
+"""Counts of each token in rows with penalties, kept on the device and updated in every step.
 
 One int32 for each (row, token id)::
 
     bit 30: the prompt contains it      bits 0-29: how often the output contains it
 
-so that "occurred at all" is `!= 0` and a token costs one addition. The table covers the rows that have asked so
-far: nothing is allocated before the first one does, then 4 * vocab bytes a row, of which the CPU backs only the
-pages that are written.
+So "occurred at all" is `!= 0`, and counting a token is one addition. The table grows to the highest row that has used
+penalties. Nothing is allocated before the first one; then each row takes 4 * vocab bytes, and on the CPU only written
+pages take memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _IN_PROMPT = 1 << 30
 
 
 class TokenCounts:
-    """The counts of all rows of one engine. Its methods are parts of a step's work.
+    """Owns the counts of all rows of an engine. Its methods are part of a step's queued work.
 
     Parameters
     ----------
     vocab_size
-        Columns of the logits.
+        Number of columns of the logits.
     device
-        Where the logits are.
+        Device of the logits.
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu"):
@@ -33,14 +33,14 @@ class TokenCounts:
     def write(
         self, num_rows: int, rows: torch.Tensor, prompts: torch.Tensor, outputs: torch.Tensor
     ) -> None:
-        """Take in the history of rows that sample for the first time, whatever these rows held before.
+        """Overwrite the counts of rows that sample for the first time with their histories.
 
         Parameters
         ----------
         num_rows
-            More than the last of the rows.
+            Greater than the highest row.
         rows, prompts, outputs
-            As of `HistoryArrays`.
+            Fields of `HistoryArrays`.
         """
         self._grow(num_rows)
         self.table.index_fill_(0, rows, 0)
@@ -49,8 +49,8 @@ class TokenCounts:
         flat.index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
     def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count what was sampled: rows [P] int64, each once, and tokens [P] int64."""
-        # A row without a token ends in this step: where its count goes is of no consequence.
+        """Count sampled tokens [P] int64 of unique rows [P] int64."""
+        # A row without a token ends in this step, so its count does not matter.
         at = rows * self.table.shape[1] + tokens.clamp(min=0)
         self.table.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
 
@@ -62,10 +62,11 @@ class TokenCounts:
         presence: torch.Tensor,
         frequency: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [P, vocab] float32 of rows [P] with the three penalties, [P] float32 each, as vLLM documents them.
+        """Apply three penalties, [P] float32 each, to logits [P, vocab] float32 of rows [P], as vLLM documents them.
 
-        Repetition: of tokens in prompt or output, logits above 0 are divided and others multiplied. Frequency:
-        minus the penalty times the count in the output. Presence: minus the penalty where that count is not 0.
+        Repetition: for tokens in prompt or output, positive logits are divided by the penalty, others multiplied.
+        Frequency: subtracts the penalty times the count in the output. Presence: subtracts the penalty if that count is
+        not 0.
         """
         state = self.table[rows]  # [P, vocab]
         factor = repetition[:, None]

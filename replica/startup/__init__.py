@@ -1,1 +1,1 @@
-"""What an engine runs on: sizes, measured memory, assembly."""
+"""The start of an engine: sizing, measuring memory, loading."""

@@ -1,4 +1,4 @@
-"""Sizing on a CPU: several replicas share a machine, and the host tier is the same memory."""
+"""Sizing on a CPU: several replicas may share the machine; the host tier uses the same memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.replica.startup.device_sizing import GIB, AttentionBytes, host_blocks
 
 _KV_BYTES = 1 * GIB
 _BLOCK_SIZE = 32
-# Below, float32 is fast enough to have exactness for free.
+# Smaller models use float32, which is fast enough for them and exact.
 _SMALL_MODEL_PARAMETERS = 200_000_000
 
 
@@ -21,7 +21,7 @@ class CpuSizing:
     Parameters
     ----------
     num_threads
-        That the engine computes with.
+        Threads of the engine.
     """
 
     device = "cpu"
@@ -34,7 +34,7 @@ class CpuSizing:
         self._num_threads = num_threads
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """No graphs, no FP8 cache; int8 only with the compiled library."""
+        """The CPU has neither graphs nor an FP8 cache; int8 needs the compiled library."""
         if args.cuda_graphs == "on":
             raise SizingError("cuda_graphs is 'on', which needs device 'cuda'; it is 'cpu'")
         if weights == "int8":
@@ -51,7 +51,7 @@ class CpuSizing:
             )
 
     def check_deterministic(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """In float32."""
+        """Only float32 works."""
         if dtype != "float32":
             raise SizingError(
                 f"deterministic is true, which on the CPU needs dtype 'float32'; it is {dtype!r}; use 'float32', "
@@ -59,35 +59,35 @@ class CpuSizing:
             )
 
     def is_deterministic(self, dtype: str) -> bool:
-        """In float32."""
+        """On in float32."""
         return dtype == "float32"
 
     def choose_dtype(
         self, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
     ) -> str:
-        """float32 for small models; for larger ones bfloat16 if the CPU multiplies it in hardware, else float32."""
+        """bfloat16 for large models if the CPU has instructions for it, else float32."""
         hardware = flags & {"avx512_bf16", "amx_bf16"}
         return "bfloat16" if num_parameters >= _SMALL_MODEL_PARAMETERS and hardware else "float32"
 
     def choose_block_size(self, args: EngineArgs) -> int:
-        """As asked for, or the size that attention reads best."""
+        """The default is the size that CPU attention reads fastest."""
         return args.block_size or _BLOCK_SIZE
 
     def default_q_padding(self, args: EngineArgs, highest: int) -> int | None:
-        """Nothing is captured."""
+        """None: the CPU has no graphs."""
         return None
 
     def layer_width(self, spec: ModelSpec, width: int) -> int:
-        """A fused layer's input and result beside its workspace, if that is more."""
+        """At least a fused layer's input, result and workspace."""
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size)
         return max(width, 2 * spec.hidden_size + workspace_columns(spec.hidden_size, *shape))
 
     def attention_bytes(
         self, args: EngineArgs, spec: ModelSpec, block_size: int, element: int
     ) -> AttentionBytes:
-        """The threads' tiles; on the torch path what it gathers of the longest request that fits.
+        """Tiles of the threads; without native attention, the memory of the longest request that fits.
 
-        `cpu_attention_torch` widens K and V of a request to float32 and holds scores and weights of one query tile.
+        `cpu_attention_torch` converts K and V of a request to float32 and holds scores and weights of one query tile.
         """
         native = self.native_attention_bytes(spec, block_size)
         if native is not None:
@@ -96,7 +96,7 @@ class CpuSizing:
         return AttentionBytes(per_request_block=per_token * block_size)
 
     def native_attention_bytes(self, spec: ModelSpec, block_size: int) -> int | None:
-        """Workspace of the compiled attention, or None where some layers need the torch path."""
+        """Workspace of the compiled attention; None if some layers need the torch path."""
         if not cpu_attention.has_native():
             return None
         for group in spec.groups:
@@ -107,9 +107,9 @@ class CpuSizing:
         return cpu_attention_native.workspace_bytes(self._num_threads, widest)
 
     def num_host_blocks(self, args: EngineArgs, block: int, host_available: int) -> int:
-        """Off by default: it takes the memory of a larger pool, which holds as much without copies."""
+        """Off by default: a larger pool holds the same number of blocks without copies."""
         return host_blocks_asked_for(args.cpu_offload_gib or 0.0, block)
 
     def default_blocks(self, fits: int, block: int) -> int:
-        """At most 1 GiB: several replicas share a machine."""
+        """At most 1 GiB, because several replicas may share the machine."""
         return min(fits, _KV_BYTES // block - 1)

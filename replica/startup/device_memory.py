@@ -1,13 +1,13 @@
-"""What the weights, the largest steps and the graphs take on a device, measured before the KV pool is allocated.
+"""Measures the GPU memory of weights, largest steps and graphs before the KV pool is allocated.
 
-A graph holds the addresses of the KV pool, so the graphs that serve can only be captured when the pool is there; and
-the pool gets what they leave. So everything is there twice: first with a pool of one block a group, to be measured,
-and once the pool has its size, to serve::
+Graphs contain addresses of the KV pool, so they are captured after the pool is allocated. But the size of the pool
+depends on the size of the graphs. So a trial runner with a pool of one block per group captures graphs and is measured;
+then the real pool is allocated and the graphs are captured again::
 
-    free     │ weights │ workspace │ graph 1 │ 2 │ 3 │ 4 │       measured; then all but the weights goes
+    free     │ weights │ workspace │ graph 1 │ 2 │ 3 │ 4 │       measured, then freed except the weights
     budget   │ weights │ workspace │ max_cached_graphs: 1 + mean of 2, 3, ... each │ KV pool │
 
-Graph 1 is the largest, with what all of them share: logits, and the memory of what is computed in between.
+Graph 1 is the largest. Its bytes include memory that all graphs share: logits and intermediate results.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.memory_table import MeasuredMemory
 
-# Drivers hand memory out in pieces of so much: a smaller graph may show as nothing.
+# Drivers allocate memory in units of this size, so a smaller graph may measure as 0 bytes.
 LEAST_GRAPH_BYTES = 2 << 20
-# Each takes about a second on a model of 8 billion parameters.
+# Each capture takes about 1 s on a model of 8 billion parameters.
 _MEASURED_GRAPHS = 4
 
 
 def measure_memory(
     config: EngineConfig, spec: ModelSpec, model: nn.Module, device: Device, available: int
 ) -> tuple[MeasuredMemory, FuseReport]:
-    """Run the largest steps and capture the largest graphs without a KV cache to speak of.
+    """Run the largest steps and capture the largest graphs with a minimal KV cache, and measure their memory.
 
     Parameters
     ----------
     config
-        As it would be without what is measured here: lengths and batches count, blocks do not.
+        Preliminary configuration. Lengths and batch sizes are used, numbers of blocks are not.
     model
-        As loaded; its modules are fused in place.
+        The loaded model; its modules are fused in place.
     available
         `Device.free_bytes` before the model was loaded.
 
     Returns
     -------
-    The bytes, and what was fused.
+    The measured bytes, and the report of the fuse pass.
     """
     device.trim()
     loaded = device.free_bytes()
@@ -62,9 +62,9 @@ def measure_memory(
     )
     trial = Runner(dataclasses.replace(config, num_host_blocks=0), spec, model, pool, device=device)
     fused = trial.fused
-    device.trim()  # of the fuse pass: originals of what was fused
+    device.trim()  # frees the original modules that the fuse pass replaced
     trial.run_largest()
-    # Not trimmed: the memory that the largest steps leave for reuse is their workspace.
+    # No trim here: the memory that the largest steps leave cached is their workspace.
     workspace = loaded - device.free_bytes() - pool.data.nbytes
     assert trial.graphs is not None
     graphs = graph_bytes(trial.graphs.measure(_MEASURED_GRAPHS), config.max_cached_graphs)
@@ -74,7 +74,7 @@ def measure_memory(
 
 
 def graph_bytes(taken: list[int], max_graphs: int) -> int:
-    """Bytes of as many graphs as may be kept, given what the largest of them took, one after the other."""
+    """Estimate the bytes of `max_graphs` graphs from those of the largest, in order of capture."""
     if not taken:
         return 0
     first, *others = taken

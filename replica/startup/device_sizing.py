@@ -1,4 +1,4 @@
-"""How an engine is sized on one kind of device: `gpu_sizing.py`, `cpu_sizing.py`."""
+"""The interface of the sizing of a device: `gpu_sizing.py`, `cpu_sizing.py`."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ GIB = 1 << 30
 
 
 class AttentionBytes(NamedTuple):
-    """Memory of attention beside the KV cache."""
+    """Workspace of attention, in bytes."""
 
     fixed: int = 0
-    per_block: int = 0  # of the pool
-    per_request_block: int = 0  # of the longest request
+    per_block: int = 0  # for each block of the pool
+    per_request_block: int = 0  # for each block of the longest request
 
 
 class DeviceSizing(Protocol):
-    """What `CpuSizing` and `GpuSizing` offer."""
+    """The interface of `CpuSizing` and `GpuSizing`."""
 
     device: str  # cpu | cuda
-    batch_tokens: int  # of the largest step, by default
-    # Whether a step is launched before the one before it is collected, by default.
+    batch_tokens: int  # default of `max_batch_tokens`
+    # Default of `async_batching`: whether a step is launched before the previous one is collected.
     is_async: bool
-    # Whether the host tier takes memory that is not the device's.
+    # Whether host memory is separate from device memory.
     is_host_separate: bool
-    # Whether `resolve` is final; else it runs again with what the loaded model takes.
+    # Whether the first `resolve` is final; otherwise it runs again with measured memory.
     is_final: bool
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """Raise `SizingError` for what the device does not have."""
+        """Raise `SizingError` for options that the device does not support."""
         ...
 
     def check_deterministic(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """Raise `SizingError` unless the products of such an engine have one order of additions."""
+        """Raise `SizingError` unless products can be batch-invariant with these options."""
         ...
 
     def is_deterministic(self, dtype: str) -> bool:
-        """Whether products have one order of additions without being asked to."""
+        """Default of `deterministic`."""
         ...
 
     def choose_dtype(
         self, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
     ) -> str:
-        """The dtype `auto` stands for; `flags` are the processor's instruction sets."""
+        """Choose the dtype for "auto"; `flags` are the processor's instruction sets."""
         ...
 
     def choose_block_size(self, args: EngineArgs) -> int:
-        """As asked for, or the size that the device's attention reads best."""
+        """Return the block size asked for, or the device's default."""
         ...
 
     def default_q_padding(self, args: EngineArgs, highest: int) -> int | None:
-        """Tokens to whose multiples mixed steps are padded if nothing is asked for; see `choose_q_padding`."""
+        """Default of `q_padding`, see `choose_q_padding`."""
         ...
 
     def layer_width(self, spec: ModelSpec, width: int) -> int:
-        """Elements of a token that are live at once in a layer, given those of the unfused layer."""
+        """Elements per token that are live at once in a layer, given those of the unfused layer."""
         ...
 
     def attention_bytes(
         self, args: EngineArgs, spec: ModelSpec, block_size: int, element: int
     ) -> AttentionBytes:
-        """`element`: bytes of a number in the model's dtype."""
+        """Workspace of attention; `element` is the item size of the model's dtype."""
         ...
 
     def num_host_blocks(self, args: EngineArgs, block: int, host_available: int) -> int:
@@ -71,12 +71,12 @@ class DeviceSizing(Protocol):
         ...
 
     def default_blocks(self, fits: int, block: int) -> int:
-        """Blocks of the pool if nothing is asked for, of those that fit."""
+        """Default number of blocks of the pool, if `fits` blocks fit."""
         ...
 
 
 def host_blocks_asked_for(gib: float, block: int) -> int:
-    """Blocks of a host tier of `gib`; 0 only for 0."""
+    """Number of blocks of a host tier of `gib`. Raises `SizingError` if not one block fits, except for 0."""
     num_blocks = int(gib * GIB) // block
     if gib and not num_blocks:
         raise SizingError(f"cpu_offload_gib {gib} holds no block of {block} bytes; 0 turns it off")

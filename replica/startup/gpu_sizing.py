@@ -1,4 +1,4 @@
-"""Sizing on a GPU: all that is left is KV cache, and the host tier is memory of another machine part."""
+"""Sizing on a GPU: the KV cache takes all remaining memory; the host tier is in host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.replica.config import EngineArgs, SizingError
 from quire.replica.runner.graphs.mixed_shapes import CHEAP_TOKENS, LEAST_TOKENS
 from quire.replica.startup.device_sizing import GIB, AttentionBytes, host_blocks_asked_for
 
-# Default of the host tier, at most a quarter of what the host has to give.
+# Default of the host tier, at most a quarter of the host's free memory.
 _HOST_TIER_BYTES = 4 * GIB
 
 
@@ -25,12 +25,12 @@ class GpuSizing:
     is_final = False
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """int8 is the CPU's."""
+        """int8 weights are only supported on the CPU."""
         if weights == "int8":
             raise SizingError("weights is 'int8', which needs device 'cpu'; it is 'cuda'")
 
     def check_deterministic(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """Any dtype, but not with the vendor's FP8 products or torch's own norms."""
+        """Any dtype works; the vendor's FP8 products and torch's norms do not."""
         if weights != "auto":
             raise SizingError(
                 f"deterministic is true, which on device 'cuda' needs weights 'auto'; they are {weights!r}, whose "
@@ -44,37 +44,37 @@ class GpuSizing:
             )
 
     def is_deterministic(self, dtype: str) -> bool:
-        """Never: the vendor's products follow the number of rows."""
+        """Off: the vendor's products depend on the number of rows."""
         return False
 
     def choose_dtype(
         self, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
     ) -> str:
-        """The checkpoint's."""
+        """The checkpoint's dtype."""
         return checkpoint_dtype
 
     def choose_block_size(self, args: EngineArgs) -> int:
-        """As asked for, or what the kernels are tuned for."""
+        """The default is the size that the kernels are tuned for."""
         return args.block_size or tuning.BLOCK_SIZE
 
     def default_q_padding(self, args: EngineArgs, highest: int) -> int | None:
-        """Mixed steps are captured wherever graphs are."""
+        """Mixed steps are captured unless graphs are off."""
         if args.cuda_graphs == "off" or highest < LEAST_TOKENS:
             return None
         return min(CHEAP_TOKENS, highest)
 
     def layer_width(self, spec: ModelSpec, width: int) -> int:
-        """As unfused."""
+        """The same as unfused."""
         return width
 
     def attention_bytes(
         self, args: EngineArgs, spec: ModelSpec, block_size: int, element: int
     ) -> AttentionBytes:
-        """Partial results of split decode rows, which grow with the pool; keys and values are read where they lie."""
+        """Partial results of split decode rows, in proportion to the pool. Keys and values are read in place."""
         return AttentionBytes(per_block=decode_bytes_per_block(args, spec, block_size))
 
     def num_host_blocks(self, args: EngineArgs, block: int, host_available: int) -> int:
-        """By default 4 GiB, or a quarter of the host's memory if that is less."""
+        """The default is 4 GiB, or a quarter of the host's free memory if that is less."""
         gib = args.cpu_offload_gib
         if gib is None:
             return min(_HOST_TIER_BYTES, host_available // 4) // block
@@ -88,12 +88,12 @@ class GpuSizing:
         return num_blocks
 
     def default_blocks(self, fits: int, block: int) -> int:
-        """All."""
+        """All blocks that fit."""
         return fits
 
 
 def decode_bytes_per_block(args: EngineArgs, spec: ModelSpec, block_size: int) -> int:
-    """Bytes by which a block of the pool enlarges the partial results of all groups' decode attention."""
+    """Bytes of partial results of decode attention, all groups, for each block of the pool."""
     per_token = sum(
         partial_bytes_per_token(
             spec.num_heads,

@@ -4,9 +4,9 @@
                                      + (num_blocks + 1) * block_bytes
                                      + num_host_blocks * block_bytes, if the device is the CPU
 
-`available` is what the device, or on the CPU the machine and the container's cgroup, still have to give. On a GPU the
-equation is solved twice: before the model is loaded, to refuse what cannot fit, and with what `device_memory.py` has
-measured in place of the first line's terms.
+`available` is the free memory of the GPU, or of the machine within the container's cgroup. On a GPU the equation is
+solved twice: before the model is loaded, to reject models that cannot fit, and afterwards with the values measured by
+`device_memory.py` in place of the first line.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from quire.replica.startup.device_sizing import GIB, DeviceSizing
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Bytes on a device, without the KV pool."""
+    """Measured bytes on a GPU, without the KV pool."""
 
     available: int  # before the model was loaded
     weights: int
     workspace: int  # of the largest steps: activations, attention, logits, inputs, tables
-    graphs: int  # of `max_cached_graphs`
+    graphs: int  # estimate for `max_cached_graphs`
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTable:
-    """The terms of the memory equation, in bytes. `str()` prints them."""
+    """The terms of the memory equation, in bytes. `str()` formats them as a table."""
 
     available: int
     max_memory_percent: float
     weights: int
     activations: int
-    # On the CPU the threads' tiles; without native attention: gathered keys and values, and scores, of the longest
-    # request that fits. On a GPU the partial results of split decode rows, which grow with the pool.
+    # CPU: tiles of the threads; without native attention, gathered keys, values and scores of the longest request that
+    # fits. GPU: partial results of split decode rows, in proportion to the pool.
     attention: int
     logits: int
     block: int  # one block over all layers of a group
@@ -49,8 +49,8 @@ class MemoryTable:
     num_host_blocks: int  # of the host tier
     is_host_separate: bool  # its memory is not the device's
     graphs: int = 0
-    # Weights, activations and graphs are measured: the activations hold the logits, and of attention's workspace all
-    # that does not grow with the pool.
+    # Weights, activations and graphs are measured. Then activations include logits and the part of attention's
+    # workspace that does not grow with the pool.
     is_measured: bool = False
 
     @property
@@ -60,7 +60,7 @@ class MemoryTable:
 
     @property
     def kv_cache(self) -> int:
-        """Bytes of the pool, the trash block included."""
+        """Bytes of the pool, including the trash block."""
         return (self.num_blocks + 1) * self.block
 
     @property
@@ -70,7 +70,7 @@ class MemoryTable:
 
     @property
     def remainder(self) -> int:
-        """Bytes of the budget that nothing uses; negative when it does not fit."""
+        """Unused bytes of the budget; negative if the terms do not fit."""
         used = self.weights + self.activations + self.attention + self.logits + self.graphs
         used += self.kv_cache
         return self.budget - used - (0 if self.is_host_separate else self.host_tier)
@@ -127,30 +127,30 @@ def memory_table(
     host_available: int,
     measured: MeasuredMemory | None = None,
 ) -> MemoryTable:
-    """Solve the memory equation for the number of blocks: a pure function of its arguments.
+    """Solve the memory equation for the number of blocks. A pure function.
 
-    `num_blocks` is taken as asked, else `kv_cache_gib`, else the device's default for what the budget leaves. Without
-    `num_blocks` the pool is never larger than all running requests of full length can use.
+    The number of blocks is `args.num_blocks`, else follows from `args.kv_cache_gib`, else is the device's default for
+    the remaining budget. Unless `num_blocks` is given, it is at most what all running requests of full length can use.
 
-    `measured` stands in for all terms but the caches'.
+    `measured` replaces all terms except those of the caches.
 
     Raises
     ------
     SizingError
-        The weights, or the cache asked for, do not fit, or not one block does.
+        The weights, or the requested cache, or a single block per group do not fit.
     """
     element = ELEMENT_BYTES[dtype]
     block_size = sizing.choose_block_size(args)
     block = block_elements(spec.groups, block_size)
     block *= 1 if args.kv_cache_dtype == "fp8" else element
     num_host_blocks = sizing.num_host_blocks(args, block, host_available)
-    # Live at once in the widest place: the residual stream and its norm, q, k, v and the attention's output in
-    # float32, or gate, up and their product.
+    # Elements per token that are live at once: residual stream and its norm, and either q, k, v and attention's output
+    # in float32, or gate, up and their product.
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     width = 2 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)
     width = sizing.layer_width(spec, width)
     extra = sizing.attention_bytes(args, spec, block_size, element)
-    # One group's layer attends at a time; a request of full length has blocks in all of them.
+    # Only one layer attends at a time; a request of full length has blocks in all groups.
     longest = -(-max_model_len // block_size)  # blocks of one group
     request = sequence_blocks(spec.groups, max_model_len, max_batch_tokens, block_size)
 
@@ -179,7 +179,7 @@ def memory_table(
             attention=extra.fixed
             + extra.per_request_block * min(num_blocks, longest)
             + extra.per_block * num_blocks,
-            # Logits in float32, sorted values, their ids and probabilities, and the noise.
+            # Logits in float32, sorted logits, their ids, probabilities, and noise.
             logits=args.max_running_requests * spec.vocab_size * (4 * 4 + 8),
             block=block,
             num_blocks=num_blocks,

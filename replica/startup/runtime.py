@@ -1,4 +1,4 @@
-"""What an engine runs on: checkpoint → spec → sizes → model, KV pool and runner, warmed up. Imports torch."""
+"""Starts a runner: checkpoint → spec → sizes → model, KV pool and runner, warmed up. Imports torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Everything that is decided and loaded before the first step."""
+    """The configuration and the runner of an engine, ready for the first step."""
 
     checkpoint: Path
     spec: ModelSpec
@@ -35,17 +35,17 @@ class Runtime:
 
 
 def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
-    """Load what `args` names and warm it up: nothing is compiled or first touched afterwards.
+    """Load and warm up. Afterwards serving compiles nothing and touches no memory for the first time.
 
     Parameters
     ----------
     startup_s
-        Gets the seconds of the phases `checkpoint`, `load` (on a GPU with what measures its memory) and `warm_up`.
+        Receives the seconds of the phases `checkpoint`, `load` (on a GPU including measurements) and `warm_up`.
 
     Raises
     ------
     CheckpointError, SizingError
-        The checkpoint cannot be served, or does not fit.
+        The checkpoint is not supported, or does not fit into memory.
     """
     began = time.perf_counter()
     checkpoint = resolve_checkpoint(args.model, args.revision)
@@ -53,8 +53,8 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
     config = resolve(args, spec, checkpoint)
     device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
-    device.trim()  # memory that an earlier engine of this process left for reuse is available
-    # None: memory is the host's, and `config` is final.
+    device.trim()  # frees memory cached by an earlier engine of this process
+    # None on the CPU: its memory is not measured, and `config` is final.
     available = None if device.is_immediate else device.free_bytes()
     try:
         if available is None:
@@ -70,7 +70,7 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
         ) from error
     if available is not None:
         _check_budget(available - device.free_bytes(), int(available * args.max_memory_percent))
-    # Loading and the largest steps leave more behind than serving needs.
+    # Loading and the largest steps leave free memory in the allocator.
     give_back_free_memory()
     runner.mark_ready()
     startup_s["warm_up"] = time.perf_counter() - began
@@ -85,7 +85,7 @@ def _load_measured(
     device: Device,
     available: int,
 ) -> tuple[EngineConfig, Runner]:
-    """Load, measure, and size the KV pool by what is left: `device_memory.py` says why in this order."""
+    """Load the model, measure its memory, and give the rest to the KV pool (see `device_memory.py`)."""
     model = load_model(spec, config.device, config.dtype, config.weights)
     measured, fused = measure_memory(config, spec, model, device, available)
     config = resolve(args, spec, checkpoint, measured)
@@ -95,7 +95,7 @@ def _load_measured(
 def _check_budget(used: int, budget: int) -> None:
     if used > budget:
         logger.warning(
-            "the engine has %.3f GiB of the device, the budget of max_memory_percent is %.3f GiB",
+            "the engine uses %.3f GiB of the device, the budget of max_memory_percent is %.3f GiB",
             used / GIB,
             budget / GIB,
         )

@@ -1,6 +1,7 @@
-"""From what the user asked for to what the engine runs with: dtype, threads, batch and cache sizes.
+"""Resolves the user's `EngineArgs` to an `EngineConfig`: dtype, threads, batch and cache sizes.
 
-The memory equation is in `memory_table.py`, what depends on the device in `gpu_sizing.py` and `cpu_sizing.py`.
+The memory equation is in `memory_table.py`. `gpu_sizing.py` and `cpu_sizing.py` contain the parts that depend on the
+device.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ def resolve(
     checkpoint_path: Path | None = None,
     measured: MeasuredMemory | None = None,
 ) -> EngineConfig:
-    """Decide everything the user left open.
+    """Choose every value that the user left open.
 
     Parameters
     ----------
     args
-        What the user wrote.
+        The user's options.
     spec
         The checkpoint.
     checkpoint_path
-        Its folder; None for `spec.path`.
+        Folder of the checkpoint; None for `spec.path`.
     measured
-        On a device with memory of its own: what the model takes of it. Without, blocks are only an estimate there.
+        On a GPU, measured memory of the loaded model. Without it, the number of blocks is an estimate.
 
     Raises
     ------
     SizingError
-        Bad values, weights that do not fit, or a cache that cannot hold one request of the length asked for.
+        A value is invalid, the weights do not fit, or the cache cannot hold one request of `max_model_len`.
     """
     check_args(args)
     num_threads = args.num_threads or physical_cores()
@@ -63,7 +64,7 @@ def resolve(
     device = sizing.device
     folder = checkpoint_path or spec.path
     weights = choose_weights(args, spec)
-    dtype = args.dtype
+    dtype: str = args.dtype
     if dtype == "auto" and weights == "fp8":
         dtype = "bfloat16"
     elif dtype == "auto":
@@ -139,7 +140,7 @@ def resolve(
 
 
 def choose_sizing(device: str, num_threads: int) -> DeviceSizing:
-    """Of a device of `EngineArgs`."""
+    """Create the sizing of a device; "auto" is a GPU if there is one."""
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise SizingError("device is 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
@@ -147,18 +148,19 @@ def choose_sizing(device: str, num_threads: int) -> DeviceSizing:
 
 
 def choose_weights(args: EngineArgs, spec: ModelSpec) -> str:
-    """As asked for; those of a checkpoint stored in FP8 stay so."""
+    """Return the weight format asked for, or "fp8" for a checkpoint stored in FP8."""
     if spec.fp8 is None or not spec.fp8.has_weights:
         return args.weights
     if args.weights == "int8":
         raise SizingError(
-            f"weights is 'int8', and {spec.path} is stored in FP8 ({spec.fp8.method}), which stays as it is; use 'auto'"
+            f"weights is 'int8', and {spec.path} is stored in FP8 ({spec.fp8.method}), which is not converted; "
+            "use 'auto'"
         )
     return "fp8"
 
 
 def check_fp8(device: str, dtype: str) -> None:
-    """Raise `SizingError` unless this machine computes with FP8 weights."""
+    """Raise `SizingError` unless dtype and machine support FP8 weights."""
     if dtype != "bfloat16":
         raise SizingError(f"weights is 'fp8', which needs dtype 'bfloat16'; it is {dtype!r}")
     if (missing := fp8_linear.missing(device)) is not None:
@@ -173,17 +175,17 @@ def choose_async_batching(args: EngineArgs, sizing: DeviceSizing) -> str:
 
 
 def choose_q_padding(args: EngineArgs, sizing: DeviceSizing, highest: int) -> int | None:
-    """Tokens to whose multiples mixed steps are padded; None: they are not captured.
+    """Choose the multiple to which tokens of mixed steps are padded; None: mixed steps are not captured.
 
     Parameters
     ----------
     highest
-        Tokens of the longest step and of the longest request.
+        The smaller of the longest step and the longest request, in tokens.
 
     Raises
     ------
     SizingError
-        It is out of its bounds.
+        `q_padding` is out of bounds.
     """
     asked = args.q_padding
     if asked is None:

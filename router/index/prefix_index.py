@@ -1,7 +1,7 @@
 """Which replica holds which prefix: an exact replay of the replicas' cache events, plus bookings.
 
-A prompt is a chain of routing hashes (`quire.protos.routing_hash.RoutingHasher`), one for each 64-token prefix. The index
-maps a hash to the replicas that hold it, as the bits of an int:
+A prompt is a chain of routing hashes (`quire.protos.routing_hash.RoutingHasher`), one for each 64-token prefix. The
+index maps a hash to the replicas that hold it, as the bits of an int:
 
     confirmed   hash -> mask    blocks in any tier, by the replicas' own events
     host        hash -> mask    the confirmed blocks in the replica's `host` tier

@@ -82,19 +82,41 @@ class Accounting:
         self.usage.completion_tokens += 1
         self._router.gate.charge(self._tenant, TOKENS_PER_GENERATED)
 
-    def on_tokens(self, event: TokenDelta, replica: str, *, is_first_choice: bool) -> None:
-        """Record the arrival of a delta.
+    def on_first_token(
+        self, event: TokenDelta, replica: str, is_first_choice: bool, now_s: float
+    ) -> None:
+        """Record the first delta of the stream.
 
         Parameters
         ----------
         is_first_choice
-            The replica is the one for which cached tokens were predicted.
+            `replica` is the one for which cached tokens were predicted.
         """
-        now_s = self._router.clock()
-        if self.explain.answered:
-            self._router.observer.on_inter_token(now_s - self._last_delta_s)
-        else:
-            self._on_first_token(event, now_s, is_first_choice)
+        router, explain = self._router, self.explain
+        ttft_s = now_s - self.arrived_s
+        router.observer.on_first_token(ttft_s)
+        self._first_token_s = self._last_delta_s = now_s
+        # The prefill itself and the way to the replica and back: the time that was not the replica's queue.
+        self._prefill_s = max(0.0, now_s - self._sent_s - event.queue_s)
+        if explain.attempts == 1:
+            # The charge at submission used the predicted number.
+            router.gate.charge(
+                self._tenant, explain.predicted_cached_tokens - event.num_cached_tokens
+            )
+        self.usage.cached_tokens = event.num_cached_tokens
+        self.usage.host_cached_tokens = event.num_host_cached_tokens
+        explain.cached_tokens = event.num_cached_tokens
+        explain.queue_s = event.queue_s
+        explain.answered, explain.ttft_s = True, ttft_s
+        if is_first_choice:
+            router.observer.on_prediction(explain.predicted_cached_tokens, event.num_cached_tokens)
+        if self._decision_number is not None and router.decision_log is not None:
+            router.decision_log.answered(self._decision_number, explain)
+        explain.replica = replica
+
+    def on_tokens(self, replica: str, now_s: float) -> None:
+        """Record the arrival of a delta, after `on_first_token`."""
+        self._router.observer.on_inter_token(now_s - self._last_delta_s)
         self.explain.replica = replica
         self._last_delta_s = now_s
 
@@ -117,25 +139,3 @@ class Accounting:
             prefill_s=self._prefill_s,
             decode_s=now_s - self._first_token_s,
         )
-
-    def _on_first_token(self, event: TokenDelta, now_s: float, is_first_choice: bool) -> None:
-        router, explain = self._router, self.explain
-        ttft_s = now_s - self.arrived_s
-        router.observer.on_first_token(ttft_s)
-        self._first_token_s = now_s
-        # The prefill itself and the way to the replica and back: the time that was not the replica's queue.
-        self._prefill_s = max(0.0, now_s - self._sent_s - event.queue_s)
-        if explain.attempts == 1:
-            # The charge at submission used the predicted number.
-            router.gate.charge(
-                self._tenant, explain.predicted_cached_tokens - event.num_cached_tokens
-            )
-        self.usage.cached_tokens = event.num_cached_tokens
-        self.usage.host_cached_tokens = event.num_host_cached_tokens
-        explain.cached_tokens = event.num_cached_tokens
-        explain.queue_s = event.queue_s
-        explain.answered, explain.ttft_s = True, ttft_s
-        if is_first_choice:
-            router.observer.on_prediction(explain.predicted_cached_tokens, event.num_cached_tokens)
-        if self._decision_number is not None and router.decision_log is not None:
-            router.decision_log.answered(self._decision_number, explain)

@@ -117,7 +117,7 @@ class AnswerText:
         if event.prompt_logprobs is not None:
             self._prompt_parts.take(event.prompt_logprobs)
         new_ids = event.token_ids[expected - event.index :]
-        if new_ids or event.finish_reason is not None:
+        if self._wants_prompt_scores and (new_ids or event.finish_reason is not None):
             self._prompt_parts.check_complete()
         return new_ids
 
@@ -135,7 +135,10 @@ class AnswerText:
             num_known = self._known_prefix.take(start, new_ids)
         pieces, offsets, stop_string = self._append(event, new_ids, num_known)
         new_ids = new_ids[: len(offsets)]
-        scores = self._scorer.output_scores(event, start, new_ids, offsets)
+        scores: list[TokenScores] | None = None
+        if event.logprobs is not None:
+            logprobs = event.logprobs[start - event.index :]
+            scores = self._scorer.output_scores(new_ids, logprobs, offsets)
         finish_reason = event.finish_reason
         stop_reason: str | int | None = None
         if stop_string is not None:

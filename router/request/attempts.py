@@ -129,15 +129,14 @@ class Attempts:
         assert self.current is not None
         return self.current
 
-    def on_tokens(self, num_emitted: int) -> None:
+    def on_tokens(self, num_emitted: int, now_s: float) -> None:
         """Record that the current attempt has produced tokens: `num_emitted` output tokens in total."""
-        router, now_s = self._router, self._router.clock()
         if self._lost_s is not None:
-            router.observer.on_migration(now_s - self._lost_s)
+            self._router.observer.on_migration(now_s - self._lost_s)
             self._lost_s = None
         self._crash_record.on_tokens(num_emitted)
         if self.booking is not None:
-            router.table.answered(self.booking, now_s)
+            self._router.table.answered(self.booking, now_s)
 
     def on_first_token(self) -> None:
         """Record that a replica has taken the request."""

@@ -160,7 +160,14 @@ class RequestStream:
             return None
         if not new_ids and event.finish_reason is None:
             return None
-        self._on_tokens(event, attempt, len(self._answer.token_ids) + len(new_ids))
+        now_s = self._router.clock()
+        if self.explain.answered:
+            self._accounting.on_tokens(attempt.replica, now_s)
+        else:
+            is_first_choice = self.attempts.is_at_first_choice
+            self._accounting.on_first_token(event, attempt.replica, is_first_choice, now_s)
+            self.attempts.on_first_token()
+        self.attempts.on_tokens(len(self._answer.token_ids) + len(new_ids), now_s)
         delta = self._answer.take(event, new_ids)
         self._accounting.on_output(len(self._answer.token_ids))
         if delta is None:
@@ -171,14 +178,6 @@ class RequestStream:
         elif self._answer.is_plain and not self.attempts.is_isolated:
             self._plain_attempt = attempt
         return delta
-
-    def _on_tokens(self, event: TokenDelta, attempt: Attempt, num_emitted: int) -> None:
-        is_first = not self.explain.answered
-        is_first_choice = self.attempts.is_at_first_choice
-        self._accounting.on_tokens(event, attempt.replica, is_first_choice=is_first_choice)
-        if is_first:
-            self.attempts.on_first_token()
-        self.attempts.on_tokens(num_emitted)
 
     def _close(self, finish_reason: str) -> None:
         """End the stream: it finished, failed, or its client left."""

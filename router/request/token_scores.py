@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.protos.wire import PromptLogprobs, TokenDelta
+from quire.protos.wire import PromptLogprobs, TokenLogprob
 from quire.router.text.detokenizer import DetokenizerFactory
 from quire.router.transport.transport import OutputGap
 from quire.router.types import ScoredToken, TokenScores
@@ -17,27 +17,29 @@ class TokenScorer:
         self._detokenizers = detokenizers
 
     def output_scores(
-        self, event: TokenDelta, start: int, token_ids: Sequence[int], offsets: Sequence[int]
-    ) -> list[TokenScores] | None:
-        """Return the scores of a delta's tokens, or None if the request does not ask for them.
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        offsets: Sequence[int],
+    ) -> list[TokenScores]:
+        """Return the scores of output tokens.
 
         Parameters
         ----------
-        start
-            Output index of `token_ids[0]`.
+        logprobs
+            One for each token, and possibly more after them.
         offsets
             For each token, the characters of the answer before it.
         """
-        if event.logprobs is None:
-            return None
-        logprobs = event.logprobs[start - event.index :][: len(token_ids)]
         return [
             TokenScores(
                 self._scored(token_id, logprob.logprob),
                 tuple(map(self._scored, logprob.top_ids, logprob.top_logprobs)),
                 text_offset=offset,
             )
-            for token_id, logprob, offset in zip(token_ids, logprobs, offsets, strict=True)
+            for token_id, logprob, offset in zip(
+                token_ids, logprobs[: len(token_ids)], offsets, strict=True
+            )
         ]
 
     def prompt_scores(

@@ -79,7 +79,7 @@ _CHEAP_FILTERS = frozenset(("count", "d", "default", "first", "items", "last", "
 _SHALLOW_FILTERS = frozenset(
     ("batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
 )
-_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_SEQUENCES: tuple[Any, ...] = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
 _COMPARING_TESTS = tuple(
     "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lt ne".split()
 )
@@ -120,14 +120,15 @@ class Work:
 
     def size(self, value: Any) -> int:
         """Return about the characters of a value as text, with all values inside. Costs a step for each item."""
-        total, pending = 0, [value]
+        total = 0
+        pending: list[Any] = [value]
         while pending:
             item = pending.pop()
             if isinstance(item, str):
                 total += len(item)
                 continue
             total += _ITEM_CHARS
-            if isinstance(item, (list, tuple, *_VIEWS)):
+            if isinstance(item, _SEQUENCES):
                 self.step(len(item))
                 pending += item
             elif isinstance(item, dict):

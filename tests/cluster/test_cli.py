@@ -368,7 +368,10 @@ def watched(
 def test_a_shutdown_by_another_command_ends_it(tmp_path, ready_server):
     code, out, seconds = watched(tmp_path, SLEEPER, ready_server.server_port, {})
     assert code == 1
-    assert "failed: Ray Serve has no application one any more: `serve shutdown`?" in out
+    assert (
+        "failed: Ray Serve no longer has the application one; was it removed with `serve shutdown`?"
+        in out
+    )
     assert seconds < 10
 
 
@@ -533,7 +536,7 @@ def test_a_start_that_cannot_succeed_ends_before_ray_starts(tmp_path):
 def test_a_file_takes_no_options_of_a_model(tmp_path):
     result = quire("serve", str(ROOT / "cluster.yaml"), "--port", "1", "--set", "a=1")
     assert result.returncode == 1
-    assert "--port, --set: go with a MODEL" in result.stderr
+    assert "--port, --set: only allowed with a MODEL" in result.stderr
 
 
 def test_show_prints_a_config_that_passes_the_check(tmp_path):

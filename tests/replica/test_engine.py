@@ -182,7 +182,11 @@ def test_threads_share_an_engine_whose_queue_is_shorter_than_their_lists(small):
 @pytest.mark.parametrize(
     ("bad", "error", "match"),
     [
-        ([1, VOCAB_SIZE], InvalidRequest, r"prompts\[1\]: prompt: .*\[0, 173\), got 173"),
+        (
+            [1, VOCAB_SIZE],
+            InvalidRequest,
+            r"prompts\[1\]: prompt must be token ids in \[0, 173\), got 173",
+        ),
         ([-1], InvalidRequest, r"prompts\[1\]: .*got -1"),
         ([], InvalidRequest, r"prompts\[1\]: .*at least 1 token"),
         ([1.7, 2.0], InvalidRequest, r"prompts\[1\]: .*must be integers, got float64"),

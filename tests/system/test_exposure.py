@@ -138,7 +138,10 @@ def shut_down(cluster: Cluster) -> None:
     ("end", "said"),
     [
         (kill_raylet, "failed: Ray's node has ended: its process raylet is gone"),
-        (shut_down, "failed: Ray Serve has no application quire any more: `serve shutdown`?"),
+        (
+            shut_down,
+            "failed: Ray Serve no longer has the application quire; was it removed with `serve shutdown`?",
+        ),
     ],
 )
 def test_quire_serve_ends_when_the_cluster_is_ended_without_it(small, end, said: str):

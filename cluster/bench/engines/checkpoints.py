@@ -1,8 +1,8 @@
-"""Checkpoints with random weights for benchmarks: no downloads, the shapes of real models.
+"""Make checkpoints with random weights and the shapes of real models, without downloads.
 
     python -m tests.perf checkpoints halfb FOLDER
 
-Random weights cost a model's time and memory and say nothing; greedy answers run on to their limit.
+Random weights take a model's time and memory; their greedy answers run to the limit.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     # 12 layers, about 110 M parameters.
     "small": dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=12, num_attention_heads=12,
                   num_key_value_heads=4, head_dim=64),
-    # Qwen3-0.6B but for the vocabulary: 473 M parameters, of which 33 M are the embedding.
+    # Qwen3-0.6B but for the vocabulary: 473 M parameters, 33 M of them in the embedding.
     "halfb": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
                   num_key_value_heads=8, head_dim=128),
 }  # fmt: skip
 
 
 def build(name: str, folder: Path, dtype: str = "bfloat16") -> Path:
-    """Write the checkpoint of a shape, unless it is there already.
+    """Write the checkpoint of a shape, unless it exists.
 
     Parameters
     ----------
     name
-        One of `SHAPES`; all are Qwen3's architecture with tied embeddings and a vocabulary of 32,000.
+        One of `SHAPES`. All have Qwen3's architecture, tied embeddings and a vocabulary of 32,000.
     folder
-        Gets config.json, safetensors and a tokenizer.
+        Folder for config.json, safetensors and a tokenizer.
 
     Raises
     ------
     ValueError
-        An unknown name.
+        The name is unknown.
     """
     if name not in SHAPES:
         raise ValueError(f"checkpoint: must be one of {', '.join(SHAPES)}, got {name!r}")
@@ -74,7 +74,7 @@ def build(name: str, folder: Path, dtype: str = "bfloat16") -> Path:
 
 
 def _add_older_spellings(path: Path) -> None:
-    """What transformers 4 calls its fields, for engines that still read them."""
+    """Add the field names of transformers 4, for engines that read them."""
     config = json.loads(path.read_text())
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["torch_dtype"] = config["dtype"]
@@ -82,9 +82,9 @@ def _add_older_spellings(path: Path) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Byte-level BPE of 32,000 tokens: bytes, then pairs and triples of letters and digits.
+    """Write a byte-level BPE of 32,000 tokens: bytes, then pairs and triples of letters and digits.
 
-    Every id above the single bytes is plain text, so that a stream of random ids is text, piece by piece.
+    Every id above the single bytes is plain text, so a stream of random ids decodes to text piece by piece.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -111,6 +111,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,11 +1,12 @@
-"""Several engines over the same workloads, in turns in one run: seconds, ratios with their spread, share of the floor.
+"""Compare engines that run the same workloads alternately: seconds, ratios with their spread, percent of the floor.
 
-Two engines measured one after the other differ by what else the machine did meanwhile. Here they take turns, every
-turn with prompts nobody has seen, each in a process that is stopped while another works; a ratio is taken turn by
-turn, and its spread is that of the turns. Beside each number stands the CPU time that others took during it.
+The load of the machine changes over minutes, so engines that run one after the other cannot be compared. Here they
+alternate. Every turn has new prompts, and an engine's process is stopped while another engine runs. A ratio compares
+two engines within one turn; its spread is taken over the turns. Each number comes with the CPU time that other
+processes used during it.
 
-The floor is taken twice: at the fastest that the machine was in the whole run, and, beside every turn, at what it did
-just before and after it. Where others share the memory the two differ by as much as its speed moves within minutes.
+The floor is taken twice: at the machine's fastest rates of the whole run, and for each turn at the rates just before
+and after it. The two differ where other machines share the memory and its speed changes within minutes.
 """
 
 from __future__ import annotations
@@ -38,33 +39,47 @@ _WARM_UP = Workload("warm-up", 8, 0, 128, 4)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One engine's run of one workload."""
+    """One engine's run of one workload.
+
+    Attributes
+    ----------
+    repetition
+        Number of the turn, the same for all engines; ratios compare engines within one repetition.
+    cpu_s
+        CPU time of the engine's processes, all threads.
+    other_cpu_s
+        CPU time of all other processes during the turn.
+    peak_rss_mib
+        Peak memory of the engine's processes so far.
+    rates
+        The machine's rates just before and after the turn, the faster of each.
+    first_token_s
+        Seconds of one more request with a single output token; only for workloads of one request.
+    """
 
     engine: str
     workload: str
-    repetition: int  # numbers a turn of all engines: ratios are taken within one
+    repetition: int
     seconds: float
-    cpu_s: float  # of the engine's processes, all threads
-    other_cpu_s: float  # that everybody else took meanwhile, in seconds of one core
-    peak_rss_mib: float  # of the engine's processes so far
-    rates: Rates | None = None  # of the machine just before and after it, the faster of each
-    first_token_s: float | None = (
-        None  # of one more such request, for one token; where the workload is one request
-    )
+    cpu_s: float
+    other_cpu_s: float
+    peak_rss_mib: float
+    rates: Rates | None = None
+    first_token_s: float | None = None
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What a run has found."""
+    """Turns, rates and failures of a run; `settings` by engine, in the order of the tables."""
 
-    settings: dict[str, dict[str, Any]]  # of each engine, in the order of the tables
+    settings: dict[str, dict[str, Any]]
     startup: dict[str, dict[str, float]] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # engine: message
     rates: list[Rates] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Keep everything as JSON lines, for `read`: an engine, a turn, or rates each."""
+        """Write everything as JSON lines for `read`; each line is an engine, a turn, rates or a failure."""
         lines: list[dict[str, Any]] = [
             {"engine": name, "settings": settings, "startup": self.startup.get(name)}
             for name, settings in self.settings.items()
@@ -76,17 +91,17 @@ class Comparison:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def seconds(self, engine: str, workload: str) -> list[float]:
-        """Of every turn, in order."""
+        """Seconds of every turn, in order."""
         return [t.seconds for t in self.turns if (t.engine, t.workload) == (engine, workload)]
 
     def ratios(self, engine: str, other: str, workload: str, *, cpu: bool = False) -> list[float]:
-        """Turn by turn, how many times `engine` is as fast as `other`: above 1 it is faster.
+        """Speed of `engine` over that of `other` for each turn; above 1, `engine` is faster.
 
         Parameters
         ----------
         cpu
-            Of CPU time instead of wall time: what is left to compare on a machine that others use, and only where
-            both engines have one thread, since threads that wait for each other use CPU time too.
+            Compare CPU time instead of wall time. This works on a busy machine, but only if both engines have one
+            thread: threads that wait for each other use CPU time too.
         """
         found: dict[int, dict[str, float]] = defaultdict(dict)
         for turn in self.turns:
@@ -110,30 +125,29 @@ def compare(
     skip: frozenset[tuple[str, str]] = frozenset(),
     progress: Callable[[Turn | str], None] = lambda what: None,
 ) -> Comparison:
-    """Load the engines, then run every workload in turns.
+    """Load the engines, then run every workload on them alternately.
 
-    An engine that fails is left out from then on and named in `failures`; the others go on.
+    An engine that fails is named in `failures` and left out; the others continue.
 
     Parameters
     ----------
     log
-        Takes what the engines print.
+        File for the engines' output.
     keep
-        Holds what was found so far, after every turn: a run that is cut short is not lost.
+        File that holds the results so far; it is rewritten after every turn.
     rates_budget_s
-        Seconds for each of the measurements of the machine, before the first turn and after every repetition; a
-        quarter of it between two turns.
+        Seconds for each measurement of the machine's rates: before the first turn and after every repetition. A
+        measurement between two turns gets a quarter.
     settle_s
-        For at most so long an engine that is ready may end what it does in the background: Quire gives its cache's
-        pages their memory then.
+        Longest wait for an engine's background work before the first turn. Quire faults its cache's pages in then.
     budget_s
-        No repetition starts later than this after the engines were loaded; the first one always does.
+        No repetition but the first starts later than this after the engines were loaded.
     first_repetition
-        Number of the first turn: other prompts than an earlier run had.
+        Number of the first repetition; another number means other prompts.
     skip
-        (engine, workload) that are not run.
+        Pairs (engine, workload) to leave out.
     progress
-        Told of every turn and of every engine that is ready or has failed.
+        Called with every turn, and with a message for every engine that is ready or has failed.
     """
     found = Comparison({spec.name: spec.to_json() for spec in specs})
     if len(found.settings) < len(specs):
@@ -165,7 +179,7 @@ def compare(
                 break
             for workload in workloads:
                 names = [name for name in running if (name, workload.name) not in skip]
-                # Whoever comes first in one turn comes last in the next.
+                # Reverse the order in every other repetition.
                 for name in names if repetition % 2 == 0 else reversed(names):
                     turn = _run(running[name], workload, repetition, vocab_size, found)
                     if turn is None:
@@ -186,12 +200,12 @@ def compare(
 
 
 def read(paths: Sequence[Path]) -> Comparison:
-    """Put runs together that `Comparison.write` kept.
+    """Merge runs that `Comparison.write` has written.
 
     Raises
     ------
     ValueError
-        Two of them have the same turn of the same engine, or other settings for it.
+        Two runs have the same turn of an engine, or different settings for an engine.
     """
     found = Comparison({})
     seen: set[tuple[str, str, int]] = set()
@@ -204,7 +218,7 @@ def read(paths: Sequence[Path]) -> Comparison:
                     turn = dataclasses.replace(turn, rates=Rates(**row["turn"]["rates"]))
                 key = (turn.engine, turn.workload, turn.repetition)
                 if key in seen:
-                    raise ValueError(f"{path.name}: {key} is there twice; see --first-repetition")
+                    raise ValueError(f"{path.name}: {key} occurs twice; see --first-repetition")
                 seen.add(key)
                 found.turns.append(turn)
             elif "rates" in row:
@@ -223,7 +237,7 @@ def read(paths: Sequence[Path]) -> Comparison:
 def _run(
     process: EngineProcess, workload: Workload, repetition: int, vocab_size: int, found: Comparison
 ) -> Turn | None:
-    """One turn; None when the engine failed, which is noted."""
+    """Run one turn; None if the engine failed, which is recorded in `found`."""
     name = process.spec.name
     prompts = workload.prompts(repetition, vocab_size)
     with process.awake():
@@ -257,7 +271,7 @@ def _run(
 
 
 def busy_cpu_s() -> float:
-    """Seconds that the machine's cores have worked since it started, for whomever; 0 where /proc is absent."""
+    """CPU seconds of all processes since the machine started; 0 where /proc is absent."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:
@@ -267,7 +281,7 @@ def busy_cpu_s() -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is told
+# Summaries
 # --------------------------------------------------------------------------------------------------
 
 
@@ -279,9 +293,9 @@ def summarise(
     Parameters
     ----------
     shape
-        For the floor; None where it is not known.
+        The model's shape, for the floor; None if it is not known.
     baseline
-        The engine that ratios are of: `ratio` above 1 means that it is faster.
+        Engine that the others are compared with: `ratio` above 1 means that the baseline is faster.
     """
     rates = best_of(found.rates) if found.rates else None
     rows = []
@@ -307,7 +321,7 @@ def summarise(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The few turns of one thing: their median and their extremes."""
+    """Median and extremes of a few values."""
     named = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {
         **{name: float(f"{value:.4g}") for name, value in named.items()},
@@ -351,7 +365,7 @@ def _row(
 
 
 def _beside(found: Comparison, engine: str, workload: Workload, shape: ModelShape) -> list[float]:
-    """Turn by turn, the percentage of the floor at what the machine did just before and after."""
+    """Percent of the floor of each turn, at the machine's rates just before and after the turn."""
     return [
         100 * floor_of(workload, shape, turn.rates).total_s / turn.seconds
         for turn in found.turns
@@ -360,7 +374,7 @@ def _beside(found: Comparison, engine: str, workload: Workload, shape: ModelShap
 
 
 def table(summary: dict[str, Any], baseline: str) -> str:
-    """Lines for a terminal."""
+    """Format a summary for a terminal."""
     rows = [
         [
             "workload",

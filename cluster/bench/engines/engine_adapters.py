@@ -1,10 +1,10 @@
-"""Engines that `quire bench` can run, each behind the same two methods.
+"""Adapters for the engines that `quire bench` runs, all with the same two methods.
 
-This file is also run by itself, by the Python of an engine's own environment, where nothing of Quire need be
-installed (`python engines.py NAME SPEC` is the other end of `engine_process.EngineProcess`). So it imports the
-standard library only; what an adapter needs, it imports when it is made.
+`engine_process.EngineProcess` runs this file as a program (`python engine_adapters.py NAME SPEC`) with the Python of
+the engine's own environment, which need not have Quire. The file therefore imports only the standard library; an
+adapter imports its engine when it is created.
 
-    generate(prompts, max_tokens)   lists of token ids in, exactly max_tokens new ids of each out, greedy
+    generate(prompts, max_tokens)   token ids in; exactly max_tokens greedy ids out for each prompt
     close()
 """
 
@@ -33,7 +33,7 @@ class BatchEngine(Protocol):
 
 
 class QuireEngine:
-    """Quire, in this process. Options: those of `quire.replica.config.EngineArgs`."""
+    """Quire. Options: fields of `quire.replica.config.EngineArgs`."""
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
         from quire.protos.wire import SamplingParams
@@ -53,10 +53,10 @@ class QuireEngine:
 
 
 class TransformersBatch:
-    """transformers' own continuous batching. Options: those of its `ContinuousBatchingConfig`.
+    """transformers' continuous batching. Options: fields of its `ContinuousBatchingConfig`.
 
-    Its defaults spend most of the memory on a dense mask on the CPU, so the cache and the tokens of a step are given.
-    Its manager is kept from call to call, as Quire's engine is: starting one takes about half a second.
+    On the CPU its defaults spend most of the memory on a dense mask, so the adapter sets the cache's size and the
+    tokens of a step. The manager persists between calls, like Quire's engine: starting one takes about half a second.
     """
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
@@ -94,7 +94,7 @@ class TransformersBatch:
 
 
 class TransformersGenerate:
-    """transformers' `generate` on batches padded on the left. Options: `batch_size`, default 32."""
+    """transformers' `generate` on left-padded batches. Options: `batch_size`, default 32."""
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
         import torch
@@ -133,10 +133,10 @@ class TransformersGenerate:
 
 
 class VllmEngine:
-    """vLLM on the CPU. Options: those of `vllm.LLM`. tests/perf/README.md says how it is installed."""
+    """vLLM on the CPU. Options: arguments of `vllm.LLM`. tests/perf/README.md shows how to install it."""
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
-        vllm = importlib.import_module("vllm")  # no dependency of Quire's
+        vllm = importlib.import_module("vllm")  # not a dependency of Quire
         chosen = {"max_model_len": 2048, "max_num_seqs": 64, **options}
         self._params = vllm.SamplingParams
         self._llm = vllm.LLM(
@@ -165,13 +165,13 @@ class VllmEngine:
 
 
 class OpenVinoEngine:
-    """OpenVINO GenAI's continuous batching; the model is a folder that optimum-intel exported.
+    """OpenVINO GenAI's continuous batching of a model that optimum-intel exported.
 
     Options: `cache_gib` and the properties of the CPU device.
     """
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
-        openvino = importlib.import_module("openvino")  # no dependency of Quire's
+        openvino = importlib.import_module("openvino")  # not a dependency of Quire
         openvino_genai = importlib.import_module("openvino_genai")
         options = dict(options)
         scheduler = openvino_genai.SchedulerConfig()
@@ -206,9 +206,9 @@ class OpenVinoEngine:
 
 
 class HttpEngine:
-    """Any server with OpenAI's `/v1/completions` that takes token ids. Options: `url`; `extra` fields of the body.
+    """A server with OpenAI's `/v1/completions` that takes token ids. Options: `url`, and `extra` fields of the body.
 
-    The protocol returns no ids: the answers are lists of zeros of the length that the server's usage states.
+    The protocol returns no ids, so an answer is a list of zeros as long as the server's usage states.
     """
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
@@ -248,7 +248,8 @@ class HttpEngine:
         pass
 
 
-ENGINES: dict[str, tuple[type, str]] = {  # name: adapter, the module that must be importable
+# Adapter and the module that it needs, by name.
+ENGINES: dict[str, tuple[type, str]] = {
     "quire": (QuireEngine, "quire"),
     "transformers": (TransformersBatch, "transformers"),
     "generate": (TransformersGenerate, "transformers"),
@@ -261,12 +262,12 @@ ENGINES: dict[str, tuple[type, str]] = {  # name: adapter, the module that must 
 def serve(name: str, spec: dict[str, Any]) -> None:
     """Load an engine and answer requests: one JSON object a line, on standard input and output.
 
-    A request is `{"prompts": [[...]], "max_tokens": n}`; the answer `{"seconds", "outputs"}` or `{"error"}`. The first
-    line out says how long imports and loading took. Ends with its input.
+    A request is `{"prompts": [[...]], "max_tokens": n}`; an answer is `{"seconds", "outputs"}` or `{"error"}`. The
+    first line of output has the seconds of imports and loading. The process ends with its input.
     """
     _die_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # engines print what they like: not into the answers
+    os.dup2(2, 1)  # an engine's own prints go to stderr
     adapter, module = ENGINES[name]
     try:
         if importlib.util.find_spec(module) is None:
@@ -285,7 +286,7 @@ def serve(name: str, spec: dict[str, Any]) -> None:
         replies.write(json.dumps(_answer(engine, request)) + "\n")
     engine.close()
     replies.flush()
-    os._exit(0)  # some engines leave threads that never end
+    os._exit(0)  # some engines leave threads that do not end
 
 
 def _answer(engine: BatchEngine, request: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +300,7 @@ def _answer(engine: BatchEngine, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _die_with_parent() -> None:
-    """Linux: a killed benchmark leaves no engine behind, not even a stopped one."""
+    """On Linux, have the kernel kill this process when the benchmark dies, even while it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which is stopped while another one is measured."""
+"""An engine in its own process, which is stopped while another engine is measured."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from typing import Any, TextIO
 
 from quire.cluster.bench.engines import engine_adapters
 
-_END_S = 20.0  # for an engine to end before it is killed
+_END_S = 20.0  # grace period before an engine is killed
 _SETTLE_PERIOD_S = 1.0
-_IDLE_CORES = 0.1  # in use, and less, is idle
+_IDLE_CORES = 0.1  # an engine that uses fewer cores is idle
 
 
 class EngineFailed(RuntimeError):
-    """An engine could not be loaded or could not answer; the message is its own."""
+    """An engine could not be loaded or could not answer; the message is the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupUsage:
-    """What an engine's processes have used, all of them together."""
+    """CPU time and memory of an engine's processes.
+
+    `peak_rss_mib` is the sum of the processes' peaks; shared pages count once for each process.
+    """
 
     cpu_s: float
-    peak_rss_mib: float  # the sum of each one's peak: shared pages count once for each
+    peak_rss_mib: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """An engine to run.
 
-    Read from `NAME[=JSON]` of a command line, where the JSON may have `engine` (one of `engine_adapters.ENGINES`; else
-    NAME), `model`, `dtype`, `threads`, `options`, `env` and `python`, the interpreter of the engine's environment.
+    `parse` reads one from `NAME[=JSON]`. The JSON may have `engine` (one of `engine_adapters.ENGINES`; default NAME),
+    `model`, `dtype`, `threads`, `options`, `env` and `python`, the interpreter of the engine's environment.
     """
 
-    name: str  # in tables
+    name: str  # shown in tables
     engine: str
     model: str
     dtype: str
@@ -59,12 +62,12 @@ class EngineSpec:
 
     @classmethod
     def parse(cls, text: str, *, model: str, dtype: str, threads: int) -> EngineSpec:
-        """From the command line; the keyword arguments are what it leaves open.
+        """Parse a command-line argument; the keyword arguments are defaults.
 
         Raises
         ------
         ValueError
-            Names the field that is wrong.
+            A field is unknown or invalid; the message names it.
         """
         name, _, rest = text.partition("=")
         try:
@@ -86,7 +89,7 @@ class EngineSpec:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The settings, without paths of this machine."""
+        """The settings as JSON, without paths of this machine."""
         return {
             "engine": self.engine,
             "model": Path(self.model).name,
@@ -98,7 +101,7 @@ class EngineSpec:
 
 
 def wait_until_idle(used_s: Callable[[], float], most_s: float) -> float:
-    """Until whoever has used so many seconds of CPU uses no more, at most so long; returns the seconds it took."""
+    """Wait until `used_s`, a reading of CPU seconds, stops growing, at most `most_s`. Returns the seconds waited."""
     began, now_s = time.perf_counter(), used_s()
     while time.perf_counter() - began < most_s:
         time.sleep(_SETTLE_PERIOD_S)
@@ -109,17 +112,17 @@ def wait_until_idle(used_s: Callable[[], float], most_s: float) -> float:
 
 
 class EngineProcess:
-    """A loaded engine.
+    """A loaded engine in its own process.
 
     Parameters
     ----------
     log
-        Takes what the engine prints.
+        File for the engine's output.
 
     Raises
     ------
     EngineFailed
-        It could not be loaded.
+        The engine could not be loaded.
     """
 
     def __init__(self, spec: EngineSpec, log: TextIO):
@@ -131,7 +134,7 @@ class EngineProcess:
             "options": dict(spec.options),
         }
         command = ["env", *(f"{name}={value}" for name, value in spec.env.items())]
-        # -I: the folder of engine_adapters.py is not where its imports come from.
+        # -I keeps the folder of engine_adapters.py off the import path.
         command += [spec.python, "-I", engine_adapters.__file__, spec.engine, json.dumps(facts)]
         began = time.perf_counter()
         self._process = subprocess.Popen(
@@ -140,7 +143,7 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # one group, which is stopped as a whole
+            start_new_session=True,  # one process group, which is stopped as a whole
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -152,12 +155,12 @@ class EngineProcess:
         self.startup["ready_s"] = time.perf_counter() - began
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-        """The engine's answer: `seconds` and `outputs`.
+        """Generate `max_tokens` tokens for each prompt; returns `seconds` and `outputs`.
 
         Raises
         ------
         EngineFailed
-            It failed, or an answer has not `max_tokens` tokens.
+            The engine failed, or an answer has another number of tokens.
         """
         request = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
         try:
@@ -176,7 +179,7 @@ class EngineProcess:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[EngineProcess]:
-        """Run for the length of the block; stopped before and after."""
+        """Let the engine run during the block; it is stopped before and after."""
         self._signal(signal.SIGCONT)
         try:
             yield self
@@ -184,7 +187,7 @@ class EngineProcess:
             self._signal(signal.SIGSTOP)
 
     def usage(self) -> GroupUsage:
-        """CPU and memory of the engine's processes so far; zeros where /proc is absent."""
+        """CPU time and memory of the engine's processes so far; zeros where /proc is absent."""
         cpu_ticks = peak_kib = 0
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -192,23 +195,23 @@ class EngineProcess:
                 if int(fields[2]) != self._process.pid:
                     continue
                 status = (folder / "status").read_text()
-            except OSError:  # gone meanwhile
+            # The process has ended.
+            except OSError:
                 continue
             cpu_ticks += int(fields[11]) + int(fields[12])
             peak_kib += int(status.partition("VmHWM:")[2].split()[0])
         return GroupUsage(cpu_ticks / os.sysconf("SC_CLK_TCK"), peak_kib / 1024)
 
     def settle(self, most_s: float) -> None:
-        """Let the engine end what it does in the background once it is ready: wait until it uses no CPU any more, at
-        most so long. `startup` then has that time."""
+        """Wait until the engine's background work no longer uses CPU, at most `most_s`; add the time to `startup`."""
         self.startup["settled_s"] = wait_until_idle(lambda: self.usage().cpu_s, most_s)
 
     def stop(self) -> None:
-        """Use no CPU until the next `awake`."""
+        """Stop the engine until the next `awake`."""
         self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """End the process and everything it started."""
+        """End the process and its children."""
         self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self._stdin.close()
@@ -223,13 +226,13 @@ class EngineProcess:
     def _read(self) -> dict[str, Any]:
         line = self._stdout.readline()
         if not line:
-            raise EngineFailed(f"{self.spec.name}: the process ended; its log says why")
+            raise EngineFailed(f"{self.spec.name}: the process has ended; see its log")
         answer = json.loads(line)
         if "error" in answer:
             raise EngineFailed(f"{self.spec.name}: {answer['error']}")
         return answer
 
     def _signal(self, number: int) -> None:
-        # The group outlives its leader while a child of the engine's runs.
+        # The process group outlives its leader while a child runs.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)

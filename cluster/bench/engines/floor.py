@@ -1,10 +1,10 @@
-"""What no engine can beat on this machine that has every weight in its own number format: time at the measured memory
-bandwidth and the measured rate of products. One that holds weights in fewer bits, as Quire on the CPU, may.
+"""The floor: least time of a workload at the machine's measured memory bandwidth and rate of matrix products.
 
-A step reads every weight and every cached key and value that a query sees once, and does the multiplications that
-the model's shape asks for; it takes at least as long as the slower of the two. The floor of a workload is the sum
-over its steps, with a prompt prefix that requests share computed once and read once a step. Both rates are measured
-in the run that quotes the floor, so that a percentage of it does not depend on the machine.
+A step reads every weight, and every cached key and value that a query sees, once. It does the multiplications that the
+model's shape needs. Its floor is the slower of the two. The floor of a workload is the sum over its steps; a prompt
+prefix that requests share is computed once, and read once per step. Both rates are measured in the run that reports the
+floor, so percentages of the floor can be compared between machines. The floor assumes weights in their own number
+format: an engine that stores weights in fewer bits, as Quire does on the CPU, may be faster.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from pathlib import Path
 from quire.cluster.bench.load.workloads import Workload
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_HOPELESS = 5  # times as slow as another dtype in its first call: not worth more of them
-_COPY_BYTES = 256 << 20  # of each array: far beyond any cache
+# If the first call with a dtype is this many times slower than the best, the dtype is not measured further.
+_HOPELESS = 5
+_COPY_BYTES = 256 << 20  # of each array, larger than any cache
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine reached, best of several."""
+    """The machine's best measured rates.
 
-    memory_gb_per_s: float  # read plus written, of a copy or a triad, whichever is faster
-    gflop_per_s: float  # of a large matrix product, in the model's dtype or in float32
+    `memory_gb_per_s` counts bytes read and written by a copy or a triad, the faster of the two. `gflop_per_s` is the
+    rate of a large matrix product in the model's dtype or in float32.
+    """
+
+    memory_gb_per_s: float
+    gflop_per_s: float
 
     def to_json(self) -> dict[str, float]:
         return {name: round(value, 1) for name, value in asdict(self).items()}
@@ -36,13 +41,13 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the floor needs to know of a dense decoder-only transformer."""
+    """Sizes of a dense decoder-only transformer that determine the floor."""
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    layer_parameters: int  # of the products of all layers
+    layer_parameters: int  # of all layers' matrix products
     head_parameters: int  # vocabulary times hidden size
     element_bytes: int
 
@@ -53,12 +58,14 @@ class ModelShape:
         Raises
         ------
         ValueError
-            A model with experts: how many weights a step reads depends on the tokens.
+            The model has experts: the weights that a step reads depend on the tokens.
         """
         config = json.loads((folder / "config.json").read_text())
         experts = next((key for key in config if "experts" in key and config[key]), None)
         if experts:
-            raise ValueError(f"config.json: {experts} is {config[experts]}: no floor for experts")
+            raise ValueError(
+                f"config.json: {experts} is {config[experts]}: models with experts have no floor"
+            )
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
@@ -77,7 +84,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Read by every step."""
+        """Bytes of weights that every step reads."""
         return (self.layer_parameters + self.head_parameters) * self.element_bytes
 
     @property
@@ -86,7 +93,7 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
 
     def attention_flops(self, pairs: float) -> float:
-        """Of so many pairs of a query and a key: both products."""
+        """Floating-point operations of both products for a number of pairs of a query and a key."""
         return 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
 
 
@@ -103,7 +110,7 @@ class Floor:
 
 
 def floor_of(workload: Workload, shape: ModelShape, rates: Rates) -> Floor:
-    """Least time of a workload whose requests are all there at once."""
+    """The floor of a workload; all its requests are submitted at once."""
     n, shared, own = workload.num_requests, workload.shared_tokens, workload.prompt_tokens
     flop_per_s, byte_per_s = rates.gflop_per_s * 1e9, rates.memory_gb_per_s * 1e9
 
@@ -125,15 +132,15 @@ def floor_of(workload: Workload, shape: ModelShape, rates: Rates) -> Floor:
 
 
 def measure_rates(dtype: str = "bfloat16", budget_s: float = 1.5) -> Rates:
-    """Copy, triad and matrix products with as many threads as torch has.
+    """Measure a copy, a triad and matrix products, on torch's threads.
 
-    A processor without instructions for bfloat16 computes in float32 what is stored in bfloat16: there torch's
-    product of bfloat16 reaches a tenth of its product of float32, and no floor is that low.
+    Without bfloat16 instructions torch multiplies bfloat16 at a tenth of its float32 rate, which would make the floor
+    meaningless. The best rate of the model's dtype and float32 counts.
 
     Parameters
     ----------
     budget_s
-        Seconds for each of them.
+        Seconds for each measurement.
     """
     import torch
 
@@ -158,7 +165,7 @@ def measure_rates(dtype: str = "bfloat16", budget_s: float = 1.5) -> Rates:
 
 
 def best_of(measured: list[Rates]) -> Rates:
-    """The fastest of several measurements: a busy machine only ever slows them."""
+    """The fastest of several measurements: load on the machine only slows them."""
     return Rates(
         max(rates.memory_gb_per_s for rates in measured),
         max(rates.gflop_per_s for rates in measured),
@@ -166,7 +173,7 @@ def best_of(measured: list[Rates]) -> Rates:
 
 
 def _best(call: Callable[[], object], budget_s: float) -> float:
-    """Seconds of the fastest call; the first two warm up."""
+    """Seconds of the fastest call, after two calls for warm-up."""
     import torch
 
     best, until, num_calls = float("inf"), time.perf_counter() + budget_s, 0

@@ -1,4 +1,4 @@
-"""Where the time of an engine's steps went between two readings of `Engine.telemetry`, and as lines to print."""
+"""Difference of two readings of `Engine.telemetry`: where the time of the steps in between went, also as text."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 Told = Mapping[str, Any]
-# Means, by what they are means over.
+# The counter over which each mean is taken.
 _MEANS = {"busy_ms": "num_steps", "gap_us": "num_gaps", "hold_us": "num_holds"}
 
 
 def since(before: Told, now: Told) -> dict[str, Any]:
-    """The same facts of the steps between two readings.
+    """Telemetry of the steps between two readings.
 
-    Counts are differences, means are those of what was counted in between; `max_gap_us` cannot be told apart and stays
-    that since the start.
+    Counters are subtracted, and means are taken over the steps in between. A maximum cannot be split, so `max_gap_us`
+    stays the maximum since the start.
     """
     found: dict[str, Any] = {}
     for name, value in now.items():
@@ -38,7 +38,7 @@ def since(before: Told, now: Told) -> dict[str, Any]:
 
 
 def lines(told: Told) -> list[str]:
-    """What a person reads; of a device that runs work when it is queued less than of one that does not."""
+    """Format telemetry for a terminal; only a device that queues its work has the `device` and `graphs` lines."""
     host = told["host"]
     parts = ", ".join(f"{name[:-3]} {host[name]:.3f}" for name in host if name.endswith("_ms"))
     text = [f"host     {host['num_steps']} steps, ms each: {parts}"]

@@ -1,1 +1,1 @@
-"""What is asked of an engine or a server, and the clients that ask: workloads, load generator, occupancy."""
+"""Workloads, load generators and clients for engines and servers."""

@@ -1,4 +1,4 @@
-"""How full a cache is over time, asked of a running Quire over gRPC."""
+"""Samples of a running Quire's cache occupancy over time, read over gRPC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PERIOD_MS = 200
 
 @dataclass(frozen=True, slots=True)
 class CacheSample:
-    """Blocks of the device tier, of all replicas together."""
+    """Blocks of the device tier, summed over all replicas."""
 
     at_s: float  # time.perf_counter
     free: int
@@ -24,12 +24,12 @@ class CacheSample:
 
 @asynccontextmanager
 async def watching(target: str | None) -> AsyncIterator[list[CacheSample]]:
-    """The samples of `quire.v1.Control/WatchCache` while the block runs; none without a target.
+    """Collect samples of `quire.v1.Control/WatchCache` while the block runs; none without a target.
 
     Parameters
     ----------
     target
-        HOST:PORT of Quire's gRPC.
+        HOST:PORT of Quire's gRPC server.
     """
     samples: list[CacheSample] = []
     if target is None:

@@ -1,7 +1,7 @@
-"""Streaming clients of a server: OpenAI's HTTP API, and Quire's gRPC.
+"""Streaming clients for OpenAI's HTTP API and for Quire's gRPC.
 
-Both say the same: when each piece of an answer arrived and how many tokens it held. Times are those of the event
-loop's process; one loop serves all streams, so it must not be starved (`load.Lag` measures that it was not).
+Both record when each piece of an answer arrived and how many tokens it held. One event loop reads all streams and takes
+the times; `Run.loop_lags_s` shows whether the loop was delayed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,31 @@ _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class RequestFailed(Exception):
-    """The server refused or broke off; the message has its status and words."""
+    """The server refused the request or broke off; the message has its status and text."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came back, and when (`time.perf_counter`)."""
+    """An answer with arrival times (`time.perf_counter`).
 
-    arrivals_s: list[float] = field(default_factory=list)  # of every piece that held tokens
-    tokens: list[int] = field(default_factory=list)  # in each of them
-    token_ids: list[int] = field(default_factory=list)  # empty where the server does not tell
+    Attributes
+    ----------
+    arrivals_s, tokens
+        Arrival time and number of tokens of each piece that held tokens.
+    token_ids
+        Empty if the server does not return ids.
+    cached_tokens
+        Prompt tokens that the cache had.
+    predicted_tokens
+        Prompt tokens that the router expected in the cache; None if the server does not report them.
+    """
+
+    arrivals_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt
-    predicted_tokens: int | None = None  # that the router expected to be cached, if it tells
+    cached_tokens: int = 0
+    predicted_tokens: int | None = None
     replica: str = ""
 
     @property
@@ -53,20 +65,20 @@ class Client(Protocol):
 
 
 class OpenAIClient:
-    """`POST /v1/completions` with token ids, streamed; a connection for each request.
+    """Streams `POST /v1/completions` with token ids; opens a connection for each request.
 
     Parameters
     ----------
     url
-        http:// or https://, with the prefix that comes before /v1, with or without /v1.
+        http:// or https:// with the application's prefix; /v1 at the end is optional.
     model
-        The name in the request.
+        Model name in the requests.
     extra
-        Further fields of the body, for instance `{"return_token_ids": true}`.
+        More fields of the body, for example `{"return_token_ids": true}`.
     timeout_s
-        Between two bytes.
+        Longest wait for the next bytes.
     headers
-        Of every request, beside those of any.
+        More headers of every request.
     """
 
     def __init__(
@@ -99,7 +111,7 @@ class OpenAIClient:
         return answer
 
     def body(self, prompt_ids: Sequence[int], max_tokens: int, session: str) -> dict[str, Any]:
-        """Of a request."""
+        """The JSON body of a request."""
         return {
             "model": self._model,
             "prompt": list(prompt_ids),
@@ -118,7 +130,7 @@ class OpenAIClient:
         if "error" in event:
             raise RequestFailed(str(event["error"])[:300])
         for choice in event.get("choices") or ():
-            # Without ids a piece counts as one token: what nearly every server sends.
+            # Without ids a piece counts as one token, which holds for nearly every server.
             ids = choice.get("token_ids")
             count = len(ids) if ids is not None else bool(choice.get("text"))
             if count:
@@ -130,9 +142,11 @@ class OpenAIClient:
             details = usage.get("prompt_tokens_details") or {}
             answer.cached_tokens = details.get("cached_tokens") or 0
             missing = usage["completion_tokens"] - answer.num_tokens
-            if missing > 0 and answer.tokens:  # pieces of several tokens
+            # Some pieces held several tokens.
+            if missing > 0 and answer.tokens:
                 answer.tokens[-1] += missing
-            elif missing > 0:  # they have no text: control tokens, or the beginning of a character
+            # No token had text: control tokens, or the first bytes of a character.
+            elif missing > 0:
                 answer.arrivals_s.append(now_s)
                 answer.tokens.append(missing)
 
@@ -143,7 +157,7 @@ class OpenAIClient:
     async def _post(
         self, path: str, body: dict[str, Any]
     ) -> AsyncIterator[tuple[dict[str, str], AsyncIterator[bytes]]]:
-        """The response's headers and the lines of its body."""
+        """Send a request; yields the response's headers and the lines of its body."""
         url = self._url
         tls = ssl.create_default_context() if url.scheme == "https" else None
         port = url.port or (443 if tls else 80)
@@ -187,7 +201,7 @@ class OpenAIClient:
 
     @staticmethod
     async def _piece(reader: asyncio.StreamReader, chunked: bool) -> bytes:
-        """The next bytes of the body; empty at its end."""
+        """Read the next bytes of the body; empty at its end."""
         if not chunked:
             return await reader.read(1 << 16)
         size = int((await reader.readline()).split(b";")[0] or b"0", 16)
@@ -197,14 +211,14 @@ class OpenAIClient:
 
 
 class GrpcClient:
-    """`quire.v1.Generation/Generate` over one channel.
+    """Streams `quire.v1.Generation/Generate` over one channel.
 
     Parameters
     ----------
     target
         HOST:PORT.
     model
-        The name in the request; empty for the application's only one.
+        Model name in the requests; empty for the application's only model.
     """
 
     def __init__(self, target: str, model: str = ""):
@@ -251,33 +265,31 @@ class GrpcClient:
 
 
 def _explain(answer: Answer, headers: Mapping[str, Any]) -> None:
-    """What Quire says of its decision, in headers or trailing metadata."""
+    """Record the replica and the prediction that Quire reports in headers or trailing metadata."""
     answer.replica = str(headers.get("x-quire-replica", ""))
     predicted = headers.get("x-quire-predicted-cached-tokens")
     answer.predicted_tokens = None if predicted is None else int(predicted)
 
 
 def served_model(url: str, timeout_s: float = 30.0) -> str:
-    """The only model of a server, which lists it.
+    """Ask a server for the name of its only model.
 
     Parameters
     ----------
     url
-        As `OpenAIClient` takes it.
+        See `OpenAIClient`.
 
     Raises
     ------
     ValueError
-        It lists none or several, or does not answer.
+        The server does not answer, or lists no model or several.
     """
     place = f"{_without_version(url)}/v1/models"
     try:
         with urllib.request.urlopen(place, timeout=timeout_s) as response:
             names = [model["id"] for model in json.load(response)["data"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{place} does not say which model is served: {error}; give --model"
-        ) from None
+        raise ValueError(f"{place} does not list a model: {error}; give --model") from None
     if len(names) != 1:
         raise ValueError(f"{place} lists {len(names)} models: {', '.join(names)}; give --model")
     return names[0]
@@ -288,12 +300,12 @@ def _without_version(url: str) -> str:
 
 
 def connect(url: str, model: str, extra: dict[str, Any] | None = None) -> Client:
-    """A client for http://, https:// or grpc:// and a host with its port.
+    """Make a client for an http://, https:// or grpc:// URL.
 
     Raises
     ------
     ValueError
-        Another scheme.
+        The URL has another scheme.
     """
     scheme, _, rest = url.partition("://")
     if scheme == "grpc":

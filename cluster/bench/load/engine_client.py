@@ -1,4 +1,4 @@
-"""An engine in this process behind the same interface as a server: `load` drives both."""
+"""An engine in this process behind the interface of a server's client, for `load_generator`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from quire.replica.loop import LoopOutput
 
 
 class EngineClient:
-    """Owns an engine; every method but the engine's callback runs in one event loop.
+    """Owns an engine. All methods but the engine's callback run in one event loop.
 
     Parameters
     ----------
     args
-        Those of `quire.replica.config.EngineArgs`.
+        Fields of `quire.replica.config.EngineArgs`.
     """
 
     def __init__(self, **args: Any):
@@ -31,12 +31,12 @@ class EngineClient:
         self.config = self._engine.config
         self.checkpoint = self._engine.checkpoint
         self.startup_s = self._engine.startup_s
-        self.samples: list[CacheSample] = []  # one for each turn of the engine's loop
+        self.samples: list[CacheSample] = []  # one per iteration of the engine's loop
         self._keys = itertools.count()
         self._sinks: dict[Hashable, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
 
     def _on_output(self, output: LoopOutput) -> None:
-        """Engine's thread."""
+        """Hand out a step's deltas; runs in the engine's thread."""
         now_s, load = time.perf_counter(), output.load
         self.samples.append(
             CacheSample(
@@ -47,7 +47,8 @@ class EngineClient:
         for delta in output.deltas:
             if sink := self._sinks.get(delta.key):
                 found.setdefault(sink[0], []).append((sink[1], delta))
-        for loop, deltas in found.items():  # one wake-up a step, not one a token
+        # One wake-up per step, not per token.
+        for loop, deltas in found.items():
             loop.call_soon_threadsafe(_hand_out, now_s, deltas)
 
     async def complete(
@@ -78,7 +79,7 @@ class EngineClient:
             del self._sinks[key]
 
     def telemetry(self) -> dict[str, Any]:
-        """`Engine.telemetry`."""
+        """See `Engine.telemetry`."""
         return self._engine.telemetry()
 
     async def close(self) -> None:

@@ -1,13 +1,12 @@
-"""Requests sent to a server as users would: at their own times, or each when the one before is answered.
+"""Load generators: send requests at given times (open loop), or after each answer (closed loop).
 
-Open loop (`open_loop`, and the starts of `session_loop`): a request is due at its time whatever the server does, and
-its latency counts from then, not from when this process got round to sending it. A server that stalls is charged
-for everybody who would have come meanwhile; a generator that waits for answers before it sends would hide that
-(coordinated omission). How late this process itself was is recorded as `Record.lag_s`, and is small or the run says
-nothing.
+Open loop (`open_loop`, and the first turns of `session_loop`): each request has a due time that does not depend on the
+server, and its latency counts from that time. A stall of the server therefore delays every request that is due during
+it. A generator that waits for answers before it sends would hide the stall (coordinated omission). `Record.lag_s` is
+this process' own delay; a run is only valid if it is small.
 
-Closed loop (`closed_loop`): so many users, each with one request at a time. It finds the throughput at a
-concurrency; its latencies are those of users who wait.
+Closed loop (`closed_loop`): a fixed number of users, each with one request at a time. It measures the throughput at a
+concurrency; its latencies do not show how the server behaves under independent arrivals.
 """
 
 from __future__ import annotations
@@ -25,33 +24,49 @@ _LAG_PERIOD_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request; seconds since the start of the run."""
+    """One request. Times are seconds since the start of the run.
 
-    due_s: float  # when its user sent it
-    sent_s: float  # when this process did
-    arrivals_s: tuple[float, ...] = ()  # of the pieces of the answer
-    tokens: tuple[int, ...] = ()  # in each piece
+    Attributes
+    ----------
+    due_s
+        When the user sends it.
+    sent_s
+        When this process sent it.
+    arrivals_s, tokens
+        Arrival time and number of tokens of each piece of the answer.
+    cached_tokens
+        Prompt tokens that the cache had.
+    predicted_tokens
+        Prompt tokens that the router expected in the cache; None if the server does not report them.
+    error
+        Empty if the request was answered.
+    """
+
+    due_s: float
+    sent_s: float
+    arrivals_s: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt
+    cached_tokens: int = 0
     session: str = ""
     turn: int = 0
     replica: str = ""
-    error: str = ""  # empty: it was answered
-    predicted_tokens: int | None = None  # that the router expected to be cached, if it tells
+    error: str = ""
+    predicted_tokens: int | None = None
 
     @property
     def lag_s(self) -> float:
-        """How late it was sent, which is the generator's fault."""
+        """Delay of the generator: from the due time until the request was sent."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float:
-        """From the time it was due to its first token."""
+        """From the due time to the first token."""
         return self.arrivals_s[0] - self.due_s
 
     @property
     def latency_s(self) -> float:
-        """From the time it was due to its last token."""
+        """From the due time to the last token."""
         return self.arrivals_s[-1] - self.due_s
 
     @property
@@ -60,23 +75,23 @@ class Record:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between the pieces: what somebody who reads along notices."""
+        """Times between consecutive pieces of the answer."""
         return [b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
 
     @property
     def tpot_s(self) -> float:
-        """Seconds per token after the first piece; 0 for an answer of one piece."""
+        """Seconds per token after the first piece; 0 if the answer came in one piece."""
         rest = self.num_tokens - self.tokens[0]
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / rest if rest else 0.0
 
 
 @dataclass(slots=True)
 class Run:
-    """What one run of a load has seen."""
+    """Records of one run of a load."""
 
     records: list[Record] = field(default_factory=list)
     duration_s: float = 0.0  # from the start to the last answer
-    loop_lags_s: list[float] = field(default_factory=list)  # of the event loop, sampled
+    loop_lags_s: list[float] = field(default_factory=list)  # sampled delays of the event loop
 
 
 Progress = Callable[[Record], object]
@@ -87,7 +102,7 @@ def _nothing(record: Record) -> None:
 
 
 class _Sender:
-    """Sends requests and notes what happened; one for a run."""
+    """Sends the requests of one run and records the answers."""
 
     def __init__(self, client: Client, progress: Progress):
         self._client, self._progress = client, progress
@@ -95,7 +110,7 @@ class _Sender:
         self.began_s = time.perf_counter()
 
     def now_s(self) -> float:
-        """Since the start of the run."""
+        """Seconds since the start of the run."""
         return time.perf_counter() - self.began_s
 
     async def wait_until(self, at_s: float) -> None:
@@ -106,7 +121,7 @@ class _Sender:
     async def send(
         self, prompt_ids: Sequence[int], request: TimedRequest, due_s: float
     ) -> Answer | None:
-        """The answer, or None: an error is a record too."""
+        """Send one request and record it. Returns the answer; None if the request failed."""
         sent_s = self.now_s()
         answer, error = Answer(), ""
         try:
@@ -133,7 +148,7 @@ class _Sender:
         return None if error else answer
 
     async def finish(self, work: Sequence[asyncio.Future]) -> Run:
-        """Wait for all of it, and watch the event loop meanwhile."""
+        """Wait for all work while sampling the event loop's delay."""
         watch = asyncio.ensure_future(self._watch_loop())
         try:
             await asyncio.gather(*work)
@@ -152,7 +167,7 @@ class _Sender:
 async def open_loop(
     client: Client, requests: Sequence[TimedRequest], progress: Progress = _nothing
 ) -> Run:
-    """Send each request at its time, however many are not answered yet."""
+    """Send each request at its due time, without waiting for earlier answers."""
     sender = _Sender(client, progress)
 
     async def one(request: TimedRequest) -> None:
@@ -168,12 +183,12 @@ async def closed_loop(
     concurrency: int,
     progress: Progress = _nothing,
 ) -> Run:
-    """`concurrency` users work off the requests; each is due when its user is free.
+    """Send the requests from `concurrency` users; a request is due when its user is free.
 
     Raises
     ------
     ValueError
-        `concurrency` below 1.
+        `concurrency` is below 1.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency: must be >= 1, got {concurrency}")
@@ -190,14 +205,15 @@ async def closed_loop(
 async def session_loop(
     client: Client, sessions: Sequence[Sequence[TimedRequest]], progress: Progress = _nothing
 ) -> Run:
-    """Conversations: each prompt is everything said so far, the server's answers included, and the new turn.
+    """Run conversations: each prompt is the conversation so far, with the server's answers, and the new turn.
 
-    A later turn is due when its user has read the last answer and thought. A session ends at its first error.
+    A later turn is due after the last token of the previous answer and the user's pause. A session ends at its first
+    error.
 
     Raises
     ------
     ValueError
-        The server does not tell token ids, without which there is no history to send.
+        The server does not return token ids, so the history cannot be sent.
     """
     sender = _Sender(client, progress)
 
@@ -212,8 +228,8 @@ async def session_loop(
                 return
             if len(answer.token_ids) != answer.num_tokens:
                 raise ValueError(
-                    f"sessions need the answers' token ids: the server told {len(answer.token_ids)} of "
-                    f"{answer.num_tokens}; a server that can tell them needs return_token_ids"
+                    f"sessions need the answers' token ids: the server returned {len(answer.token_ids)} of "
+                    f"{answer.num_tokens}; OpenAI servers that support it need return_token_ids"
                 )
             history += answer.token_ids
             if request.turn + 1 < len(turns):

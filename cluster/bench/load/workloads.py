@@ -1,7 +1,7 @@
-"""What is asked of an engine or a server: batches of prompts, and requests with times.
+"""Workloads: batches of prompts, and requests with send times.
 
-Pure: token ids and seconds, no clock. Prompts are new for every (workload, repetition), so that a prefix cache
-carries nothing over from one repetition to the next; whoever wants a warm cache says so in the workload.
+Pure: token ids and seconds, no clock. Prompts differ between repetitions, so a prefix cache carries nothing from one
+repetition to the next. A workload that needs a warm cache has shared tokens.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FIRST_TOKEN_ID = 300  # below are the special tokens and single bytes of most vocabularies
+# Most vocabularies have special tokens and single bytes below this id.
+FIRST_TOKEN_ID = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A batch of requests that are there at once.
+    """A batch of requests that are submitted at once.
 
-    Every prompt is `shared_tokens` that all have in common, then `prompt_tokens` of its own; every answer is
-    exactly `output_tokens` long, greedy, whatever the model says.
+    Each prompt is a prefix of `shared_tokens` that all requests share, then `prompt_tokens` of its own. Each answer
+    is greedy and has exactly `output_tokens`; EOS does not end it.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Workload:
 
     @property
     def max_tokens(self) -> int:
-        """Of one prompt and its answer."""
+        """Tokens of one prompt and its answer."""
         return self.shared_tokens + self.prompt_tokens + self.output_tokens
 
     def prompts(self, repetition: int | str, vocab_size: int) -> list[list[int]]:
@@ -54,7 +55,7 @@ class Workload:
         Raises
         ------
         ValueError
-            The vocabulary is too small for ids above the special ones.
+            The vocabulary has no ids above the special tokens.
         """
         if vocab_size <= FIRST_TOKEN_ID:
             raise ValueError(f"vocab_size: must be > {FIRST_TOKEN_ID}, got {vocab_size}")
@@ -72,7 +73,7 @@ class Workload:
         Raises
         ------
         ValueError
-            It is neither.
+            The text is neither.
         """
         if text in WORKLOADS:
             return WORKLOADS[text]
@@ -89,7 +90,7 @@ class Workload:
             ) from None
 
     def scaled(self, share: float) -> Workload:
-        """The same lengths with this share of the requests, one at least."""
+        """The same lengths with a share of the requests, at least one."""
         return dataclasses.replace(self, num_requests=max(1, round(self.num_requests * share)))
 
 
@@ -99,7 +100,7 @@ WORKLOADS = {
         Workload("W1", 32, 0, 128, 64),  # offline throughput
         Workload("W2", 16, 0, 16, 256),  # mostly decode
         Workload("W3", 16, 0, 1024, 8),  # mostly prefill
-        Workload("W4", 32, 768, 32, 16),  # a prefix that all share
+        Workload("W4", 32, 768, 32, 16),  # a shared prefix
         Workload("W5", 1, 0, 128, 128),  # one stream
     )
 }
@@ -107,9 +108,12 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request with the time at which a user sends it."""
+    """A request with the time at which a user sends it.
 
-    at_s: float  # after the start of the run; for the turns of a session, after the turn before has ended
+    `at_s` counts from the start of the run; for later turns of a session, from the end of the previous turn.
+    """
+
+    at_s: float
     prompt_ids: tuple[int, ...]
     output_tokens: int
     session: str = ""
@@ -118,7 +122,7 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long prompts and answers are: uniform between the two bounds, both included."""
+    """Lengths of prompts and answers, drawn uniformly between two bounds, both included."""
 
     prompt_tokens: tuple[int, int] = (128, 128)
     output_tokens: tuple[int, int] = (64, 64)
@@ -134,9 +138,9 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMix:
-    """Prompts that begin with one of several shared prefixes, chosen with Zipf's weights: 1, 1/2, 1/3, ..."""
+    """Shared prefixes at the start of prompts, chosen with Zipf's weights: 1, 1/2, 1/3, ..."""
 
-    num_prefixes: int = 0  # 0: nothing is shared
+    num_prefixes: int = 0  # 0: no shared prefixes
     prefix_tokens: int = 512
 
     def __post_init__(self) -> None:
@@ -154,12 +158,12 @@ def poisson(
     vocab_size: int,
     seed: int = 0,
 ) -> list[TimedRequest]:
-    """Requests whose gaps are exponentially distributed, in order of time.
+    """Requests with exponentially distributed gaps, in order of time.
 
     Raises
     ------
     ValueError
-        A rate or a duration that is not positive.
+        The rate or the duration is not positive.
     """
     if rate_per_s <= 0:
         raise ValueError(f"rate_per_s: must be > 0, got {rate_per_s:g}")
@@ -177,7 +181,7 @@ def poisson(
 def closed(
     num_requests: int, lengths: Lengths, mix: PrefixMix, vocab_size: int, seed: int = 0
 ) -> list[TimedRequest]:
-    """Requests without times, for users who send the next one when they have the answer."""
+    """Requests without times; each user sends the next one after an answer."""
     if num_requests < 1:
         raise ValueError(f"num_requests: must be >= 1, got {num_requests}")
     maker = _PromptMaker(random.Random(f"closed/{seed}"), lengths, mix, vocab_size)
@@ -196,9 +200,9 @@ def sessions(
 ) -> list[list[TimedRequest]]:
     """Conversations that start as a Poisson process.
 
-    A turn holds only what the user adds: the client puts what was said before, the server's own answers
-    included, in front of it. `at_s` of the first turn is the start of the session; that of each later one is how
-    long the user thinks (exponential, mean `think_s`) after the last token of the answer.
+    A turn holds only the user's new tokens; the client prepends the conversation so far, with the server's answers.
+    `at_s` of the first turn is the start of the session. For later turns it is the user's pause (exponential, mean
+    `think_s`) after the last token of the previous answer.
     """
     for field, value in (("num_sessions", num_sessions), ("num_turns", num_turns)):
         if value < 1:
@@ -223,11 +227,21 @@ def sessions(
 
 @dataclass(frozen=True, slots=True)
 class TraceScale:
-    """A trace in small, for a small model: what its prompts share is the same part of them."""
+    """Scales a trace down for a small model; prompts share the same fraction of their tokens as recorded.
 
-    block_tokens: int = 512  # that one of `hash_ids` stands for, instead of 512
-    output_share: float = 1.0  # of the recorded output tokens; one at least
-    max_tokens: int | None = None  # requests that are longer then, prompt and answer, are left out
+    Attributes
+    ----------
+    block_tokens
+        Tokens that one of `hash_ids` stands for; 512 as recorded.
+    output_share
+        Fraction of the recorded output tokens that is generated, at least one token.
+    max_tokens
+        Requests with a longer scaled prompt and answer are left out.
+    """
+
+    block_tokens: int = 512
+    output_share: float = 1.0
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= _TRACE_BLOCK_TOKENS:
@@ -249,7 +263,7 @@ class TraceScale:
         return self.max_tokens is None or num_tokens <= self.max_tokens
 
 
-_TRACE_BLOCK_TOKENS = 512  # of the prompt behind one of `hash_ids`
+_TRACE_BLOCK_TOKENS = 512  # prompt tokens for each of `hash_ids`
 _AS_RECORDED = TraceScale()
 
 
@@ -265,21 +279,21 @@ def read_trace(
 
     A line is `{"at_s": 0.2, "prompt_tokens": 120, "output_tokens": 40}`, or has `timestamp` in milliseconds,
     `input_length` and `output_length` as the public Mooncake traces do, with `hash_ids`: one id for each 512
-    tokens of the prompt; equal ids are given equal tokens, so that what was shared is shared again.
+    tokens of the prompt. Equal ids become equal tokens, so prompts share the same prefixes as recorded.
 
     Parameters
     ----------
     speed
-        2 replays twice as fast.
+        Replay speed; 2 replays twice as fast.
     limit
-        Only so many requests.
+        Most requests to read.
     scale
-        How much smaller the prompts and answers are than recorded.
+        Scale of prompts and answers.
 
     Raises
     ------
     ValueError
-        Names the line and the field.
+        A line has missing or invalid fields; the message names the line.
     """
     if speed <= 0:
         raise ValueError(f"speed: must be > 0, got {speed:g}")
@@ -307,9 +321,9 @@ def read_trace(
 
 @dataclass(frozen=True, slots=True)
 class _TraceRow:
-    """A line of a trace, as large as it is replayed."""
+    """A line of a trace with its scaled lengths."""
 
-    number: int  # of the line
+    number: int  # line number
     at_s: float
     prompt_tokens: int
     output_tokens: int
@@ -328,7 +342,7 @@ class _TraceRow:
         return cls(number, at_s, scale.prompt_tokens(length), scale.output_tokens(output), hash_ids)
 
     def prompt(self, vocab_size: int, scale: TraceScale) -> tuple[int, ...]:
-        """Its token ids."""
+        """The prompt's token ids."""
         if self.hash_ids is None:
             rng = random.Random(f"trace/{self.number}")
             return tuple(_token_ids(rng, self.prompt_tokens, vocab_size))
@@ -355,7 +369,7 @@ class _PromptMaker:
         self._weights = [1 / (i + 1) for i in range(mix.num_prefixes)]
 
     def next(self, with_prefix: bool = True) -> tuple[tuple[int, ...], int]:
-        """Prompt ids and the number of output tokens."""
+        """The next prompt's ids and its number of output tokens."""
         rng = self._rng
         prompt: list[int] = []
         if self._prefixes and with_prefix:
@@ -369,6 +383,6 @@ def _token_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 
 def batches(names: Sequence[str]) -> Iterator[Workload]:
-    """The workloads with these names, each once."""
+    """The workloads with these names, without repeats."""
     for name in dict.fromkeys(names):
         yield Workload.parse(name)

@@ -1,4 +1,4 @@
-"""From the records of a run to numbers: percentiles, throughput, goodput, hit rate. Pure."""
+"""Percentiles, throughput, goodput and hit rate of a run's records. Pure."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a user accepts: both bounds must hold for a request to count."""
+    """Service level objective; a request is good if both bounds hold."""
 
     ttft_ms: float = 1000.0
     tpot_ms: float = 100.0
 
     def holds(self, record: Record) -> bool:
-        """Whether a request was answered in time; one that failed was not."""
+        """Whether a request was answered within both bounds; a failed request was not."""
         if record.error:
             return False
         return 1e3 * record.ttft_s <= self.ttft_ms and 1e3 * record.tpot_s <= self.tpot_ms
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of all values do not exceed.
+    """The smallest value that is at least as large as `percent` percent of all values.
 
     Raises
     ------
     ValueError
-        No values, or a percentage outside (0, 100].
+        There are no values, or `percent` is outside (0, 100].
     """
     if not values:
         raise ValueError("no values")
@@ -52,9 +52,9 @@ def percentiles_ms(values_s: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarise(run: Run, slo: Slo) -> dict[str, Any]:
-    """One row of a result.
+    """Summarise a run as one row of a result.
 
-    Failed requests are in `num_failed` and count against goodput, and in nothing else.
+    Failed requests count in `num_failed` and against goodput, and in nothing else.
     """
     answered = [record for record in run.records if not record.error]
     duration_s = run.duration_s
@@ -86,7 +86,7 @@ def summarise(run: Run, slo: Slo) -> dict[str, Any]:
 
 
 def max_in_flight(records: Sequence[Record]) -> int:
-    """Most requests that were answered at the same time."""
+    """Largest number of requests in flight at the same time."""
     edges = [(r.due_s, 1) for r in records if not r.error]
     edges += [(r.arrivals_s[-1], -1) for r in records if not r.error]
     most = now = 0
@@ -97,7 +97,7 @@ def max_in_flight(records: Sequence[Record]) -> int:
 
 
 def hit_rate_over_time(records: Sequence[Record], window_s: float) -> list[tuple[float, float]]:
-    """(end of window, percent of prompt tokens found in the cache) by the time of the first token.
+    """(end of window, percent of prompt tokens found in the cache), by the time of the first token.
 
     Windows without an answer are left out.
     """

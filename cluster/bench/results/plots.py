@@ -1,4 +1,4 @@
-"""PNG plots of benchmark results. matplotlib is the extra `bench`: `pip install 'quire[bench]'`."""
+"""PNG plots of benchmark results. They need matplotlib: `pip install 'quire[bench]'`."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class _Panel:
 
     name: str
     draw: Callable[[Axes], None]
-    missing: str = ""  # why there is nothing to draw
+    missing: str = ""  # why the panel cannot be drawn
 
 
 def _figure(path: Path, panels: Sequence[_Panel]) -> list[str]:
-    """Write the panels that have data beside each other to `path`, or no file.
+    """Write the panels that have data, side by side, to `path`; write no file if none has data.
 
     Returns
     -------
-    A sentence about each panel that is not drawn.
+    A sentence for each panel that is not drawn.
 
     Raises
     ------
     NoPlots
         matplotlib is not installed.
     """
-    path.unlink(missing_ok=True)  # of an earlier run
+    path.unlink(missing_ok=True)  # from an earlier run
     drawn = [panel for panel in panels if not panel.missing]
     if drawn:
         pyplot = _pyplot()
@@ -76,18 +76,18 @@ def _pyplot() -> Any:
 def throughput_and_latency(
     rows: Sequence[dict[str, Any]], path: Path, *, is_sweep: bool = True
 ) -> list[str]:
-    """Throughput against latency, a point for each load, and percentiles of TTFT and gaps beside it.
+    """Plot throughput against latency with a point for each load, and percentiles of TTFT and gaps.
 
     Parameters
     ----------
     rows
-        Of `measures.summarise`, with `load`: the rate or the concurrency.
+        Rows of `measures.summarise` with `load`, the name of the load.
     is_sweep
-        The rows are one load that grows: its points are joined by lines.
+        Whether the rows are one load at growing rates; lines then join their points.
 
     Returns
     -------
-    A sentence about each part that is not drawn, as of every plot here.
+    A sentence for each panel that is not drawn.
     """
     style = "o-" if is_sweep else "o"
     none = "" if any(row["ttft_ms"] for row in rows) else _NOTHING_ANSWERED
@@ -146,7 +146,7 @@ def _percentile_lines(
 
 
 def goodput(rows: Sequence[dict[str, Any]], slo_text: str, path: Path) -> list[str]:
-    """Requests per second that were answered within the SLO, and all that were answered."""
+    """Plot requests per second: all answered requests, and those within the SLO."""
 
     def draw(axes: Axes) -> None:
         names = [row["load"] for row in rows]
@@ -161,7 +161,7 @@ def goodput(rows: Sequence[dict[str, Any]], slo_text: str, path: Path) -> list[s
 
 
 def cache(samples: Sequence[CacheSample], run: Run, began_s: float, path: Path) -> list[str]:
-    """Blocks in use, cached and free over time, and the hit rate of prompts beside them.
+    """Plot blocks in use, cached and free over time, and the hit rate of prompts.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def cache(samples: Sequence[CacheSample], run: Run, began_s: float, path: Path) 
         axes.set_ylim(0, 100)
         _finish(axes, "seconds", "prompt tokens found in the cache, %", legend=False)
 
-    # An area needs two times.
+    # An area needs two samples.
     unwatched = "" if len(samples) > 1 else _UNWATCHED
     return _figure(
         path,
@@ -196,7 +196,7 @@ def cache(samples: Sequence[CacheSample], run: Run, began_s: float, path: Path) 
 
 
 def comparison(rows: Sequence[dict[str, Any]], path: Path) -> list[str]:
-    """Seconds of every engine on every workload with their extremes, and the floor."""
+    """Plot each engine's seconds on each workload with their extremes, and the floor."""
     none = "" if rows else "no engine ended a workload"
     return _figure(path, [_Panel("comparison", lambda axes: _bars(axes, rows), none)])
 
@@ -223,12 +223,12 @@ def _bars(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def scaling(series: Sequence[dict[str, Any]], path: Path) -> list[str]:
-    """Milliseconds of a step against one quantity at a time.
+    """Plot milliseconds of a step against one quantity per panel.
 
     Parameters
     ----------
     series
-        `{"what": axis label, "points": [{"x", "median", "min", "p90"}], "log_x": bool}` each.
+        One `{"what": axis label, "points": [{"x", "median", "min", "p90"}], "log_x": bool}` for each panel.
     """
     return _figure(
         path,

@@ -1,7 +1,7 @@
-"""What every benchmark shares: where it ran, what it found against its goals, and how candidates alternate.
+"""Results of benchmarks: JSON files with the commit, the hardware, the command, and bars (values with goals).
 
 A result is one JSON file: `{commit, hardware, command, load, bars: [{name, value, unit, goal, holds, ...}]}`. It
-names no machine and no path: CPU model, cores and accelerator are what a number depends on.
+has the CPU model, cores and accelerator, on which the numbers depend, but no machine's name and no path.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "tests" / "perf" / "results"
 COMMIT_VARIABLE = "QUIRE_COMMIT"
 _COMMIT = re.compile(r"([0-9a-f]{7,40})(\+?)")
-_EXPORTED_COMMIT = ".git_archival.txt"  # `git archive` writes the commit into it
+_EXPORTED_COMMIT = ".git_archival.txt"  # `git archive` writes the commit into this file
 _COMMIT_LEN = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Repeated measurements of one thing."""
+    """Statistics of repeated measurements."""
 
     min: float
     median: float
@@ -46,10 +46,13 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One number with its goal."""
+    """One number with its goal.
 
-    name: str  # part/what, as the README quotes it
-    value: float | None  # None: not measured yet
+    `name` is PART/QUANTITY, as the README quotes it. `value` is None if it has not been measured.
+    """
+
+    name: str
+    value: float | None
     unit: str
     goal: float
     at_most: bool = True  # False: the value must be at least the goal
@@ -57,7 +60,7 @@ class Bar:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the goal is met; None where nothing was measured."""
+        """Whether the goal is met; None if nothing was measured."""
         if self.value is None:
             return None
         return self.value <= self.goal if self.at_most else self.value >= self.goal
@@ -75,19 +78,19 @@ class Bar:
 
 
 def spread_json(spread: Spread, digits: int = 4) -> dict[str, float]:
-    """A spread as it is written down."""
+    """A spread with rounded values, for JSON."""
     return {name: float(f"{value:.{digits}g}") for name, value in asdict(spread).items()}
 
 
 def alternate(
     candidates: Mapping[str, Callable[[], list[float]]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run the candidates in turns, so that what else the machine does falls on all of them.
+    """Run the candidates alternately, so that the machine's load affects all of them.
 
     Parameters
     ----------
     candidates
-        Each call returns the measurements of one turn.
+        Functions that return the measurements of one turn.
     """
     found: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
@@ -97,7 +100,7 @@ def alternate(
 
 
 def hardware() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """CPU model, cores, Python version and accelerators."""
     facts: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -111,15 +114,15 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit that is measured; `+` at its end when files that git follows differ from it.
+    """Return the measured commit, with a `+` if tracked files differ from it.
 
-    The first of these that knows it: the variable `QUIRE_COMMIT` (a copy of a working tree), git, the file that
-    `git archive` fills in. "unknown" otherwise.
+    Sources, in this order: the variable `QUIRE_COMMIT` (for copies of a working tree), git, and the file that
+    `git archive` fills in. Otherwise "unknown".
 
     Raises
     ------
     ValueError
-        The variable holds something else than a commit.
+        The variable does not hold a commit.
     """
     given = os.environ.get(COMMIT_VARIABLE, "")
     if given:
@@ -137,7 +140,7 @@ def _short(name: str) -> str:
 
 
 def _git_commit() -> str:
-    """Empty without a repository of our own: a folder above may belong to another one."""
+    """The commit of this repository; empty without one, even if a parent folder is another repository."""
     if not (ROOT / ".git").exists():
         return ""
     name = output("git", "-C", str(ROOT), "rev-parse", "HEAD")
@@ -155,7 +158,7 @@ def _exported_commit() -> str:
 
 
 def load_average() -> float:
-    """Processes that wanted to run, over the last minute."""
+    """The load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
@@ -165,11 +168,11 @@ def write(path: Path, command: str, bars: list[Bar], *, show: bool = True, **fac
     Parameters
     ----------
     command
-        How to run it again.
+        Command that repeats the measurement.
     show
         Whether to print the bars.
     facts
-        Further entries of the file.
+        More entries of the file.
     """
     result = {
         "commit": commit(),
@@ -196,7 +199,7 @@ def _print_bars(rows: list[dict[str, Any]]) -> None:
 
 
 def _cpu_model() -> str:
-    """Its name with family and model, where Linux tells them: some names are those of several generations."""
+    """The CPU's name, with family and model on Linux: some names cover several generations."""
     facts: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -211,7 +214,7 @@ def _cpu_model() -> str:
 
 
 def output(*command: str) -> str:
-    """What a program prints; empty when it is absent or fails."""
+    """Output of a program; empty if the program is absent or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -54,7 +54,7 @@ struct rotate_call {
     int64_t page_rows, heads, kv_heads, head_dim, dtype;
     float eps;
     struct team *team;
-    int64_t outside;        /* number of rows outside the pages, which are not written */
+    int64_t outside;        /* number of rows outside the cache, which are not written */
 };
 
 /* Like quire_attention_job. */

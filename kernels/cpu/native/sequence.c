@@ -167,7 +167,7 @@ int64_t quire_layer_bytes(void) { return sizeof(struct layer); }
 int64_t quire_stage_bytes(void) { return sizeof(struct stage); }
 
 /* Run layers one after the other. The first one reads `x`; all write `out`, which the next one reads; both are [tokens, hidden]. `stages` has one
- * stage for each call of all layers, 64-byte aligned. Returns the number of rows outside the pages, which are not written. */
+ * stage for each call of all layers, 64-byte aligned. Returns the number of rows outside the cache, which are not written. */
 int64_t quire_layers(const struct layer *layers, int64_t num_layers, const char *x, char *out, const struct rotate_step *step,
                      const struct attention_plan *plan, struct stage *stages, int64_t isa, parallel_function *parallel,
                      int64_t num_threads) {

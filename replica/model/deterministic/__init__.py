@@ -1,1 +1,1 @@
-"""Products whose rows have the same bits in every batch."""
+"""Batch-invariant products: a row has the same bits in every batch."""

@@ -1,7 +1,7 @@
-"""Mixtures of experts under `deterministic: true`: a token's result does not depend on who shares its experts.
+"""Mixtures of experts under `deterministic: true` on the CPU: other tokens do not change a token's result.
 
-Each expert's product goes through `tiled_linear`; the results of a token's experts are added in rising order of the
-experts, whichever of them other tokens chose. The cost: an expert with one token computes a tile of 16.
+Each expert's product uses `tiled_linear`. The results of a token's experts are added in ascending order of the experts.
+An expert with a single token computes a tile of 16 rows.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from quire.replica.model.deterministic.stacked_experts import StackedExperts
 
 
 class TiledRouter(nn.Module):
-    """Scores and chooses experts; shares the weight [experts, hidden] of the router that it replaces.
+    """Scores and chooses experts. Shares the weight [experts, hidden] of the router that it replaces.
 
     Parameters
     ----------
     router
-        Qwen3-MoE's (softmax, then the best) or gpt-oss's (the best, then their softmax).
+        Router of Qwen3-MoE (softmax, then top k) or gpt-oss (top k, then softmax).
     softmax_first
-        Which of the two.
+        True for the first kind.
     """
 
     def __init__(self, router: nn.Module, *, softmax_first: bool):
@@ -49,7 +49,7 @@ class TiledRouter(nn.Module):
 
 
 class TiledExperts(StackedExperts):
-    """Experts whose products run in tiles of fixed height, on the CPU."""
+    """Experts with products in tiles of fixed height."""
 
     def __init__(self, experts: nn.Module):
         super().__init__(experts)
@@ -98,7 +98,7 @@ class TiledGptOssExperts(TiledExperts):
         return gate / torch.exp(gate * -self.alpha).add_(1.0) * (up + 1.0)
 
 
-# By the name of the class in transformers, so that it need not be imported.
+# By the name of transformers' class, so that the class need not be imported.
 EXPERT_MODULES = {
     "Qwen3MoeTopKRouter": lambda module: TiledRouter(module, softmax_first=True),
     "GptOssTopKRouter": lambda module: TiledRouter(module, softmax_first=False),

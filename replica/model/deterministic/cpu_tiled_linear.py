@@ -1,7 +1,8 @@
-"""`deterministic: true`: a model's layers in forms whose rows do not depend on how many rows there are.
+"""`deterministic: true` on the CPU: layers in which the number of rows does not change a row's bits.
 
-Products run in tiles of fixed height (`cpu_tiles.py`), mixtures of experts too (`cpu_tiled_experts.py`); activations
-whose vector loop ends in a scalar one with another exponential (SiLU, GELU) are written out.
+Products run in tiles of fixed height (`cpu_tiles.py`), and so do mixtures of experts (`cpu_tiled_experts.py`). torch's
+SiLU and GELU use one exponential in their vector loop and another one in the scalar loop for the rest, so they are
+replaced by elementwise formulas.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from quire.replica.model.deterministic.cpu_tiles import (
 
 
 class TiledLinear(nn.Module):
-    """A linear layer with `deterministic` rows. Shares its parameters with the layer it replaces.
+    """A batch-invariant linear layer. Shares its parameters with the layer it replaces.
 
     Parameters
     ----------
     linear
-        Layer with a float32 weight [out_features, in_features].
+        The layer, with a float32 weight [out_features, in_features].
     tile_rows
-        Heights that may be used, rising.
+        Usable tile heights, ascending.
     """
 
     def __init__(self, linear: nn.Linear, tile_rows: tuple[int, ...]):
@@ -47,7 +48,7 @@ class TiledLinear(nn.Module):
 
 
 class ElementwiseSiLU(nn.Module):
-    """x / (1 + exp(-x)) from operations whose result does not depend on an element's place in memory."""
+    """x / (1 + exp(-x)), from operations that give an element the same bits at every position."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any shape."""
@@ -55,7 +56,7 @@ class ElementwiseSiLU(nn.Module):
 
 
 class ElementwiseTanhGELU(nn.Module):
-    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), of the same kind."""
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with the same property."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any shape."""
@@ -71,17 +72,17 @@ _ACTIVATIONS = {
 
 
 def make_deterministic(model: nn.Module) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Replace linear layers, experts and activations of a float32 CPU model by their batch-invariant form.
+    """Replace linear layers, experts and activations of a float32 CPU model by batch-invariant ones.
 
     Returns
     -------
-    Tile heights by weight shape (out_features, in_features), as the probe found them.
+    Usable tile heights by weight shape (out_features, in_features).
 
     Raises
     ------
     ValueError
-        The model is not float32 on the CPU, or this machine's matrix library gives a row of a 16-row product
-        bits that depend on the row's place.
+        The model is not float32 on the CPU, or in this machine's matrix library the bits of a row depend on its
+        position in a product of 16 rows.
     """
     _align(model)
     heights: dict[tuple[int, int], tuple[int, ...]] = {}

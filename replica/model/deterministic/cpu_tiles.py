@@ -1,21 +1,23 @@
-"""Matrix products whose rows do not depend on how many rows there are.
+"""Matrix products in which the number of rows does not change a row's bits.
 
-What was found (MKL 2024.2, AVX-512, float32): a row of `F.linear` has other bits for 1, 2, 3, 5, 6, 7, 9, 10 or 11
-rows than in a larger product. All other operations of the served models' blocks are invariant, except
-activations whose vector loop ends in a scalar one with another exponential (SiLU, GELU).
+Measured with MKL 2024.2, AVX-512, float32: a row of `F.linear` has other bits in products of 1, 2, 3, 5, 6, 7, 9, 10 or
+11 rows than in larger products. The other operations of the served models are invariant, except SiLU and GELU
+(`cpu_tiled_linear.py`).
 
-So every product is cut into tiles of fixed height, the last one padded with zeros: 16 rows, or a larger height of
-`TILE_ROWS` if a probe on this machine finds its rows equal to the 16-row tile's bit for bit, at every row
-position, for the same weight shape. Weights are the left factor, W [N, K] x X^T [K, tile]: MKL reads them faster so
-for few rows.
+Every product is therefore cut into tiles of fixed height, and the last tile is padded with zeros. A tile has 16 rows,
+or a larger height of `TILE_ROWS` if a test on this machine finds the rows equal to those of 16-row tiles bit for bit,
+at every position, for the same weight shape. Weights are the left factor, W [N, K] x X^T [K, tile], because MKL then
+reads them faster for few rows.
 """
 
 from __future__ import annotations
 
 import torch
 
-TILE_ROWS = (16, 64, 256)  # the first is the definition, the others must agree with it
-ALIGNMENT_BYTES = 64  # a cache line, and torch's own alignment: kernels may peel unaligned heads
+TILE_ROWS = (16, 64, 256)  # the first defines the bits, the others must match it
+ALIGNMENT_BYTES = (
+    64  # a cache line, as torch aligns; kernels may treat unaligned beginnings differently
+)
 
 
 def tiled_linear(x: torch.Tensor, weight: torch.Tensor, tile_rows: tuple[int, ...]) -> torch.Tensor:
@@ -39,12 +41,12 @@ def tiled_linear(x: torch.Tensor, weight: torch.Tensor, tile_rows: tuple[int, ..
 
 
 def _tile_for(rows: int, tile_rows: tuple[int, ...]) -> int:
-    """The largest height that `rows` fill by more than half; the smallest if there is none."""
+    """Return the largest height that `rows` fill by more than half, else the smallest height."""
     return max((tile for tile in tile_rows if rows > tile // 2), default=tile_rows[0])
 
 
 def fitting_tile_rows(weight: torch.Tensor) -> tuple[int, ...]:
-    """Heights whose rows equal those of the 16-row tile; kernels are chosen by shape, so random rows tell."""
+    """Find heights with the bits of the 16-row tile. The library chooses kernels by shape, so random rows suffice."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(max(TILE_ROWS), weight.shape[1], generator=random)
     base = TILE_ROWS[0]

@@ -1,20 +1,20 @@
-"""`deterministic: true` on a GPU: a model's products in forms whose rows do not depend on how many rows there are.
+"""`deterministic: true` on a GPU: products in which the number of rows does not change a row's bits.
 
-Products take `kernels/rows/matmul_fixed.py`, mixtures of experts `kernels/rows/experts_fixed.py`; both go where the
-fuse pass has been, so merged products stay merged. What else a step computes has one order of additions for each row:
+Products use `kernels/rows/matmul_fixed.py`, mixtures of experts `kernels/rows/experts_fixed.py`. Both are replaced
+after the fuse pass, so merged products stay merged. All other parts of a step add in one order for each row:
 
 | part | why |
 |---|---|
-| norms, head norms, rotation, KV write, gated activations | kernels of this project: a program has a whole row |
-| attention | `PagedAttention(uniform=True)`: decoded and prefilled tokens take the same kernel, tile by tile of keys |
-| FP8 cache | fixed scales; each number is coded by itself |
-| a router's softmax | torch gives a row of at most 1024 scores to one warp, whatever the number of rows |
-| a router's choice | compares numbers of one row |
+| norms, head norms, rotation, KV write, gated activations | this project's kernels: one program computes a whole row |
+| attention | `PagedAttention(uniform=True)`: decoded and prefilled tokens use the same kernel and tiles of keys |
+| FP8 cache | fixed scales; each number is converted separately |
+| a router's softmax | torch uses one warp for a row of at most 1024 scores, for any number of rows |
+| a router's choice | compares numbers within a row |
 | activations, residuals, rotation's angles in torch | elementwise, or a product over one k |
-| sampling | a row at a time |
+| sampling | each row separately |
 
-Torch's own norms are not among them: its reduction gives a row more threads where there are fewer rows. So a module
-that holds parameters and is none of the known ones is an error that names it.
+torch's norms are not batch-invariant: their reduction uses more threads per row when there are fewer rows. An unknown
+module with parameters is therefore an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.replica.model.fusion.fused_parts import Product
 
 
 class FixedLinear(nn.Module):
-    """A linear layer, or several of the same input, with rows of fixed bits. Shares the parameters of its source."""
+    """A batch-invariant linear layer or merged product. Shares the parameters of its source."""
 
     def __init__(self, source: nn.Linear | Product):
         super().__init__()
@@ -50,14 +50,14 @@ class FixedLinear(nn.Module):
 
 
 class FixedRouter(nn.Module):
-    """Scores and chooses experts; shares the parameters of the router that it replaces.
+    """Scores and chooses experts. Shares the parameters of the router that it replaces.
 
     Parameters
     ----------
     router
-        Qwen3-MoE's (softmax, then the best) or gpt-oss's (the best, then their softmax).
+        Router of Qwen3-MoE (softmax, then top k) or gpt-oss (top k, then softmax).
     softmax_first
-        Which of the two.
+        True for the first kind.
     """
 
     def __init__(self, router: nn.Module, *, softmax_first: bool):
@@ -65,7 +65,7 @@ class FixedRouter(nn.Module):
         self.weight = router.weight
         self.bias = getattr(router, "bias", None)
         self.top_k = router.top_k
-        # The softmax of all, of which the best are scaled to add up to 1, is the softmax of the best.
+        # Softmax over all experts followed by normalising the top k equals softmax over the top k.
         self.of_best = not softmax_first or router.norm_topk_prob
         self.product = FixedProduct(
             self.weight.detach(), None if self.bias is None else self.bias.detach()
@@ -83,11 +83,11 @@ class FixedRouter(nn.Module):
 
 
 class FixedExperts(StackedExperts):
-    """Experts whose products add in one order, on a GPU."""
+    """Batch-invariant experts."""
 
     def __init__(self, experts: nn.Module):
         super().__init__(experts)
-        self._source = (experts,)  # in a tuple: not its child
+        self._source = (experts,)  # a tuple does not register a child
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], ids and weights [tokens, top_k] to [tokens, hidden]."""
@@ -116,7 +116,7 @@ class FixedGptOssExperts(FixedExperts):
         return self._source[0]._apply_gate(gate_up)
 
 
-# By the name of the class in transformers, so that it need not be imported.
+# By the name of transformers' class, so that the class need not be imported.
 _EXPERT_MODULES = {
     "Qwen3MoeTopKRouter": lambda module: FixedRouter(module, softmax_first=True),
     "GptOssTopKRouter": lambda module: FixedRouter(module, softmax_first=False),
@@ -127,12 +127,12 @@ _KNOWN = (FixedLinear, FixedRouter, FixedExperts, nn.Embedding)
 
 
 def fix_products(model: nn.Module) -> None:
-    """Replace the products of a model on a GPU, in place, after the fuse pass. A second call changes nothing.
+    """Replace a model's products in place, after the fuse pass. A second call changes nothing.
 
     Raises
     ------
     ValueError
-        A module may give a row other bits in another batch; the message names it.
+        The model has a module that is not batch-invariant; the message names it.
     """
     replacements: list[tuple[nn.Module, str, nn.Module]] = []
     for path, parent in model.named_modules():
@@ -151,7 +151,7 @@ def fix_products(model: nn.Module) -> None:
     for parent, name, module in replacements:
         setattr(parent, name, module)
     for name, module in model.named_modules():
-        # Modules with a layer's number are attention's: their own parameters are sinks.
+        # Modules with a `layer_idx` are attentions; their own parameters are sinks.
         if isinstance(module, _KNOWN) or hasattr(module, "layer_idx"):
             continue
         if next(module.parameters(recurse=False), None) is not None:
@@ -162,7 +162,7 @@ def fix_products(model: nn.Module) -> None:
 
 
 def warm_products(model: nn.Module, max_rows: int) -> None:
-    """Run each kernel that a step of at most `max_rows` tokens may need, so that none is compiled while serving."""
+    """Run each kernel variant for up to `max_rows` tokens, so that none is compiled while serving."""
     done = set()
     for product in _products(model):
         for rows in product.distinct_rows(max_rows):

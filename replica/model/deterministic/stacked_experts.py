@@ -1,4 +1,4 @@
-"""Mixtures of experts as transformers stacks their weights."""
+"""The layout in which transformers stacks the weights of experts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from torch import nn
 
 
 class StackedExperts(nn.Module):
-    """Gated experts with stacked weights; shares them with the module that it replaces.
+    """Gated experts with stacked weights, shared with the module that it replaces.
 
     Parameters
     ----------
     experts
-        transformers' module: `gate_up_proj` and `down_proj`, [experts, out, in], or [experts, in, out] where
-        `transposed`, and biases of the same names with `_bias` or none.
+        transformers' module with `gate_up_proj` and `down_proj`, [experts, out, in], or [experts, in, out] if
+        `transposed`. Biases are optional; their names end in `_bias`.
     """
 
     transposed = False

@@ -1,6 +1,6 @@
-"""What a module of a model may be fused to, by its structure: RMS norms, MLPs, attentions.
+"""Builds candidates for fused modules by structure: RMS norms, MLPs, attentions.
 
-Names of classes play no part: a module's parameters, its children's names, and its call in the probing pass decide.
+Names of classes are not used. A module's parameters, its children's names, and its call in the trial pass decide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.replica.model.fusion.fusion_backend import FusionBackend
 
 @dataclass(slots=True)
 class Call:
-    """A module's call in the probing pass."""
+    """Arguments of a module's call in the trial pass."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -36,14 +36,16 @@ class Call:
 
 @dataclass(slots=True)
 class Observed:
-    """What the probing pass has seen."""
+    """Record of the trial pass."""
 
     calls: dict[nn.Module, Call] = field(default_factory=dict)
-    order: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)  # of a parent's children
+    order: dict[nn.Module, list[nn.Module]] = field(
+        default_factory=dict
+    )  # order of a parent's calls
     attention_calls: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # by layer
 
     def forget(self, replaced: nn.Module) -> None:
-        """Let go of a module's weights."""
+        """Drop all references to a replaced module, so that its weights are freed."""
         for children in self.order.values():
             children[:] = [child for child in children if child is not replaced]
         for module in replaced.modules():
@@ -52,16 +54,16 @@ class Observed:
 
 
 class Candidates:
-    """Builds the fused form of a module; None where its structure is another.
+    """Builds fused candidates. A method returns None if the module has another structure.
 
     Parameters
     ----------
     backend
-        Of the fused forms.
+        Creates the fused modules.
     pool
-        Its groups give the shapes of attention.
+        Its layer groups define the shapes of attention.
     random
-        Where input comes from.
+        Generator of random input.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Candidates:
         self._random = random
 
     def norm(self, module: nn.Module) -> FusedNorm | None:
-        """An RMS norm; whether it scales by its weight or by 1 + weight is tried out."""
+        """Build an RMS norm. A test with random input decides whether it scales by weight or by 1 + weight."""
         weight, eps = _norm_parameters(module)
         if weight is None:
             return None
@@ -89,7 +91,7 @@ class Candidates:
         return self._backend.norm(self._backend.norm_weight(weight.detach(), eps, best))
 
     def mlp(self, module: nn.Module) -> FusedMLP | None:
-        """Gate, up and down, with an activation that the kernels have."""
+        """Build an MLP of gate, up and down, if the kernels have its activation."""
         linears = _linears(module)
         if set(linears) == {"gate_proj", "up_proj", "down_proj"}:
             parts = [linears["gate_proj"], linears["up_proj"]]
@@ -107,7 +109,7 @@ class Candidates:
         return self._backend.mlp(product(parts), product([linears["down_proj"]]), activation)
 
     def attention(self, module: nn.Module, table_repeats: int) -> FusedAttention | None:
-        """`table_repeats`: see `AttentionFacts`."""
+        """Build an attention; `table_repeats` as in `AttentionFacts`."""
         linears = _linears(module)
         call = self._observed.attention_calls.get(module.layer_idx)
         group = self._pool.groups[self._pool.group_of(module.layer_idx)]
@@ -148,13 +150,13 @@ class Candidates:
         return self._backend.attention(facts, qkv, output, norms)
 
     def _has_half_tables(self, module: nn.Module, head_dim: int) -> bool:
-        """Whether the rotation's tables hold the angles of one half of a head for both."""
+        """Whether the rotation's tables hold the angles of half a head."""
         tables = self._observed.calls[module].kwargs.get("position_embeddings")
         return tables is not None and 2 * tables[0].shape[-1] == head_dim
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Parameters of a module and of all below it."""
+    """Count the parameters of a module and its descendants."""
     return sum(1 for _ in module.parameters())
 
 
@@ -164,7 +166,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear | Fp8Linear]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether it has the products and the layer number of an attention."""
+    """Whether a module has the linear layers and the `layer_idx` of an attention."""
     names = set(_linears(module))
     return hasattr(module, "layer_idx") and names in (
         {"q_proj", "k_proj", "v_proj", "o_proj"},
@@ -173,7 +175,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _norm_parameters(module: nn.Module) -> tuple[torch.Tensor | None, float]:
-    """The weight and epsilon of what may be an RMS norm."""
+    """Return weight and epsilon of a module that may be an RMS norm, else (None, 0)."""
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1:
@@ -182,7 +184,7 @@ def _norm_parameters(module: nn.Module) -> tuple[torch.Tensor | None, float]:
 
 
 def _activation_of(module: nn.Module) -> Activation | None:
-    """Which activation the module's is, by what it computes."""
+    """Identify a module's activation by its results; None if the kernels do not have it."""
     for name in ("act_fn", "activation_fn"):
         function = getattr(module, name, None)
         if not callable(function):
@@ -193,7 +195,7 @@ def _activation_of(module: nn.Module) -> Activation | None:
             "gelu_tanh": F.gelu(x, approximate="tanh"),
         }
         for activation, expected in known.items():
-            # The exact GELU is off by 5e-4.
+            # The exact GELU differs by 5e-4.
             if (function(x) - expected).abs().max() < 1e-5:
                 return activation
     return None

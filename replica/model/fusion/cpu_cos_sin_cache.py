@@ -1,4 +1,4 @@
-"""Rotary embedding's tables: what a model's own module makes for a step's positions, remembered."""
+"""A cache of rotary tables: cos and sin of positions, computed by the model's own rotation."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from quire.replica.model.attention import Tables
 from quire.replica.model.fusion.fuse_report import same_tensor
 from quire.replica.model.fusion.trial_pass import CALLED_OTHERWISE, TrialPass
 
-# A position beyond what any model was trained on.
+# A position beyond the context length of any model.
 _FAR = 1 << 22
 
 
 class CosSinCache:
-    """cos and sin of all positions so far, for a rotation that makes a position's from that position alone.
+    """Caches cos and sin by position, for a rotation in which each position's values depend on that position only.
 
-    transformers' own takes 0.2 ms for one token whose step has just read all weights: by then neither its code nor
-    Python's is in a cache. Two rows of `head_dim` elements for each position: 1/200 of what its keys and values take.
+    transformers' rotation takes 0.2 ms for one token, because a step that has read all weights leaves none of its code
+    in the processor's caches. This cache takes two rows of `head_dim` elements per position, 1/200 of its keys and
+    values.
 
     Parameters
     ----------
     rotation
-        Called with hidden states, of which it takes the dtype, and positions [1, T]; gives cos and sin [1, T, rotary].
+        Called with hidden states (only the dtype is used) and positions [1, T]; returns cos and sin [1, T, rotary].
     """
 
-    _PIECE = 256  # positions that are asked for at once: in between they are float32, several times
+    _PIECE = 256  # positions computed at once, which bounds the float32 temporaries
 
     def __init__(self, rotation: nn.Module):
         self._rotation = rotation
         self._cos = self._sin = torch.empty(0, 0)  # [positions, rotary] each
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> Tables:
-        """As the rotation: cos and sin [1, T, rotary] of positions [1, T] int64."""
+        """Return cos and sin [1, T, rotary] of positions [1, T] int64."""
         needed = int(positions.numpy().max()) + 1  # faster than torch's for a few
         if self._cos.dtype != x.dtype:
             self._cos = self._sin = x.new_empty(0, 0)
@@ -61,9 +62,9 @@ class CosSinCache:
 def tabled_rotation(
     rotation: nn.Module, like: torch.Tensor, trial: TrialPass
 ) -> CosSinCache | None:
-    """A table of what `rotation` makes, where a position's cos and sin are a function of that position alone.
+    """Return a cache for `rotation` if a position's cos and sin depend on that position only, else None.
 
-    With scaling that goes by the longest of a batch, or of all so far, they are not.
+    They do not if the scaling depends on the longest sequence, of the batch or so far.
     """
     table = CosSinCache(rotation)
     try:
@@ -77,5 +78,7 @@ def tabled_rotation(
         return None
     finally:
         with suppress(*CALLED_OTHERWISE):
-            rotation(like, torch.tensor([[0]]))  # one that has seen the far position forgets it
+            rotation(
+                like, torch.tensor([[0]])
+            )  # resets rotations that adapt to the longest position
     return table

@@ -1,11 +1,11 @@
-"""Fused layers on the CPU: a layer whose products are all packed is one call into the compiled library.
+"""Fused layers on the CPU: a layer is one call into the compiled library if all its products are packed.
 
 ```
  norm │ qkv │ norm, rotate, write │ attend │ o + residual │ norm │ gate, up │ act·mul │ down + residual
 ```
 
-So is a chain of such layers (`kernels/cpu/cpu_layer_stack.py`). In the last layer tokens that are not read may be left
-out.
+A chain of such layers is one call, too (`kernels/cpu/cpu_layer_stack.py`). The last layer may skip tokens that are not
+read afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.replica.model.fusion.cpu_fused_parts import PackedProduct, norm_part
 from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedMLP, FusedNorm
 
-# Multiplications that selecting tokens must save: they take about 0.3 ms, as do another plan and two more calls.
+# Least number of multiplications saved by skipping tokens. They take about 0.3 ms, as do the extra plan and two calls.
 _MIN_WORK_SAVED = 2**28
 
 
@@ -39,9 +39,9 @@ class CpuLayer(FusedLayer):
         mlp: FusedMLP,
     ):
         super().__init__(attention_norm, attention, mlp_norm, mlp)
-        # All of it as one call, made for a pool; or None for that pool, where some of it has no such form.
+        # A pool, and the layer as one call on that pool, or None if some part has no such form.
         self._sequence: tuple[KVPool, PreparedLayer | None] | None = None
-        # The model treats each token of its result by itself, so tokens that are not read may be left out.
+        # Whether everything after this layer is per token, so tokens that are not read may be skipped.
         self.is_last = False
         self._stack: LayerStack | None = None
 
@@ -54,27 +54,27 @@ class CpuLayer(FusedLayer):
         return self.mlp(self.mlp_norm(middle), middle)
 
     def runs_chained(self, pool: KVPool) -> bool:
-        """Only as one call."""
+        """Only if the layer is one call."""
         return self.sequence(pool) is not None
 
     def runs_like(self, other: FusedLayer, pool: KVPool) -> bool:
-        """One call runs layers of one group and of one kind."""
+        """Layers of one call have the same group and the same kind."""
         groups = {pool.group_of(layer.attention.facts.layer) for layer in (self, other)}
         kinds = {layer.sequence(pool).kind for layer in (self, other)}
         return len(groups) == len(kinds) == 1
 
     def forget_sequence(self) -> None:
-        """Its products have changed, or will: nothing here may keep the ones before."""
+        """Drop references to the products, because they are about to change."""
         self._sequence = self._stack = None
 
     def sequence(self, pool: KVPool) -> PreparedLayer | None:
-        """All of it as one call; None where some of it has no such form."""
+        """The layer as one call; None if some part has no such form."""
         if self._sequence is None or self._sequence[0] is not pool:
             self._sequence = pool, self._make_sequence(pool)
         return self._sequence[1]
 
     def selection(self, step: CpuStepContext) -> Selection | None:
-        """The tokens it runs for where that saves more than it costs; None for all."""
+        """Tokens to compute in this layer, if skipping the others saves time; None for all."""
         if not self.is_last or step.selected is None:
             return None
         left_out = int(step.cu_q[-1]) - len(step.selected)
@@ -123,7 +123,7 @@ class CpuLayer(FusedLayer):
         position_embeddings: Tables,
         step: CpuStepContext,
     ) -> torch.Tensor:
-        """As `forward`, with the layers that are chained to it; each has a form as one call."""
+        """Run the chain as one call; every layer of it must have a `sequence`."""
         assert step.workspace is not None
         facts = self.attention.facts
         tables = step.layer_step(step.pool.group_of(facts.layer), position_embeddings)
@@ -147,8 +147,7 @@ class CpuDecoder(FusedDecoder):
     Attributes
     ----------
     head
-        The norm and the model's output head as one call, for hidden states of `before_norm`; None where the head does
-        anything else.
+        Last norm and output head as one call, for results of `before_norm`; None if the head does anything else.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class CpuDecoder(FusedDecoder):
     def before_norm(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: CpuStepContext
     ) -> torch.Tensor:
-        """[T] and [T] to what the last norm gets, [T, hidden]; `step` has a workspace."""
+        """Run everything before the last norm: [T] and [T] to [T, hidden]. `step` must have a workspace."""
         _, embedding, rotation, first, _ = self._parts
         x = embedding(token_ids)
         return first.run_chained(x, rotation(x[None], positions[None]), step)

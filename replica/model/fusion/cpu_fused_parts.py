@@ -1,4 +1,4 @@
-"""Fused parts by the compiled library for CPUs; weights of products are packed."""
+"""Fused parts on the CPU, with the compiled library; weights of products are packed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.replica.model.fusion.fused_parts import (
 
 
 class PackedProduct(Product):
-    """Linear layers of the same input as one product, with weights in the compiled library's order."""
+    """See `Product`; the weights are in the compiled library's order."""
 
     def __init__(self, parts: Sequence[nn.Linear]):
         nn.Module.__init__(self)
@@ -37,14 +37,14 @@ class PackedProduct(Product):
         self.bias = None if bias is None else self.packed.pad_bias(bias)
 
     def quantize(self) -> bool:
-        """Store bfloat16 weights in int8; False where they are of another kind."""
+        """Store bfloat16 weights in int8; returns False if the weights have another dtype or shape."""
         if self.packed.dtype != torch.bfloat16 or self.in_features % 4:
             return False
         self.packed = PackedWeight.pack([self.packed.unpack()], int8=True)
         return True
 
     def part(self) -> ProductPart:
-        """For the compiled library."""
+        """Arguments for the compiled library."""
         return ProductPart(self.packed, self.bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,7 +57,7 @@ class PackedProduct(Product):
 
 
 def cpu_product(parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
-    """Packed where the compiled library takes such weights; FP8 and other dtypes stay as they are."""
+    """Create a `PackedProduct` if the compiled library supports the weights, else a `Product` (FP8, float16)."""
     first = parts[0].weight
     is_fp8 = any(isinstance(part, Fp8Linear) for part in parts)
     if is_fp8 or not cpu_linear.supports(first.shape[1], first.dtype, first.device):
@@ -66,7 +66,7 @@ def cpu_product(parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding whose table is the packed weight of the output head."""
+    """An embedding that reads the packed weight of the output head."""
 
     def __init__(self, packed: PackedWeight):
         super().__init__()
@@ -78,13 +78,13 @@ class PackedEmbedding(nn.Module):
 
 
 def cpu_norm_weight(weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
-    """From a module's weight [columns]: padded, with the 1 added."""
+    """Convert a module's weight [columns]: add the 1 if `plus_one`, and pad."""
     weight = weight.float() + 1.0 if plus_one else weight
     return NormWeight(cpu_row_ops.pad_weight(weight), eps, plus_one)
 
 
 def norm_part(norm: NormWeight) -> NormPart:
-    """For the compiled library."""
+    """Arguments for the compiled library."""
     return NormPart(norm.weight, norm.eps)
 
 

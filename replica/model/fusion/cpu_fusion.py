@@ -1,4 +1,4 @@
-"""The fused forms of a CPU, and what only they need: packed products, int8, the last norm and head as one call."""
+"""`FusionBackend` of a CPU, with packed products, int8, and last norm and head as one call."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from quire.replica.model.output_head import split_model
 
 
 class CpuFusion:
-    """See `FusionBackend`; the compiled library must be there.
+    """See `FusionBackend`. Needs the compiled library.
 
     Parameters
     ----------
     workspace
-        The runner's, where layers run as one call: as such they are compared. None: each of their parts is a call.
+        The runner's workspace for layers as one call; layers are compared in that form. None: parts run separately.
     """
 
     table_repeats: tuple[int, ...] = (1,)
@@ -55,29 +55,29 @@ class CpuFusion:
         self.context: ContextFactory = partial(CpuStepContext, workspace=workspace)
 
     def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
-        """Packed, where the library takes such weights."""
+        """A packed product, if the library supports the weights."""
         return cpu_product(parts)
 
     def norm_weight(self, weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
-        """Padded, with the 1 added."""
+        """Padded, and with the 1 added if `plus_one`."""
         return cpu_norm_weight(weight, eps, plus_one)
 
     def sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        """As the model has them."""
+        """The model's own sinks."""
         return sinks
 
     def mark_last(self, layer: CpuLayer, trial: TrialPass) -> None:
-        """Tokens that are not read may be left out of it, if the model treats each of its result by itself."""
+        """Set `is_last` if everything after the layer is per token."""
         layer.is_last = _is_last(layer, trial)
 
     def takes_last_norm(self, norm: nn.Module) -> bool:
-        """Any."""
+        """Always."""
         return True
 
     def rotations(
         self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass
     ) -> Iterator[Rotation]:
-        """A table, if there can be one; then the model's own."""
+        """A table, if the rotation allows one; then the model's own."""
         table = tabled_rotation(rotation, like, trial)
         if table is not None:
             yield table
@@ -92,7 +92,7 @@ class CpuFusion:
     def replace_rest(
         self, model: nn.Module, trial: TrialPass, replace: ReplaceProduct
     ) -> list[str]:
-        """Pack the linear layers left over, one at a time; an embedding tied to one becomes a look-up."""
+        """Pack the remaining linear layers, one at a time; a tied embedding reads the packed weight."""
         reasons: list[str] = []
         for path in [path for path, m in model.named_modules() if type(m) is nn.Linear]:
             parent_path, _, name = path.rpartition(".")
@@ -121,10 +121,10 @@ class CpuFusion:
         return reasons
 
     def quantize(self, model: nn.Module, trial: TrialPass) -> list[float]:
-        """Products but the output head's to int8; the deviation of each on normal input."""
+        """Convert products to int8, except the output head; returns their deviations on normal input."""
         head = model.get_output_embeddings()
         deviations = []
-        for module in model.modules():  # a layer before its products
+        for module in model.modules():  # visits a layer before its products
             if isinstance(module, CpuLayer):
                 module.forget_sequence()
             if not isinstance(module, PackedProduct) or module is head:
@@ -137,29 +137,29 @@ class CpuFusion:
 
 
 def _input_of(module: nn.Linear | Product, trial: TrialPass) -> torch.Tensor:
-    """Normal input of a product [trial pass's tokens, in_features] float32."""
+    """Random normal input of a product, [tokens, in_features] float32."""
     return torch.randn(trial.num_tokens, module.in_features, generator=trial.random)
 
 
 def fused_head(
     head: nn.Module, norm: nn.Module, product: nn.Module, trial: TrialPass
 ) -> NormedProduct | None:
-    """The last norm and the output head as one call, where that has every bit of both; None where it has not.
+    """Return last norm and output head as one call with the same bits; None if the bits differ.
 
     Parameters
     ----------
     head
-        Of `split_model`: normed hidden states to logits.
+        Head of `split_model`: normalised hidden states to logits.
     norm
-        Before it.
+        Norm before the head.
     product
-        Part of it, which may be all of it.
+        Linear layer of the head.
     """
     if not isinstance(norm, FusedNorm) or not isinstance(product, PackedProduct):
         return None
     fused = NormedProduct(norm_part(norm.weight), ProductPart(product.packed, product.bias))
     x = trial.normal(trial.run(trial.context())[0])
-    # Of several sizes: a bound on the logits must show.
+    # Several magnitudes, so that a bound on the logits shows.
     for normed in (x / 64, x, x * 64):
         expected = head(inputs_embeds=normed[None], use_cache=False).logits[0]
         if not same_tensor(product(normed), expected):
@@ -168,7 +168,7 @@ def fused_head(
 
 
 def _is_last(layer: FusedLayer, trial: TrialPass) -> bool:
-    """Whether what the model makes of a token after this layer is a function of that token's result alone."""
+    """Whether everything after this layer is per token: other tokens' results do not change a token's output."""
     kept = trial.num_tokens // 2  # others before it and after it
 
     def change(_layer: FusedLayer, _args: tuple[Any, ...], result: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,22 @@
-"""The fuse pass: whole modules of transformers' model give way to fused ones, by structure and after proof.
+"""The fuse pass replaces modules of transformers' model by fused ones. It finds them by structure and verifies each.
 
-One forward pass of a few random tokens through the model as it is shows each module's call: its arguments, the order
-in which a layer calls its parts, what attention is called with. From these and the modules' parameters the pass
+A trial pass of a few random tokens through the original model records each module's call: its arguments, the order in
+which a layer calls its parts, and the arguments of attention. From these and from the modules' parameters the fuse pass
 builds candidates, from the inside out::
 
     RMS norm      one vector of weights, an epsilon        ─┐
     MLP           gate, up, down, an activation            ─┼─ layer: norm, attention, norm, MLP, called in this order
     attention     q, k, v, output; norms of the heads      ─┘
-    product       any linear layer left over, on the CPU (packed); an embedding tied to one becomes a look-up in it
+    product       any other linear layer, packed, on the CPU only; an embedding tied to it reads the packed weight
 
-and compares each with the module it stands for on random input: outputs, queries, and the keys and values in the
-cache. A candidate that deviates is dropped, with the reason in the report; names of classes play no part, so a new
-architecture is fused as far as it is built like the known ones and runs unfused where not. At last it finds out which
-layers may run together, and whether the decoder does anything beside (`layer_chains.py`).
+Each candidate is compared with the module it replaces, on random input: outputs, queries, and the keys and values in
+the cache. A candidate that deviates is dropped, and the report has the reason. Names of classes are not used, so a new
+architecture is fused where its structure is known, and runs unfused elsewhere. Finally the pass finds out which layers
+can run together, and whether the decoder does anything else (`layer_chains.py`).
 
-Memory: a layer's original weights live until its fused form is proven, so where they are packed the peak is the model
-and one layer, or the model and the output head. Elsewhere merged weights are those that the loader laid side by side
-(`weight_mapping.py`): nothing is copied.
+Memory: a layer's original weights are freed once its fused form is verified. Packing weights therefore needs memory for
+the model plus one layer, or plus the output head. Weights that are not packed are merged in place, because the loader
+puts them next to each other (`weight_mapping.py`).
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ from quire.replica.model.fusion.trial_pass import TrialPass
 
 logger = logging.getLogger(__name__)
 
-# Where products are FP8, a bfloat16 rounding in between moves one in 32 of their activations to another code, 9 % away:
-# 1.6 % of a product's result, and each product of a layer adds its own. With exact products the bounds above hold.
+# Bound for modules with FP8 products. A bfloat16 rounding between parts moves 1 in 32 activations to another FP8 code,
+# 9% away. That changes a product's result by 1.6%, and the errors of a layer's products add up. The same modules are
+# also compared with exact products, within `MAX_DEVIATION`.
 _MAX_FP8_DEVIATION = 0.2
 
 
 class _FuseError(Exception):
-    """A candidate does not stand the comparison."""
+    """A candidate differs from the module it replaces."""
 
 
 def fuse(
@@ -66,20 +67,20 @@ def fuse(
     *,
     int8: bool = False,
 ) -> FuseReport:
-    """Replace what can be fused, in place.
+    """Replace the modules that can be fused, in place.
 
     Parameters
     ----------
     model
         The causal language model.
     decoder
-        Its part from token ids to hidden states.
+        The part of the model from token ids to hidden states.
     pool, attentions
-        The runner's: the pass writes to the trash block only.
+        The runner's. The pass writes only to the trash block.
     backend
-        Of the fused forms.
+        Creates the fused modules.
     int8
-        Store the packed weights in 8 bits, once their fused modules are proven; the output head keeps its own.
+        Convert packed weights to int8 after their fused modules are verified, except those of the output head.
     """
     fuse_pass = _FusePass(model, decoder, pool, attentions, backend)
     fuse_pass.run()
@@ -111,7 +112,7 @@ class _FusePass:
     @torch.inference_mode()
     def run(self) -> None:
         self._observe()
-        # By name: a list of the modules would keep the weights of all layers until its end.
+        # By path: a list of modules would keep the weights of all layers alive.
         for path in [path for path, m in self.model.named_modules() if is_attention(m)]:
             self._fuse_layer(path)
         for kind, build in (("MLPs", self.candidates.mlp), ("norms", self.candidates.norm)):
@@ -135,7 +136,7 @@ class _FusePass:
             self.report.int8_deviation = (float(np.mean(deviations)), max(deviations))
 
     def _observe(self) -> None:
-        """The probing pass."""
+        """Run the trial pass and record the calls."""
         parents = {child: parent for parent, _, child in _children(self.model)}
 
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -159,7 +160,7 @@ class _FusePass:
     # ------------------------------------------------------------------------------------------------------
 
     def _fuse_layer(self, path: str) -> None:
-        """The attention at `path`, and its layer as a whole where that is built of nothing but known parts."""
+        """Fuse the attention at `path`, or its whole layer if that consists of known parts only."""
         layer_path, _, name = path.rpartition(".")
         layer = self.model.get_submodule(layer_path)
         if layer not in self.observed.calls:
@@ -201,7 +202,7 @@ class _FusePass:
     def _proven(
         self, kind: str, module: nn.Module, *builds: Callable[[Any], nn.Module | None]
     ) -> Any:
-        """The first of a module's fused forms that does not deviate; None where there is none."""
+        """Return the first candidate that matches the module; None if none does, with the reasons in the report."""
         if module not in self.observed.calls:
             return None
         reasons: list[str] = []
@@ -212,7 +213,7 @@ class _FusePass:
                     self._compare(module, fused)
                     return fused
             except (_FuseError, TypeError, ValueError, IndexError, RuntimeError) as error:
-                # Also modules called otherwise than the known ones, and shapes that a kernel refuses.
+                # These errors include unknown call signatures, and shapes that a kernel rejects.
                 reasons.append(str(error))
         if reasons:
             name = f"{kind} {self._name(module)} ({type(module).__name__})"
@@ -220,7 +221,7 @@ class _FusePass:
         return None
 
     def _put(self, kind: str, parent: nn.Module, name: str, fused: nn.Module) -> None:
-        """Replace a module; what the model's own code may ask it, such as its kind of attention, it still answers."""
+        """Replace a module. Plain attributes are copied, because the model's code may read them."""
         replaced = parent.get_submodule(name)
         for key, value in vars(replaced).items():
             if isinstance(value, (str, int, float)) and not hasattr(fused, key):
@@ -230,7 +231,7 @@ class _FusePass:
         self.observed.forget(replaced)
 
     def _compare(self, module: nn.Module, fused: nn.Module) -> None:
-        """Both on the same random input; where products are in FP8, also with exact ones."""
+        """Compare both modules on random input; if products are FP8, first with exact products."""
         layers = [m for root in (module, fused) for m in root.modules() if isinstance(m, Fp8Linear)]
         try:
             for layer in layers:
@@ -243,10 +244,10 @@ class _FusePass:
             self._compare_results(module, fused, _MAX_FP8_DEVIATION)
 
     def _compare_results(self, module: nn.Module, fused: nn.Module, least_bound: float) -> None:
-        """With the arguments of the probing pass beside the input."""
+        """Compare both modules on random input and with the other arguments of the trial pass."""
         call = self.observed.calls[module]
         args, kwargs = list(call.args), dict(call.kwargs)
-        # So small that the residual does not hide what is added to it: norms undo the scale.
+        # A layer's input is small, so that the residual does not hide the parts' results; norms undo the scale.
         scale = 2.0**-6 if isinstance(fused, FusedLayer) else 1.0
         if args:
             args[0] = self.trial.normal(args[0], scale)
@@ -273,7 +274,7 @@ class _FusePass:
     def _results(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """A module's output, and what it left in the cache and asked of attention."""
+        """Return a module's output, the queries of its attention, and the keys and values that it wrote."""
         kwargs = dict(kwargs)
         context, calls = self.trial.noting_context() if "quire" in kwargs else (None, {})
         if context is not None:
@@ -285,7 +286,7 @@ class _FusePass:
             results[f"q of layer {layer}"] = call["q"]
             g = self.pool.group_of(layer)
             for what, pages in zip(("k", "v"), self.pool.pages(layer), strict=True):
-                pages_bytes = pages.view(torch.uint8)  # devices index no numbers of 8 bits
+                pages_bytes = pages.view(torch.uint8)  # torch cannot index float8
                 rows = pages_bytes[context.write_rows(g)].view(pages.dtype)
                 results[f"{what} of layer {layer}"] = rows
         return results
@@ -294,7 +295,7 @@ class _FusePass:
         return next(name for name, other in self.model.named_modules() if other is module)
 
     def _fuse_decoder(self) -> None:
-        """The decoder as a whole, where all it does is to call known parts in order."""
+        """Replace the decoder if it only calls known parts in order."""
         fused = fused_decoder(self.decoder, self.trial, self.backend)
         if fused is None:
             return
@@ -305,5 +306,5 @@ class _FusePass:
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Parent, name and child of every module below `model`."""
+    """Return (parent, name, child) for every module below `model`."""
     return [(p, name, child) for p in model.modules() for name, child in p.named_children()]

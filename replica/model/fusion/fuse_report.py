@@ -1,4 +1,4 @@
-"""What the fuse pass reports, and how far a fused form may be from the module it replaces."""
+"""The report of the fuse pass, and the bounds for differences between a fused module and the original."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from quire.replica.model.fp8 import CODES
 
-# Root mean square of the difference over that of the unfused result. A wrong formula is off by tenths; rounding in
-# between, which the fused form leaves out, by one in 2^9 a step in bfloat16.
+# Bounds of `deviation` by dtype. A wrong formula deviates by tenths. Each rounding that the fused form omits deviates
+# by 2^-9 in bfloat16.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01, CODES: 0.05}
 
 
 @dataclass(slots=True)
 class FuseReport:
-    """What was fused: modules by kind, and why others were not."""
+    """Numbers of fused modules by kind, and reasons why others were not fused."""
 
     fused: Counter[str] = field(default_factory=Counter)
-    dropped: list[str] = field(default_factory=list)  # name: reason
-    chains: list[int] = field(default_factory=list)  # lengths; see `chains`
-    # Mean and largest over the products: root mean square of the difference over that of the result.
+    dropped: list[str] = field(default_factory=list)  # "name: reason"
+    chains: list[int] = field(default_factory=list)  # lengths, see `layer_chains`
+    # Mean and maximum of `deviation` over the int8 products.
     int8_deviation: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class FuseReport:
 
 
 def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of the difference over that of what is expected."""
+    """Root mean square of the difference, relative to that of `expected`."""
     difference = (found - expected).pow(2).mean().sqrt()
     return (difference / expected.pow(2).mean().sqrt().clamp_min(1e-30)).item()
 

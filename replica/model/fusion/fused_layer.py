@@ -1,14 +1,14 @@
-"""Fused layers and decoders: what a layer's parts are called with, and in which order.
+"""Fused layers and decoders: the order in which a layer calls its parts.
 
 ```
  CPU   norm │ qkv │ norm, rotate, write │ attend │ o + residual │ norm │ gate, up │ act·mul │ down + residual
  GPU   residual + norm │ qkv │ norm, rotate, write │ attend │ o │ residual + norm │ gate, up │ act·mul │ down
 ```
 
-Consecutive layers form a chain (`layer_chains.py`): the call of the first runs all of them. On the CPU a layer whose
-products are all packed is one call into the compiled library, and so is a chain (`kernels/cpu/cpu_layer_stack.py`).
-On a GPU a layer of a chain hands on its residual stream and its last addend, and the next norm adds the two:
-the norm of the next layer, or the decoder's last one.
+Consecutive layers form a chain (`layer_chains.py`): the call of the first layer runs all of them. On the CPU, a chain
+is one call into the compiled library (`cpu_fused_layer.py`). On a GPU, a layer returns its residual stream and the
+addend separately, and the next norm adds them: that of the next layer, or the decoder's last norm
+(`gpu_fused_layer.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FusedLayer(nn.Module):
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
-        # This layer, and those that the model then calls with the result of the one before them; not its children.
+        # This layer and the layers that follow in sequence. In a tuple, so that they are not registered as children.
         self._chain: tuple[FusedLayer, ...] = (self,)
 
     def forward(
@@ -51,7 +51,7 @@ class FusedLayer(nn.Module):
         quire: StepContext,
         **_: object,
     ) -> torch.Tensor:
-        """[1, T, hidden] to the same; called as transformers calls a decoder layer."""
+        """[1, T, hidden] to the same; called like transformers' decoder layers."""
         if quire.ran_ahead:
             quire.ran_ahead.passes(self, hidden_states, position_embeddings)
             return hidden_states
@@ -59,46 +59,46 @@ class FusedLayer(nn.Module):
 
     # `step` is the StepContext of the subclass' device.
     def run(self, x: torch.Tensor, tables: Tables, step: Any) -> torch.Tensor:
-        """Its chain: [1, T, hidden] to the same; the layers that have run ahead are left in `step`."""
+        """Run the chain, [1, T, hidden] to the same, and note in `step` which layers have run ahead."""
         raise NotImplementedError
 
     def runs_chained(self, pool: KVPool) -> bool:
-        """Whether it may be a part of a chain."""
+        """Whether the layer may be part of a chain."""
         raise NotImplementedError
 
     def runs_like(self, other: FusedLayer, pool: KVPool) -> bool:
-        """Whether two layers that may be chained may be parts of the same chain."""
+        """Whether two layers that run chained may be in the same chain."""
         raise NotImplementedError
 
     def chain(self, layers: Sequence[FusedLayer]) -> None:
-        """From now on run these with it: the model calls each with what the one before it made, and the same tables."""
+        """Run `layers` together with this layer. The model calls each with the result of the previous one."""
         self._chain = (self, *layers)
 
     @property
     def chained(self) -> tuple[FusedLayer, ...]:
-        """Itself and the layers that run with it, in order."""
+        """This layer and the layers that run with it, in order."""
         return self._chain
 
     def _called(self, step: StepContext) -> tuple[FusedLayer, ...]:
-        """The layers that run when the model calls this one: alone where `on_attend` must see each by itself."""
+        """Layers that run when the model calls this one: only this one if `on_attend` observes each layer."""
         return self._chain if step.on_attend is None else (self,)
 
 
 class FusedDecoder(nn.Module):
-    """Embedding, rotation's tables, one chain of layers, norm: in place of a decoder whose own loop adds nothing.
+    """Embedding, rotation tables, one chain of layers, norm. Replaces a decoder with a loop that does nothing else.
 
-    Its children are the decoder's, under their names. Passes that look at single layers still go through its loop.
+    It has the decoder's children, under the same names. Passes that observe single layers use the decoder's own loop.
 
     Parameters
     ----------
     decoder
-        transformers' own.
+        transformers' decoder.
     embedding, norm
-        Parts of it.
+        Parts of the decoder.
     rotation
-        Part of it, or a table of what that makes.
+        Part of the decoder, or a table of its results.
     first
-        The layer that the others are chained to.
+        First layer of the chain.
     """
 
     def __init__(
@@ -112,7 +112,13 @@ class FusedDecoder(nn.Module):
         super().__init__()
         for name, child in decoder.named_children():
             self.add_module(name, child)
-        self._parts = (decoder, embedding, rotation, first, norm)  # in a tuple: not its children
+        self._parts = (
+            decoder,
+            embedding,
+            rotation,
+            first,
+            norm,
+        )  # a tuple does not register children
 
     def forward(
         self,
@@ -122,7 +128,7 @@ class FusedDecoder(nn.Module):
         quire: StepContext,
         **options: object,
     ) -> BaseModelOutputWithPast:
-        """[1, T] and [1, T] to hidden states [1, T, hidden]; called as transformers' decoder."""
+        """[1, T] and [1, T] to hidden states [1, T, hidden]; called like transformers' decoder."""
         if not self.runs_whole(quire):
             decoder = self._parts[0]
             return decoder(input_ids=input_ids, position_ids=position_ids, quire=quire, **options)
@@ -131,14 +137,14 @@ class FusedDecoder(nn.Module):
 
     # `step` is the StepContext of the subclass' device.
     def runs_whole(self, step: Any) -> bool:
-        """Whether a step needs nothing of the decoder's own loop."""
+        """Whether a step does not need the decoder's own loop."""
         return step.on_attend is None
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, step: Any) -> torch.Tensor:
-        """[1, T] and [1, T] to hidden states [1, T, hidden]."""
+        """Run all parts: [1, T] and [1, T] to hidden states [1, T, hidden]."""
         raise NotImplementedError
 
     @property
     def last_norm(self) -> nn.Module:
-        """What follows the layers."""
+        """The norm after the last layer."""
         return self._parts[-1]

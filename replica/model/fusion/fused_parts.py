@@ -1,8 +1,8 @@
-"""Fused stand-ins for the parts of a decoder's layers; `fuse_pass.py` decides where they go and proves that they fit.
+"""Fused replacements for the parts of a decoder layer. `fuse_pass.py` decides where they fit and verifies them.
 
-On a GPU the products are the vendor's, the rest are the kernels of `quire.kernels` (`gpu_fused_parts.py`). On the CPU
-every part is a call into the compiled library (`cpu_fused_parts.py`). Results differ from the unfused module's by
-rounding: a fused part rounds once.
+On a GPU, products are the vendor's and other parts use the kernels of `quire.kernels` (`gpu_fused_parts.py`). On the
+CPU every part is a call into the compiled library (`cpu_fused_parts.py`). Results differ from the unfused module's only
+by rounding: a fused part rounds once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class Product(nn.Module):
-    """Linear layers of the same input as one product.
+    """Linear layers with the same input, merged into one product.
 
     Parameters
     ----------
     parts
-        Their outputs follow each other. Weights that lie so in memory are used where they are, others are copied: then
+        Their outputs are concatenated. Weights that are adjacent in memory are used in place. Others are copied, and
         the parts can be freed afterwards.
 
     Raises
@@ -53,7 +53,7 @@ class Product(nn.Module):
         self.weight = nn.Parameter(join_rows(weights), requires_grad=False)
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """What it reads and has not registered as a parameter."""
+        """Tensors that it reads but does not register as parameters."""
         return {} if self.bias is None else {"bias": self.bias}
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Product(nn.Module):
 
 
 def merged_bias(parts: Sequence[nn.Linear | Fp8Linear]) -> torch.Tensor | None:
-    """Zeros where a part has none; None where no part has one."""
+    """Concatenated biases, zeros for parts without a bias; None if no part has one."""
     given = [part.bias.detach() for part in parts if part.bias is not None]
     if not given:
         return None
@@ -77,7 +77,7 @@ def merged_bias(parts: Sequence[nn.Linear | Fp8Linear]) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class NormWeight:
-    """An RMS norm's weight in the form the kernels want."""
+    """Weight of an RMS norm in the kernels' format."""
 
     weight: torch.Tensor  # GPU: the model's own; CPU: `cpu_row_ops.pad_weight`, with the 1 added
     eps: float
@@ -92,12 +92,12 @@ class FusedNorm(nn.Module):
         self.weight = weight
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """What it reads and has not registered as a parameter."""
+        """Tensors that it reads but does not register as parameters."""
         return {"weight": self.weight.weight}
 
 
 class FusedMLP(nn.Module):
-    """down(act(gate x) * up x), gate and up as one product."""
+    """down(act(gate x) * up x), with gate and up merged into one product."""
 
     def __init__(self, gate_up: Product, down: Product, activation: Activation):
         super().__init__()
@@ -117,7 +117,7 @@ class FusedMLP(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What a layer's attention is called with, and its shape."""
+    """Arguments and shape of a layer's attention."""
 
     layer: int
     num_heads: int
@@ -126,18 +126,18 @@ class AttentionFacts:
     scaling: float
     softcap: float | None
     sinks: torch.Tensor | None  # [heads]
-    # How often the rotation's tables lie side by side in a head's rotary dimensions. On a GPU it may be 2, if the
-    # tables hold the angles of one half, or 0: the layer does not rotate.
+    # Repetitions of the rotation's tables in a head's rotary dimensions. On a GPU it may be 2 (the tables hold the
+    # angles of half a head) or 0 (the layer does not rotate).
     table_repeats: int = 1
 
 
 class FusedAttention(nn.Module):
-    """q, k and v as one product; norm of the heads, rotation and KV write in one pass; attention; output.
+    """q, k and v as one product; head norms, rotation and KV write as one pass; attention; output product.
 
     Parameters
     ----------
     norms
-        Of each head of q and of k, or None.
+        Norms of the heads of q and of k, or None.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class FusedAttention(nn.Module):
         self.norms = norms
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """What it reads and has not registered as a parameter."""
+        """Tensors that it reads but does not register as parameters."""
         q_norm, k_norm = (None, None) if self.norms is None else (n.weight for n in self.norms)
         given = {"q_norm": q_norm, "k_norm": k_norm, "sinks": self.facts.sinks}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -168,7 +168,7 @@ class FusedAttention(nn.Module):
         quire: StepContext,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states and residual [1, T, hidden], cos and sin [1, T, rotary]; transformers' attention module."""
+        """hidden_states and residual [1, T, hidden], tables [1, T, rotary]; called like transformers' attention."""
         facts = self.facts
         qkv = self.qkv(hidden_states[0])
         q = self.write(qkv, position_embeddings, quire)
@@ -177,5 +177,5 @@ class FusedAttention(nn.Module):
 
     # `step` is the StepContext of the subclass' device.
     def write(self, qkv: torch.Tensor, tables: Tables, step: Any) -> torch.Tensor:
-        """Norm the heads, rotate, write keys and values: qkv [T, width] to q [T, heads, head_dim]."""
+        """Normalise the heads, rotate, write keys and values: qkv [T, width] to q [T, heads, head_dim]."""
         raise NotImplementedError

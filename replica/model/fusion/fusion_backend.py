@@ -1,4 +1,4 @@
-"""The fused forms of one kind of device, as the fuse pass asks for them: `gpu_fusion.py`, `cpu_fusion.py`."""
+"""The interface by which the fuse pass creates fused modules: `gpu_fusion.py`, `cpu_fusion.py`."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from quire.replica.model.fusion.fused_parts import (
 )
 from quire.replica.model.fusion.trial_pass import TrialPass
 
-# Builds a `StepContext` from its fields.
+# Builds the `StepContext` of a backend from its fields.
 ContextFactory = Callable[..., StepContext]
 
 
 class FusionBackend(Protocol):
-    """What `CpuFusion` and `GpuFusion` offer."""
+    """The interface of `CpuFusion` and `GpuFusion`."""
 
-    # How often the rotation's tables may lie side by side in a head's rotary dimensions; 0: the layer does not rotate.
+    # Values of `AttentionFacts.table_repeats` that the kernels support, in the order in which they are tried.
     table_repeats: tuple[int, ...]
-    # Whether a layer may run with the next one.
+    # Whether layers may form chains.
     has_chains: bool
-    # Builds the metadata of a step in which layers run as they do when the model serves.
+    # Builds the metadata of a step in the form used for serving.
     context: ContextFactory
 
     def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
-        """Linear layers of the same input as one."""
+        """Merge linear layers with the same input."""
         ...
 
     def norm_weight(self, weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
-        """From a module's weight [columns]."""
+        """Convert a module's weight [columns]."""
         ...
 
     def norm(self, weight: NormWeight) -> FusedNorm: ...
@@ -49,7 +49,7 @@ class FusionBackend(Protocol):
     def mlp(self, gate_up: Product, down: Product, activation: Activation) -> FusedMLP: ...
 
     def sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        """[heads], as attention reads them in every step."""
+        """Convert attention sinks [heads] to the form that attention reads."""
         ...
 
     def attention(
@@ -69,17 +69,17 @@ class FusionBackend(Protocol):
     ) -> FusedLayer: ...
 
     def mark_last(self, layer: FusedLayer, trial: TrialPass) -> None:
-        """Find out what the model makes of the result of its last chained layer."""
+        """Find out whether the last chained layer may skip tokens that are not read."""
         ...
 
     def takes_last_norm(self, norm: nn.Module) -> bool:
-        """Whether a fused decoder may end with this norm."""
+        """Whether this norm may be the last norm of a fused decoder."""
         ...
 
     def rotations(
         self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass
     ) -> Iterator[Rotation]:
-        """Forms of the model's rotation that a fused decoder may use, the fastest first."""
+        """Yield forms of the model's rotation for a fused decoder, the fastest first."""
         ...
 
     def decoder(
@@ -92,19 +92,19 @@ class FusionBackend(Protocol):
     ) -> FusedDecoder: ...
 
     def fuse_head(self, model: nn.Module, decoder: FusedDecoder, trial: TrialPass) -> bool:
-        """Join the last norm and the output head, where that keeps every bit; returns whether it does."""
+        """Join last norm and output head if the bits stay equal; returns whether it did."""
         ...
 
     def replace_rest(
         self, model: nn.Module, trial: TrialPass, replace: ReplaceProduct
     ) -> list[str]:
-        """Replace linear layers that no fused part has taken; the reasons why some were not."""
+        """Replace linear layers outside fused modules; returns reasons for those that were not replaced."""
         ...
 
     def quantize(self, model: nn.Module, trial: TrialPass) -> list[float]:
-        """Store weights in int8; the deviation of each product."""
+        """Convert products to int8; returns the deviation of each."""
         ...
 
 
-# Counter's name, parent, child's name, replacement.
+# Arguments: kind in the report, parent, name of the child, replacement.
 ReplaceProduct = Callable[[str, nn.Module, str, nn.Module], None]

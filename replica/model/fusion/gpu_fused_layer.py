@@ -1,4 +1,4 @@
-"""Fused layers on a GPU: additions to the residual stream are left to the norm that comes next.
+"""Fused layers on a GPU: the next norm adds a part's result to the residual stream.
 
 ```
  residual + norm │ qkv │ norm, rotate, write │ attend │ o │ residual + norm │ gate, up │ act·mul │ down
@@ -27,7 +27,7 @@ class GpuLayer(FusedLayer):
     def run_unsummed(
         self, x: torch.Tensor, tables: Tables, step: StepContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its chain, from [1, T, hidden] to two tensors of that shape whose sum is the result."""
+        """Run the chain from [1, T, hidden] to two tensors of that shape; their sum is the result."""
         addend = None
         for layer in self._called(step):
             if addend is None:
@@ -40,16 +40,16 @@ class GpuLayer(FusedLayer):
         return x, addend
 
     def runs_chained(self, pool: KVPool) -> bool:
-        """Every layer does."""
+        """Always."""
         return True
 
     def runs_like(self, other: FusedLayer, pool: KVPool) -> bool:
-        """Every layer does."""
+        """Always."""
         return True
 
 
 class GpuDecoder(FusedDecoder):
-    """See `FusedDecoder`; the last norm is fused, and adds what the last layer leaves."""
+    """See `FusedDecoder`. The last norm is a `GpuNorm` and adds the last layer's addend."""
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext

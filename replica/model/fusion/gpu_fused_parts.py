@@ -1,4 +1,4 @@
-"""Fused parts by the kernels of `quire.kernels.rows`."""
+"""Fused parts on a GPU, with the kernels of `quire.kernels.rows`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.replica.model.gpu_step_context import GpuStepContext
 
 
 class GpuNorm(FusedNorm):
-    """RMS norm, of a sum if a residual is given."""
+    """See `FusedNorm`; can also add a residual first."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., columns] to the same."""
@@ -22,7 +22,7 @@ class GpuNorm(FusedNorm):
         return rms_norm(rows, w.weight, w.eps, gemma=w.plus_one).view(x.shape)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and x + residual."""
+        """Return the norm of x + residual, and x + residual."""
         w, columns = self.weight, x.shape[-1]
         out, total = rms_norm(
             x.reshape(-1, columns),

@@ -1,4 +1,4 @@
-"""The fused forms of a GPU."""
+"""`FusionBackend` of a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.replica.model.gpu_step_context import GpuStepContext
 class GpuFusion:
     """See `FusionBackend`."""
 
-    # 2: the tables hold the angles of one half of a head for both.
+    # 2 for tables with the angles of half a head, 0 for layers without rotation.
     table_repeats: tuple[int, ...] = (1, 2, 0)
     has_chains = True
     context: ContextFactory = GpuStepContext
@@ -32,40 +32,40 @@ class GpuFusion:
     decoder = GpuDecoder
 
     def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
-        """One product of the vendor's library."""
+        """A product of the vendor's library."""
         return Product(parts)
 
     def norm_weight(self, weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
-        """As the model has it."""
+        """The model's own weight."""
         return NormWeight(weight, eps, plus_one)
 
     def sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        """In float32: a layer would convert them in every step."""
+        """In float32, because a layer would convert them in every step."""
         return sinks.detach().float()
 
     def mark_last(self, layer: FusedLayer, trial: TrialPass) -> None:
-        """It runs for all tokens: graphs have fixed shapes."""
+        """Does nothing: the last layer computes all tokens, because graphs have fixed shapes."""
 
     def takes_last_norm(self, norm: nn.Module) -> bool:
-        """It adds what the last layer leaves."""
+        """Only a fused norm: it adds the last layer's addend."""
         return isinstance(norm, FusedNorm)
 
     def rotations(
         self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass
     ) -> Iterator[Rotation]:
-        """The model's own: the host, which could look a table up, does not know the positions."""
+        """Only the model's own. A table needs the positions on the host."""
         yield rotation
 
     def fuse_head(self, model: nn.Module, decoder: FusedDecoder, trial: TrialPass) -> bool:
-        """The last norm belongs to the layers."""
+        """Never: the last norm is fused with the last layer's addition."""
         return False
 
     def replace_rest(
         self, model: nn.Module, trial: TrialPass, replace: ReplaceProduct
     ) -> list[str]:
-        """They are the vendor's products already."""
+        """Does nothing: they are the vendor's products already."""
         return []
 
     def quantize(self, model: nn.Module, trial: TrialPass) -> list[float]:
-        """`startup.sizing` refuses int8 on a GPU."""
+        """Not supported: `startup.gpu_sizing` rejects int8 weights."""
         raise NotImplementedError

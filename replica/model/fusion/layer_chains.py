@@ -1,14 +1,14 @@
-"""Layers that run together, and what the model does around them: found by watching it, kept after proof.
+"""Chains of layers that run together, found by observing the model, and the decoder around them.
 
 ```
  the model      embedding │ rotation's tables │ layer │ layer │ ... │ layer │ norm │ output head
  chains, CPU                                  └───────── one call ─────────┘└───── one call ─────┘
  chains, GPU                                  └─ no addition between them ──┘
- FusedDecoder   └──────────────── in place of the model's own loop ───────────────┘
+ FusedDecoder   └──────────────── replaces the model's own loop ──────────────────┘
 ```
 
-A chain is a sequence of layers. The model gives each of them nothing but the result of the one before it, and the same
-tables.
+A chain is a sequence of layers. The model calls each layer with the result of the previous one and the same tables, and
+with no other input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.replica.model.fusion.trial_pass import CALLED_OTHERWISE, TrialPass
 
 
 def chain_layers(decoder: nn.Module, trial: TrialPass) -> list[FusedLayer]:
-    """Join the layers of `decoder` to chains; the first layer of each."""
+    """Join the layers of `decoder` to chains; returns the first layer of each chain."""
     chains: list[list[FusedLayer]] = []
     last: tuple[torch.Tensor, torch.Tensor, object] | None = None  # result, its copy, tables
     pool = trial.pool
@@ -68,7 +68,7 @@ def chain_layers(decoder: nn.Module, trial: TrialPass) -> list[FusedLayer]:
 def fused_decoder(
     decoder: nn.Module, trial: TrialPass, backend: FusionBackend
 ) -> FusedDecoder | None:
-    """`decoder` without its own loop, where that has no bit of its own; None where it has."""
+    """Return a `FusedDecoder` with the same bits as `decoder`; None if there is none."""
     calls = _calls(decoder, trial)
     layers = calls[2:-1]
     if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
@@ -92,7 +92,7 @@ def fused_decoder(
 
 
 def _calls(decoder: nn.Module, trial: TrialPass) -> list[nn.Module]:
-    """The modules that `decoder` itself calls, in order."""
+    """Modules that `decoder` calls directly, in order."""
     calls: list[nn.Module] = []
     depth = 0
 

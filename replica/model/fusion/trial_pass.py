@@ -1,6 +1,6 @@
-"""A few random tokens through a model's decoder: what the fuse pass looks at, and what it compares on.
+"""Runs a few random tokens through a model's decoder, for the observations and comparisons of the fuse pass.
 
-Their keys and values go to the pool's trash block, which every row may overwrite.
+Their keys and values go to the pool's trash block.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from quire.replica.model.attention import StepContext
 
 MAX_TOKENS = 5
 _SEED = 0
-# Errors of a part that is called otherwise than the known ones.
+# Errors raised by a module with an unknown call signature.
 CALLED_OTHERWISE = (TypeError, ValueError, AttributeError, RuntimeError)
 
 
 class TrialPass:
-    """Random input of a decoder, the same whenever a model is loaded.
+    """Random input of a decoder, the same in every process.
 
     Parameters
     ----------
     decoder
         From token ids to hidden states.
     vocab_size
-        Rows of its embedding.
+        Rows of the embedding.
     pool, attentions
         The runner's.
     make_context
-        Builds the metadata of a step from its fields, as the model's layers want it.
+        Builds a `StepContext` of the backend from its fields.
 
     Attributes
     ----------
     num_tokens
-        Of one row.
+        Tokens of the pass, all in one row.
     random
-        Where input comes from.
+        Generator of the input.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TrialPass:
         self.random = torch.Generator().manual_seed(_SEED)
 
     def context(self) -> StepContext:
-        """Of one row of the tokens."""
+        """Metadata of a step with one row."""
         count, trash, block_size = self.num_tokens, self.pool.trash_block, self.pool.block_size
         num_groups = len(self.pool.groups)
         slots = torch.arange(count, device=self._device) + trash * block_size
@@ -77,7 +77,7 @@ class TrialPass:
         )
 
     def noting_context(self) -> tuple[StepContext, dict[int, dict[str, Any]]]:
-        """`context`, and what its layers' attention will be called with, by layer."""
+        """Return a `context`, and a dict that it fills with the arguments of each layer's attention."""
         calls: dict[int, dict[str, Any]] = {}
 
         def note(layer: int, q: torch.Tensor, scaling: float, *options: Any) -> None:
@@ -89,9 +89,9 @@ class TrialPass:
         return context, calls
 
     def input(self) -> dict[str, torch.Tensor]:
-        """What a decoder is called with, beside the context."""
+        """Return new random arguments of a decoder, except the context."""
         ids = torch.randint(self._vocab_size, (1, self.num_tokens), generator=self.random)
-        # Positions apart from each other: a wrong rotation must show.
+        # Distant positions, so that a wrong rotation shows.
         positions = torch.arange(self.num_tokens)[None] * 37 + 11
         return dict(input_ids=ids.to(self._device), position_ids=positions.to(self._device))
 
@@ -101,12 +101,12 @@ class TrialPass:
         given: dict[str, torch.Tensor] | None = None,
         decoder: nn.Module | None = None,
     ) -> torch.Tensor:
-        """Hidden states [1, tokens, hidden] of `given`, or of new input, from `decoder`, or from the model's own."""
+        """Run `decoder`, by default the model's, on `given`, by default new input: [1, tokens, hidden]."""
         decoder = self._decoder if decoder is None else decoder
         given = self.input() if given is None else given
         return decoder(**given, use_cache=False, quire=context).last_hidden_state
 
     def normal(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Normal values in the shape, the type and the place of another tensor."""
+        """Return normal random values with shape, dtype and device of another tensor."""
         values = torch.randn(like.shape, generator=self.random) * scale
         return values.to(like.dtype).to(like.device)

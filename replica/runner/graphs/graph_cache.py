@@ -1,17 +1,17 @@
-"""Captured graphs of steps: the only place that captures, replays and frees them.
+"""Captures, replays and frees graphs of steps; no other module does.
 
 ```
  start   [ rehearse 256 ▸ capture 256 ][ 128 ][ 64 ] ...        before the first request
  step    find the size ▸ stage into the one set of inputs ▸ replay
- idle    [ rehearse 48 ▸ capture 48 ]  one at a time            while no request is there; between two, mail is read
+ idle    [ rehearse 48 ▸ capture 48 ]  one at a time            while there is no request; mail is read in between
 ```
 
-A graph is captured on inputs that are all padding: row R of the table, in the trash block. The step is rehearsed on
-them first: kernels are built, the libraries get their workspaces, and a step that makes the host wait is refused. Its
-capture would fail, and that can end all captures of the process. All graphs share the device's pool for what they
-compute in between; what outlives a replay lies outside of it.
+A graph is captured with padding inputs: row R of the table, in the trash block. The step is rehearsed with them first.
+The rehearsal compiles kernels, allocates workspaces of libraries, and rejects a step that makes the host wait: its
+capture would fail, and a failed capture can disable all captures of the process. All graphs share the device's pool
+for intermediate results. Results that outlive a replay are in buffers outside the pool.
 
-A graph is freed only here, with nothing in flight, to make room for another.
+A graph is freed only to make room for another, with no work in flight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -32,39 +32,40 @@ from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.graphs.graph_policy import GraphPolicy
 
 logger = logging.getLogger(__name__)
-# A step's tensors on the device.
+# Input tensors of a step, on the device.
 Inputs = tuple[torch.Tensor, ...]
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, strides
 
 
 class CapturedStep(Protocol):
-    """What `FixedStep` offers here: a step on fixed addresses."""
+    """The part of `FixedStep` used here: a step on fixed addresses."""
 
     sampled: torch.Tensor  # [max_rows] int64, written by `whole`
     logits: torch.Tensor | None  # [max_rows, vocab], written by `to_logits`
 
     def reserve_logits(self) -> None: ...
 
-    def whole(self, inputs: Inputs, num_blocks: int | None = None) -> None: ...
+    # `inputs` are what `PaddingInputs` sends.
+    def whole(self, inputs: Any, num_blocks: int | None = None) -> None: ...
 
-    def to_logits(self, inputs: Inputs, num_blocks: int | None = None) -> None: ...
+    def to_logits(self, inputs: Any, num_blocks: int | None = None) -> None: ...
 
 
 class PaddingInputs(Protocol):
-    """What `InputRing` offers here."""
+    """The part of `InputRing` used here."""
 
     def send_padding(self, key: GraphKey) -> Inputs:
-        """Inputs of a step of this shape in which all rows are padding."""
+        """Upload inputs of this shape that consist of padding only."""
         ...
 
 
 class StaleGraph(RuntimeError):
-    """A graph would read or write memory that is no longer what it was captured with, or is freed itself."""
+    """A graph was freed, or a buffer has moved since the capture."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedGraph:
-    """A captured graph, and where its buffers were."""
+    """A captured graph, with the places of its buffers at capture."""
 
     key: GraphKey
     graph: Graph
@@ -77,17 +78,17 @@ class GraphCache:
     Parameters
     ----------
     policy
-        Says which.
+        Decides which graphs are captured and used.
     step, inputs
-        What is captured, and where its inputs lie.
+        The captured step, and its inputs.
     block_size
         Tokens of a block.
     buffers
-        Everything that graphs read or write and do not own, by name: as it is now.
+        Returns the current tensors that graphs read or write, by name.
     mode
-        auto | on | off. auto: where the device and the model allow it; on: else it is an error.
+        auto | on | off. "auto" captures if device and model allow it; "on" raises if they do not.
     checks_addresses
-        Compare `buffers` with those at capture before each replay.
+        Before each replay, compare the addresses of `buffers` with those at capture.
 
     Raises
     ------
@@ -117,8 +118,8 @@ class GraphCache:
         self._mode = mode
         self._checks_addresses = checks_addresses
         self._graphs: dict[GraphKey, CachedGraph] = {}
-        self._serves = False  # steps before, of warm-up, are none that graphs are for
-        self.off_because: str | None = None  # None: steps are captured
+        self._serves = False  # False during warm-up, when steps must not use graphs
+        self.off_because: str | None = None  # reason why no step is captured
         if mode == "off":
             self.off_because = "cuda_graphs is off"
         elif device.no_graphs_because is not None:
@@ -130,17 +131,17 @@ class GraphCache:
         return len(self._graphs)
 
     def capture_first(self) -> None:
-        """Capture what serving begins with.
+        """Capture the graphs of the policy's `first`, before serving.
 
         Raises
         ------
         RuntimeError
             A step cannot be captured and `mode` is "on".
         torch.OutOfMemoryError
-            The device has no memory left for what serving begins with.
+            The device has no memory left for these graphs.
         """
         if self.off_because is None:
-            self._step.reserve_logits()  # while memory is counted, not when a row first asks for it
+            self._step.reserve_logits()  # now, while memory is measured
             for key in self.policy.first():
                 error = self._try_to_capture(key)
                 if error is not None and self._mode == "on":
@@ -152,11 +153,11 @@ class GraphCache:
             logger.info("steps run without graphs: %s", self.off_because)
 
     def measure(self, count: int) -> list[int]:
-        """Capture the first graphs, as before serving, and free them again.
+        """Capture the first graphs, measure them, and free them again.
 
         Returns
         -------
-        Bytes of the device that each of them took, at most `count`: the largest first, with what all of them share.
+        Bytes of at most `count` graphs, largest first. The first value includes memory that all graphs share.
         """
         taken: list[int] = []
         if self.off_because is None:
@@ -173,7 +174,7 @@ class GraphCache:
         return taken
 
     def _untouched_bytes(self) -> int:
-        """Free bytes of the device, without what earlier steps and the rehearsal left for reuse."""
+        """Free bytes of the device after returning cached memory of earlier steps."""
         self._device.trim()
         return self._device.free_bytes()
 
@@ -182,7 +183,7 @@ class GraphCache:
         self.policy.remove(key)
 
     def find(self, num_rows: int, part: GraphPart) -> CachedGraph | None:
-        """The graph for a step of so many rows that decode; None: it runs kernel by kernel."""
+        """Return the graph for a step of `num_rows` decoding rows; None: run it kernel by kernel."""
         if not self._serves:
             return None
         key = self.policy.find(num_rows, part)
@@ -191,19 +192,19 @@ class GraphCache:
     def find_mixed(
         self, num_rows: int, num_tokens: int, kv_len: int, part: GraphPart
     ) -> CachedGraph | None:
-        """The graph for a mixed step; arguments as of `GraphPolicy.find_mixed`."""
+        """Return the graph for a mixed step; arguments as for `GraphPolicy.find_mixed`."""
         if not self._serves or not self.policy.has_mixed:
             return None
         key = self.policy.find_mixed(num_rows, num_tokens, kv_len, part)
         return None if key is None else self._graphs[key]
 
     def replay(self, cached: CachedGraph) -> None:
-        """Queue it.
+        """Queue a replay of a graph.
 
         Raises
         ------
         StaleGraph
-            It has been freed, or a buffer is elsewhere.
+            The graph has been freed, or a buffer has moved.
         """
         if self._graphs.get(cached.key) is not cached:
             raise StaleGraph(f"the graph of {cached.key} has been freed")
@@ -212,9 +213,9 @@ class GraphCache:
         self._device.replay(cached.graph)
 
     def use_idle(self) -> bool:
-        """Capture one graph that steps would have taken; returns whether that was worth the while.
+        """Capture one graph that steps have missed; returns whether there was one.
 
-        Call it with no step in flight and nobody waiting.
+        Call it with no step in flight and no request waiting.
         """
         if not self._serves or self._device.no_graphs_because is not None:
             return False
@@ -225,11 +226,11 @@ class GraphCache:
         return True
 
     def _try_to_capture(self, key: GraphKey) -> Exception | None:
-        """Capture it; what went wrong, if so: then other graphs, or none, serve."""
+        """Capture a graph and return the error if it fails; other graphs, or none, serve then."""
         try:
             self._capture_or_make_room(key)
         except torch.OutOfMemoryError:
-            if not self._serves:  # there is more to come that needs memory
+            if not self._serves:  # the rest of the start needs memory too
                 raise
             self.policy.refuse(key)
             logger.warning("%s cannot be captured: the device has no memory left for it", key)
@@ -243,15 +244,15 @@ class GraphCache:
         return None
 
     def _capture_or_make_room(self, key: GraphKey) -> None:
-        """Capture it, first with what eager steps keep for reuse left alone: the next of them would pay for that."""
-        with contextlib.suppress(torch.OutOfMemoryError):  # whose traceback holds memory too
+        """Capture a graph; only if memory is short, empty the cache, which slows the next eager step down."""
+        with contextlib.suppress(torch.OutOfMemoryError):  # drop the traceback: it holds memory
             self.capture(key)
             return
         self._device.trim()
         self.capture(key)
 
     def capture(self, key: GraphKey) -> None:
-        """Rehearse the step on padding, then capture it; with no step in flight."""
+        """Rehearse a step with padding inputs, then capture it. No step may be in flight."""
         device, step, n = self._device, self._step, key.num_rows
         device.synchronize()
         if (victim := self.policy.victim()) is not None:
@@ -275,7 +276,7 @@ class GraphCache:
 
 
 def _failure(key: GraphKey, error: BaseException) -> str:
-    """Say what went wrong first, and where: ending a capture that has failed raises an error of its own."""
+    """Describe the first error of a failed capture: ending the capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     first_line = str(error).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What a graph was captured for."""
+"""The key of a captured graph."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ class GraphPart(enum.Enum):
     """How much of a step a graph holds."""
 
     WHOLE = "step"  # from the last tokens to the next ones
-    FORWARD = "forward"  # to the logits: the host has a say in what is drawn from them
+    FORWARD = "forward"  # to the logits; the draw depends on the host
 
 
 class GraphKey(NamedTuple):
     """The shape of a captured step."""
 
-    num_rows: int  # padding included
+    num_rows: int  # with padding
     part: GraphPart
-    num_tokens: int = 0  # of a mixed step, padding included; 0: every row decodes
-    kv_tokens: int = 0  # of a mixed step: how much of a row its block tables hold; 0: all
+    num_tokens: int = 0  # of a mixed step, with padding; 0: every row decodes
+    kv_tokens: int = 0  # of a mixed step: tokens that the gathered block tables hold; 0: all
 
     @property
     def is_mixed(self) -> bool:
-        """Whether rows may have more than one token."""
+        """Whether rows may have more than one query token."""
         return self.num_tokens > 0
 
     def __str__(self) -> str:

@@ -1,16 +1,16 @@
-"""Which steps have a graph: sizes, use, wishes. Policy only; `graph_cache.py` captures.
+"""Policy of graphs: sizes, use, and which to capture next. `graph_cache.py` captures them.
 
-A step of n rows that decode runs in the graph of the next size, its other rows are padding::
+A step of n decoding rows runs in the graph of the next larger size; the other rows are padding::
 
-    sizes           1 2 4 8 16 24 ... 64 80 ... 256 288 ... 512 576 ...     of which are captured
+    sizes           1 2 4 8 16 24 ... 64 80 ... 256 288 ... 512 576 ...
     at start        1 2 4 8 16    32 .. 64  128  256    512  ...  largest   powers of two, largest first
-    when idle       those that steps would have taken, most often wished for first
+    when idle       sizes that steps have missed, most often missed first
 
-So from the start a step finds a graph of less than twice its rows. Attention pads nothing: its kernels read how long
-rows are from the device, so one graph serves all lengths.
+So every step finds a graph of less than twice its rows. Attention needs no padding: its kernels read the lengths of
+rows from device memory, so one graph serves all lengths.
 
-Mixed steps have graphs only where `MixedShapes` are given, which also says for which steps; what the decodes leave of
-the cache at start is filled with theirs.
+Mixed steps have graphs only if `MixedShapes` is given, which also decides for which steps. At start they fill the part
+of the cache that decode graphs leave free.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from dataclasses import dataclass
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.graphs.mixed_shapes import MixedShapes
 
-# Steps that would have run in a graph before it is captured: the pause for it, when nobody waits, must pay.
+# Misses of a graph before it is captured while the engine is idle. A capture takes time and memory, so it must pay.
 LEAST_WISHES = 8
 
 
 @dataclass(slots=True)
 class GraphUse:
-    """How steps of one kind fared; items are rows, of mixed steps tokens."""
+    """Use of graphs by one kind of step. Items are rows, or tokens for mixed steps."""
 
     num_hits: int = 0  # steps that found a graph
     num_misses: int = 0
-    num_items: int = 0  # of the steps that found one
-    num_padding: int = 0  # items that they computed beside those
+    num_items: int = 0  # of steps that found a graph
+    num_padding: int = 0  # padding items of these steps
 
     def add(self, num_items: int, num_computed: int | None) -> None:
-        """A step; None: it found no graph."""
+        """Count a step; `num_computed` is None if it found no graph."""
         if num_computed is None:
             self.num_misses += 1
             return
@@ -45,7 +45,7 @@ class GraphUse:
         self.num_padding += num_computed - num_items
 
     def to_dict(self) -> dict[str, float]:
-        """Counts, and the share of padding in what was computed."""
+        """Counts, and the share of padding in the computed items."""
         computed = self.num_items + self.num_padding
         return {
             "num_hits": self.num_hits,
@@ -57,7 +57,7 @@ class GraphUse:
 
 
 def decode_sizes(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that graphs are captured for, ascending, the last one `max_rows`."""
+    """Sizes of decode graphs in rows, ascending; the last is `max_rows`."""
     sizes = [
         1,
         2,
@@ -71,30 +71,30 @@ def decode_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 class GraphPolicy:
-    """Knows what is captured, by how lately it was used, and what should be.
+    """Tracks captured graphs by last use, and counts misses.
 
     Parameters
     ----------
     max_rows
-        Of a step.
+        Largest number of rows of a step.
     max_graphs
-        That are kept; the one used longest ago gives way to another.
+        Number of graphs that are kept; the least recently used one is freed for another.
     mixed
-        How mixed steps are padded; None: they have no graphs.
+        Padding of mixed steps; None: they have no graphs.
     """
 
     def __init__(self, max_rows: int, max_graphs: int, mixed: MixedShapes | None = None):
         self._sizes = decode_sizes(max_rows)
         self._max_graphs = max_graphs
         self._mixed = mixed
-        self._captured: OrderedDict[GraphKey, None] = OrderedDict()  # used longest ago first
+        self._captured: OrderedDict[GraphKey, None] = OrderedDict()  # least recently used first
         self._wishes: Counter[GraphKey] = Counter()
         self._refused: set[GraphKey] = set()
         self.decodes = GraphUse()
         self.mixed = GraphUse()
 
     def first(self) -> list[GraphKey]:
-        """What to capture before serving, largest first."""
+        """Graphs to capture before serving, largest first."""
         largest = self._sizes[-1]
         sizes = [n for n in self._sizes if n == largest or n & (n - 1) == 0]
         decodes = [GraphKey(n, GraphPart.WHOLE) for n in sizes[::-1][: self._max_graphs]]
@@ -107,7 +107,7 @@ class GraphPolicy:
         return self._mixed is not None
 
     def find(self, num_rows: int, part: GraphPart) -> GraphKey | None:
-        """The graph for a step in which every row decodes: less than twice too large, or none."""
+        """Return the smallest graph for a step in which every row decodes, if it has less than twice its rows."""
         fitting = [size for size in self._sizes if size >= num_rows]
         wanted = GraphKey(fitting[0], part)
         limit = 2 * wanted.num_rows
@@ -121,12 +121,12 @@ class GraphPolicy:
     def find_mixed(
         self, num_rows: int, num_tokens: int, kv_len: int, part: GraphPart
     ) -> GraphKey | None:
-        """The smallest graph that `MixedShapes` has serve a mixed step, or none.
+        """Return the smallest graph that serves a mixed step (`MixedShapes.serves`), or None.
 
         Parameters
         ----------
         kv_len
-            Tokens in the cache of the longest row.
+            Cached tokens of the longest row.
         """
         mixed_shapes = self._mixed
         assert mixed_shapes is not None
@@ -147,7 +147,7 @@ class GraphPolicy:
         return key
 
     def _take(self, wanted: GraphKey, usable: Iterable[GraphKey]) -> GraphKey | None:
-        """The first of these that is captured, which is in use now."""
+        """Return the first captured key of `usable` and mark it as used; count a miss of `wanted`."""
         key = next((key for key in usable if key in self._captured), None)
         if key != wanted and wanted not in self._refused:
             self._wishes[wanted] += 1
@@ -156,26 +156,26 @@ class GraphPolicy:
         return key
 
     def wish(self) -> GraphKey | None:
-        """What to capture next, if anything is worth it."""
+        """Return the most often missed graph, if it was missed `LEAST_WISHES` times."""
         if not self._wishes:
             return None
         key, count = self._wishes.most_common(1)[0]
         return key if count >= LEAST_WISHES else None
 
     def victim(self) -> GraphKey | None:
-        """What must give way before one more is captured."""
+        """Return the graph to free before another is captured, if the cache is full."""
         return next(iter(self._captured)) if len(self._captured) >= self._max_graphs else None
 
     def add(self, key: GraphKey) -> None:
-        """It is captured."""
+        """Add a captured graph."""
         self._captured[key] = None
         del self._wishes[key]
 
     def remove(self, key: GraphKey) -> None:
-        """It is no more."""
+        """Remove a freed graph."""
         del self._captured[key]
 
     def refuse(self, key: GraphKey) -> None:
-        """It cannot be captured: nobody wishes for it again."""
+        """Never propose a graph again, because its capture failed."""
         self._refused.add(key)
         del self._wishes[key]

@@ -1,4 +1,4 @@
-"""Shapes that mixed steps are padded to, so that few graphs serve many steps. Policy only.
+"""Padded shapes of mixed steps, so that few graphs serve many steps. Policy only.
 
 ```
  step    | d | d | d | p p p p p p p p | p p p |                3 rows that decode, 2 chunks: 14 tokens in 5 rows
@@ -6,15 +6,15 @@
                                                                 has the 2 tokens, the others have none
 ```
 
-Padding tokens need a row of their own, so a graph has one row more than the step at least. Attention reads lengths on
-the device; what `kv_padding` bounds are the block tables that the graph gathers, and the padding row's table must hold
-the padding too.
+Padding tokens belong to a padding row, so a graph has at least one row more than the step. Attention reads lengths on
+the device; `kv_padding` bounds the block tables that the graph gathers. The table of the padding row must hold all
+padding tokens.
 
-Kernel by kernel a step takes the host 11 to 16 ms with 32 layers. An H100 needs longer than that for 1024 tokens of a
-model of 8 billion parameters, so larger steps have no graph::
+Launching a step kernel by kernel takes the host 11 to 16 ms with 32 layers. An H100 computes longer than that for 1024
+tokens of a model of 8 billion parameters, so larger steps have no graph::
 
     tokens    256  512  768  1024      with q_padding 256; fewer where a step has fewer
-    rows      4  16  64  257           of at most 256 requests: padding in rows costs their logits only
+    rows      4  16  64  257           for at most 256 requests; a padding row costs only its logits
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dataclasses import dataclass
 
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 
-# One row that decodes beside one that prefills, and a token of padding: below, a graph would lack one of attention's
+# One decoding row, one row that prefills two tokens, one padding token. A smaller graph would lack one of attention's
 # two kernels.
 LEAST_TOKENS = 4
-# Above, the device is busy for longer than the host.
+# Largest graph. For more tokens the device computes longer than the host needs to launch the kernels.
 GRAPH_TOKENS = 1024
-# For fewer tokens the device reads weights for longer than it computes: so much padding is cheap in any step.
+# Padding that is cheap in any step: for fewer tokens, reading the weights takes longer than computing.
 CHEAP_TOKENS = 256
-# Numbers of rows are so many times apart.
+# Ratio of consecutive numbers of rows.
 ROW_FACTOR = 4
 
 
@@ -41,19 +41,19 @@ class MixedShapes:
     Parameters
     ----------
     max_rows, max_tokens
-        Of a step.
+        Largest numbers of rows and tokens of a step.
     max_kv_tokens
-        That a row's table of blocks holds.
+        Number of tokens that a row's block table holds.
     q_padding
-        Tokens of a step are padded to a multiple of it, or to `max_tokens`. A graph has at most `GRAPH_TOKENS`, or
-        this many.
+        Tokens of a step are padded to a multiple of it, or to `max_tokens`. A graph has at most `GRAPH_TOKENS` or
+        `q_padding` tokens; the larger of the two counts.
     kv_padding
-        The longest row's tokens in the cache to a multiple of it, or to `max_kv_tokens`; None: always to that.
+        Cached tokens of the longest row are padded to a multiple of it. None: always to `max_kv_tokens`.
 
     Raises
     ------
     ValueError
-        `q_padding` or `kv_padding` out of its bounds.
+        `q_padding` or `kv_padding` is out of bounds.
     """
 
     max_rows: int
@@ -73,12 +73,12 @@ class MixedShapes:
             raise ValueError(f"kv_padding must be at least 1, got {self.kv_padding}")
 
     def pad(self, num_rows: int, num_tokens: int, kv_len: int, part: GraphPart) -> GraphKey:
-        """The graph that suits a step best.
+        """Return the smallest padded shape of a step.
 
         Parameters
         ----------
         kv_len
-            Tokens in the cache of the longest row.
+            Cached tokens of the longest row.
         """
         tokens = self._pad_tokens(num_tokens)
         return GraphKey(
@@ -90,18 +90,18 @@ class MixedShapes:
 
     @staticmethod
     def fits(key: GraphKey, num_rows: int, num_tokens: int, kv_len: int) -> bool:
-        """Whether a graph holds a step and its own padding."""
+        """Whether a graph holds a step and the padding."""
         padding = key.num_tokens - num_tokens
         return num_rows < key.num_rows and padding >= 0 and max(kv_len, padding) <= key.kv_tokens
 
     @property
     def max_graph_tokens(self) -> int:
-        """Of the largest graph: steps of more tokens have none."""
+        """Tokens of the largest graph; larger steps have none."""
         multiple = max(self.q_padding, GRAPH_TOKENS // self.q_padding * self.q_padding)
         return min(multiple, self.max_tokens)
 
     def serves(self, key: GraphKey, num_rows: int, num_tokens: int, kv_len: int) -> bool:
-        """Whether a graph holds a step and its own padding, and wastes little."""
+        """Whether a graph holds a step, with little padding."""
         return (
             self.fits(key, num_rows, num_tokens, kv_len)
             and key.num_tokens - num_tokens < max(self.q_padding, CHEAP_TOKENS)
@@ -109,7 +109,7 @@ class MixedShapes:
         )
 
     def first(self) -> list[GraphKey]:
-        """What to capture at start, largest first: of the longest rows, one that `serves` each step of few tokens."""
+        """Shapes to capture at start, largest first, so that every step of at most `max_graph_tokens` has a graph."""
         tokens = {self.max_graph_tokens}
         size = self.q_padding
         most = max(self.q_padding, CHEAP_TOKENS // self.q_padding * self.q_padding)

@@ -697,10 +697,11 @@ def test_every_rpc_of_the_protos_has_its_method() -> None:
         health_pb2.DESCRIPTOR.services_by_name["Health"],
     ]
     methods = {method.name for service in descriptors for method in service.methods}
+    # List is newer than the oldest supported grpcio
     assert methods - {"List"} == {
         *UNARY,
         *STREAMING,
-    }  # List is newer than the oldest supported grpcio
+    }
     assert all(callable(getattr(GrpcApi, name, None)) for name in methods - {"List"})
 
 

@@ -36,9 +36,8 @@ class Batch:
             dtype
         )
         self.k, self.v = pool[:, 1, 0], pool[:, 1, 1]
-        self.tables = np.full(
-            (len(rows), max(counts, default=1) + 1), blocks[-1]
-        )  # unused: a NaN block
+        # Unused entries name a NaN block.
+        self.tables = np.full((len(rows), max(counts, default=1) + 1), blocks[-1])
         start = 0
         for row, (count, (_, kv)) in enumerate(zip(counts, rows, strict=True)):
             self.tables[row, :count] = blocks[start : start + count]

@@ -425,7 +425,7 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
         "bias: must come from pad_bias": dict(down=parts.down._replace(bias=torch.ones(96))),
         "sinks: must be [6]": dict(sinks=torch.ones(5)),
         "k_cache is torch.bfloat16": dict(k_cache=half.k_cache, v_cache=half.v_cache),
-        "k_cache: pages of a head": dict(
+        "k_cache: heads of a block": dict(
             k_cache=parts.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
         ),
         "k_pages: must be": dict(k_pages=half.k_pages),

@@ -44,9 +44,8 @@ def test_codes_and_scales_are_those_of_the_reference(rows, columns, dtype, bound
     if rows > 1:
         x[1] = 0.0
     if rows > 2:
-        x[2, -1] = (
-            30 * magnitude
-        )  # the largest number is in the last part, and small ones are subnormal
+        # The largest number is in the last part, and small ones are subnormal.
+        x[2, -1] = 30 * magnitude
     if not rows:
         codes, scales = fp8_rows.quantise_rows(x)
         assert codes.shape == (0, columns) and scales.shape == (0, 1)

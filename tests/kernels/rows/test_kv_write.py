@@ -64,7 +64,7 @@ class Step:
                 scale = torch.ones(x.shape[1], device=DEVICE) if scale is None else scale
                 x = reference.quantise_e4m3(x, scale).float()
             cache = torch.full(self.k_cache.shape, float("nan"), device=DEVICE)
-            reference.write_pages(cache, x, self.slots)
+            reference.write_slots(cache, x, self.slots)
             caches.append(cache)
         return q.float(), *caches
 
@@ -141,7 +141,7 @@ def test_fp8_bytes_equal_torch(dtype):
             expected = torch.full_like(cache, float("nan"), dtype=torch.float32).to(FP8)
             used = scales.get("k_scale", torch.ones(2, device=DEVICE))
             codes = reference.quantise_e4m3(x, used).view(torch.uint8)
-            reference.write_pages(expected.view(torch.uint8), codes, step.slots)
+            reference.write_slots(expected.view(torch.uint8), codes, step.slots)
             same = expected.view(torch.uint8) == cache.view(torch.uint8)
             assert (same | (expected.float().isnan() & cache.float().isnan())).all()
 

@@ -99,9 +99,8 @@ def test_ties_are_kept_in_the_order_of_ids(limits):
     at = torch.tensor([3, 10, 63, 64, 65, 66, 100, 129], device=DEVICE)
     logits[0, at] = 2.0
     count = {5: 5, 0.625: 5, 0.5: 4}[limits.get("top_p", limits.get("top_k"))]
-    count += (
-        "top_p" in limits and count < 5
-    )  # the ninth has a share of 1e-14: half of all is just not reached by 4
+    # The ninth has a share of 1e-14, so that 4 ids do not quite reach half of the mass.
+    count += "top_p" in limits and count < 5
     tokens = choose(logits.expand(6, -1).contiguous(), **limits)
     assert set(tokens.tolist()) <= set(at[:count].tolist())
     assert len(set(tokens.tolist())) >= 2

@@ -1,16 +1,15 @@
-"""What a streamed token takes from the device's step to the client, in the whole system and in real processes.
+"""CPU time and latency of a streamed token, from the device's step to the client, in the whole system.
 
     python -m tests.perf data-plane [--streams 128 512] [--tokens 400]
 
-The device takes 20 ms for every step and computes nothing (`paced_replica`): each stream could have a token in each
-step, and all that keeps it from that is scheduler, frames, Ray, routers, HAProxy and the client, which share the
-machine. One replica, two routers, streams of server-sent events and of gRPC, all sent at once.
+The device takes 20 ms for every step and computes nothing (`paced_replica`), so each stream could get a token in each
+step. Scheduler, frames, Ray, routers, HAProxy and the client share the machine and may delay it. One replica and two
+routers serve streams of server-sent events and of gRPC, all sent at once.
 
-CPU time is that of the processes (`/proc/PID/stat`: Python and all else in them, the kernel's part included) in the
-middle of the run, when all streams have begun and none has ended, less what they take when nothing runs, per token
-that arrives meanwhile. Beside the router's for a gRPC message stands what a server takes that does nothing but send
-it (`grpc_alone`). The first token is that of requests that come one by one to an idle system, at times that have
-nothing to do with anybody's clock: a step, and what a timer in its way would add.
+CPU time comes from `/proc/PID/stat`, so it includes native code and the kernel. It is taken in the middle of the run,
+when all streams have begun and none has ended, without the processes' idle use, and divided by the tokens that arrive
+in that time. The result also has the CPU time of a gRPC server that only sends messages (`grpc_alone`). First tokens
+are measured on lone requests to an idle system, sent at random times, so a timer on their way would show.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from tests.perf.cluster.token_streams import GrpcStreams, SseStreams, TokenStrea
 MODEL = "paced"
 VOCAB_SIZE = 1024
 PROMPT_TOKENS = 16
-NUM_BARRED = 128  # streams for which there are bars
-MOST_TOKENS = 128 * 400  # in one run: more streams are shorter
-WINDOW = (0.25, 0.85)  # of a run without any loss: when CPU time is taken
-NUM_LONE = 60  # requests that come one by one
+NUM_BARRED = 128  # number of streams of the runs with bars
+MOST_TOKENS = 128 * 400  # in one run; more streams get fewer tokens each
+WINDOW = (0.25, 0.85)  # part of an ideal run in which CPU time is taken
+NUM_LONE = 60  # requests that are sent one by one
 WARM_UP = (8, 20)  # streams, tokens
 GOALS = {"replica": 20.0, "router": 75.0}  # us of CPU per token
 
 
 class Streams(Protocol):
-    """A way to the server."""
+    """Streams over one protocol."""
 
     async def read(self, prompt_ids: Sequence[int], num_tokens: int) -> TokenStream: ...
 
@@ -58,36 +57,36 @@ class Streams(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a run."""
+    """CPU time during a part of a run."""
 
     begin_s: float  # time.perf_counter
     end_s: float
-    cpu_s: dict[str, float]  # by who: in this time
+    cpu_s: dict[str, float]  # by process group, in this time
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRun:
-    """Streams that were sent at once, each of so many tokens."""
+    """Streams that were sent at once, each of `num_tokens` tokens."""
 
-    num_tokens: int  # of each
+    num_tokens: int  # of each stream
     began_s: float  # time.perf_counter
     streams: list[TokenStream]
     window: Window
 
     @property
     def share_of_ideal(self) -> float:
-        """Tokens per second from the first request to the last token, over one token a step for each stream."""
+        """Tokens per second from the first request to the last token, relative to one token per step and stream."""
         ended_s = max(stream.arrivals_s[-1] for stream in self.streams)
         return self.num_tokens * STEP_S / (ended_s - self.began_s)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between the tokens of each stream."""
+        """Times between consecutive tokens of each stream."""
         return [gap for stream in self.streams for gap in stream.gaps_s]
 
     @property
     def num_in_window(self) -> int:
-        """Tokens that came in it."""
+        """Tokens that arrived in the window."""
         begin_s, end_s = self.window.begin_s, self.window.end_s
         return sum(
             bisect.bisect(stream.arrivals_s, end_s) - bisect.bisect(stream.arrivals_s, begin_s)
@@ -95,7 +94,7 @@ class StreamRun:
         )
 
     def us_per_token(self, idle: Mapping[str, float]) -> dict[str, float]:
-        """CPU time by who; `idle` is what each takes in a second when nothing runs."""
+        """CPU time by process group; `idle` is each group's CPU time per idle second."""
         window, num_tokens = self.window, self.num_in_window
         if not num_tokens:
             raise RuntimeError(
@@ -109,26 +108,26 @@ class StreamRun:
 
 
 class Meter:
-    """CPU seconds of processes by who they are, and of this process, the client."""
+    """CPU seconds by process group; this process is the client."""
 
     def __init__(self, pids: Mapping[str, Sequence[int]]):
         self._pids = pids
 
     @classmethod
     def of_cluster(cls, cluster: LiveCluster) -> Meter:
-        """Of its routers and its replicas."""
+        """The routers and replicas of a cluster."""
         names = {"router": "Router", "replica": "Replica"}
         return cls({who: [*cluster.replicas("quire", n).values()] for who, n in names.items()})
 
     def read(self) -> dict[str, float]:
-        """So far."""
+        """CPU seconds so far."""
         return {
             **{who: cpu_s(pids) for who, pids in self._pids.items()},
             "client": time.process_time(),
         }
 
     async def during(self, seconds: float) -> Window:
-        """From now on."""
+        """A window that starts now."""
         begin_s, before = time.perf_counter(), self.read()
         await asyncio.sleep(seconds)
         end_s, after = time.perf_counter(), self.read()
@@ -136,19 +135,19 @@ class Meter:
 
 
 def prompt(rng: random.Random) -> list[int]:
-    """One that nobody has sent before."""
+    """A prompt that was not sent before."""
     return [rng.randrange(FIRST_TOKEN_ID, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)]
 
 
 async def run_streams(
     client: Streams, meter: Meter, num_streams: int, num_tokens: int, rng: random.Random
 ) -> StreamRun:
-    """All streams at once.
+    """Send all streams at once and read them.
 
     Raises
     ------
     RuntimeError
-        A stream has another number of tokens, or its tokens did not come one by one.
+        A stream has another number of tokens, or a piece held several tokens.
     """
     ideal_s = num_tokens * STEP_S
     begin, end = (part * ideal_s for part in WINDOW)
@@ -169,7 +168,7 @@ async def run_streams(
 
 
 async def lone_ttfts(client: Streams, rng: random.Random) -> list[float]:
-    """Seconds to the first token of requests that come one by one."""
+    """Seconds to the first token of requests that are sent one by one."""
     found = []
     for _ in range(NUM_LONE):
         await asyncio.sleep(rng.uniform(0.02, 0.07))
@@ -180,7 +179,7 @@ async def lone_ttfts(client: Streams, rng: random.Random) -> list[float]:
 async def measure(
     cluster: LiveCluster, streams: Sequence[int], num_tokens: int, idle_s: float
 ) -> dict[str, Any]:
-    """Runs by protocol and number of streams, lone first tokens by protocol, CPU per idle second by who."""
+    """Runs by protocol and number of streams, lone first tokens by protocol, CPU per idle second by group."""
     meter, rng = Meter.of_cluster(cluster), random.Random("data-plane")
     clients: dict[str, Streams] = {
         "sse": SseStreams(cluster.http_port, MODEL),
@@ -191,14 +190,14 @@ async def measure(
         for client in clients.values():
             num, tokens = WARM_UP
             await asyncio.gather(*(client.read(prompt(rng), tokens) for _ in range(num)))
-        await asyncio.sleep(2.0)  # what the warm-up left to do
+        await asyncio.sleep(2.0)  # the warm-up's remaining work
         idle = await meter.during(idle_s)
         found["idle"] = {who: s / idle_s for who, s in idle.cpu_s.items()}
         for protocol, client in clients.items():
             found["lone_s"][protocol] = await lone_ttfts(client, rng)
             for num_streams in streams:
                 tokens = min(num_tokens, MOST_TOKENS // num_streams)
-                gc.disable()  # a collection would be a gap of every stream
+                gc.disable()  # a collection would delay every stream
                 run = await run_streams(client, meter, num_streams, tokens, rng)
                 gc.enable()
                 found["runs"][protocol, num_streams] = run
@@ -210,7 +209,7 @@ async def measure(
 
 
 async def measure_alone(num_streams: int, num_tokens: int) -> float:
-    """CPU us that a server of grpcio alone takes for a message of so many streams at once."""
+    """CPU time in us per message of a server that only sends, with this number of streams."""
     rng, nothing = random.Random("alone"), {"server": 0.0, "client": 0.0}
     with grpc_alone(STEP_S) as (port, pid):
         client = GrpcStreams(port, MODEL)
@@ -224,7 +223,7 @@ async def measure_alone(num_streams: int, num_tokens: int) -> float:
 
 
 def print_run(protocol: str, run: StreamRun, idle: Mapping[str, float]) -> None:
-    """One line of the table."""
+    """One line of the printed table."""
     row = row_of(run, idle)
     costs = ", ".join(f"{who} {us:.1f}" for who, us in row["cpu_us_per_token"].items())
     print(
@@ -235,7 +234,7 @@ def print_run(protocol: str, run: StreamRun, idle: Mapping[str, float]) -> None:
 
 
 def row_of(run: StreamRun, idle: Mapping[str, float]) -> dict[str, Any]:
-    """A run as it is written down."""
+    """A run as JSON."""
     share = run.share_of_ideal
     return {
         "streams": len(run.streams),
@@ -249,7 +248,7 @@ def row_of(run: StreamRun, idle: Mapping[str, float]) -> dict[str, Any]:
 
 
 def bars_of(found: Mapping[str, Any]) -> list[Bar]:
-    """Of `NUM_BARRED` streams, and of those that come one by one."""
+    """Bars of the runs with `NUM_BARRED` streams, and of lone requests."""
     bars = []
     for (protocol, num_streams), run in found["runs"].items():
         if num_streams != NUM_BARRED:
@@ -284,7 +283,7 @@ def bars_of(found: Mapping[str, Any]) -> list[Bar]:
 
 
 def serve_config(max_streams: int) -> dict[str, Any]:
-    """The repository's cluster.yaml with one paced replica that runs all streams at once."""
+    """The repository's cluster.yaml with one paced replica that has rows for all streams."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     (application,) = config["applications"]
     application["import_path"] = "tests.perf.cluster.paced_replica:build"
@@ -294,14 +293,14 @@ def serve_config(max_streams: int) -> dict[str, Any]:
         "replicas": 1,
         "routers": 2,
         "engine": {
-            "async_batching": "on",  # as on a GPU: a step is planned while another runs
+            "async_batching": "on",  # as on a GPU: the next step is planned while one runs
             "max_running_requests": max_streams,
             "max_prefill_ms": None,
             "num_blocks": 8192,
             "num_threads": 1,
         },
-        # All streams are sent at once, and the replica has a place for each: none shall wait at a router until the
-        # next report, which is not what is measured here.
+        # All streams are sent at once, and the replica has a row for each. No stream may wait at a router for the
+        # next report, because that wait is not measured here.
         "router": {"max_replica_waiting_requests": max_streams, "max_wait_s": 3600.0},
     }
     return config
@@ -318,7 +317,7 @@ def main() -> None:
     options = parser.parse_args()
     with live_cluster(serve_config(max(options.streams))) as cluster:
         found = asyncio.run(measure(cluster, options.streams, options.tokens, options.idle_s))
-    # Of the same many streams, the cluster being gone: nothing else runs.
+    # With the same number of streams, after the cluster has ended, so that nothing else runs.
     found["grpcio_alone_us"] = asyncio.run(measure_alone(NUM_BARRED, options.tokens))
     print(f"grpcio alone: {found['grpcio_alone_us']:.1f} us per message", flush=True)
     idle = found["idle"]

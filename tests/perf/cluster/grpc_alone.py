@@ -1,8 +1,8 @@
-"""A gRPC server that does nothing but send: what grpcio itself takes for a streamed message.
+"""A gRPC server that only sends prepared messages: the CPU time of grpcio itself for a streamed message.
 
-Each stream gets one message a step from a queue of its own, made beforehand: no frame, no router, no Serve, no proxy.
-Python's share is a queue, a generator and a timer for all streams; what is left is the least that a token can cost
-any server that is written with grpcio's asyncio API.
+Each stream gets one prepared message per step from its own queue, without frames, router, Serve or proxy. Python only
+runs a queue and a generator per stream and one timer, so the result is a lower bound for any server that uses grpcio's
+asyncio API.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TOKEN = pb.GenerateResponse(text=" a", token_ids=[1]).SerializeToString()
 
 
 class Pacemaker:
-    """Gives every stream a message at the same moments."""
+    """Gives every stream a message in each step."""
 
     def __init__(self, step_s: float):
         self._step_s = step_s
@@ -42,7 +42,7 @@ class Pacemaker:
     async def generate(
         self, data: bytes, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """As many messages as the request asks tokens for, the last one with the count."""
+        """Send one message per requested token; the last one has the count."""
         num_tokens = pb.GenerateRequest.FromString(data).sampling.max_tokens
         messages: asyncio.Queue[bytes] = asyncio.Queue()
         self._streams.add(messages)
@@ -56,7 +56,7 @@ class Pacemaker:
 
 
 async def serve(port: int, step_s: float) -> None:
-    """Run until the process ends; one line on standard output says that it listens."""
+    """Serve until the process ends; prints a line when the server listens."""
     pacemaker, server = Pacemaker(step_s), grpc.aio.server()
     service, method = _METHOD
     handler = grpc.unary_stream_rpc_method_handler(pacemaker.generate)
@@ -71,7 +71,7 @@ async def serve(port: int, step_s: float) -> None:
 
 @contextmanager
 def grpc_alone(step_s: float) -> Iterator[tuple[int, int]]:
-    """Run the server in a process of its own: its port and its process id."""
+    """Run the server in its own process; yields its port and process id."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "tests.perf.cluster.grpc_alone", str(port), str(step_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""A real cluster on this machine for the length of a measurement: `quire serve` in a process of its own."""
+"""A real cluster on this machine during a measurement: `quire serve` in its own process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from quire.cluster.local.ports import free_ports
 from quire.cluster.local.serve_api import serve_details
 
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-# The proxy's way to the routers goes over ports from a window, on which several processes may listen at once: another
-# cluster with the same window would get a part of this one's requests.
+# The proxy reaches the routers over ports from this range, and several processes may listen on one port. A second
+# cluster with the same range would get a part of this cluster's requests.
 _WINDOW = 50
 _READY_TIMEOUT_S = 300
 _STOP_TIMEOUT_S = 60
@@ -31,7 +31,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class LiveCluster:
-    """Where a cluster listens on the loopback, and what Serve says of it."""
+    """A cluster's addresses on the loopback, and its state in Serve."""
 
     http_port: int
     grpc_port: int
@@ -39,7 +39,7 @@ class LiveCluster:
     startup_s: dict[str, float]  # by phase, and "total"
 
     def replicas(self, application: str, deployment: str) -> dict[str, int]:
-        """Serve's id of every running replica of a deployment, and its process."""
+        """Serve's id and the process id of every running replica of a deployment."""
         details = serve_details(self.dashboard)["applications"][application]["deployments"][
             deployment
         ]
@@ -50,24 +50,24 @@ class LiveCluster:
         }
 
     def is_running(self) -> bool:
-        """Whether Serve has started all that it was told."""
+        """Whether Serve has started all replicas."""
         applications = serve_details(self.dashboard)["applications"].values()
         return all(application["status"] == "RUNNING" for application in applications)
 
 
 @contextmanager
 def live_cluster(config: dict[str, Any]) -> Iterator[LiveCluster]:
-    """Run `quire serve` on a Serve config until the block ends, on ports that nobody else has.
+    """Run `quire serve` on a Serve config during the block, on free ports.
 
     Raises
     ------
     RuntimeError
-        It did not get ready; the message says why.
+        The cluster did not become ready; the message has the reason.
     """
     config = json.loads(json.dumps(config))
     _take_ports(config)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "cluster.json")  # which is YAML as well
+        path = Path(folder, "cluster.json")  # JSON is YAML
         path.write_text(json.dumps(config))
         command = [sys.executable, "-m", "quire.cluster.cli", "serve", str(path)]
         command += ["--log-file", str(Path(folder, "serve.log"))]
@@ -87,7 +87,7 @@ def live_cluster(config: dict[str, Any]) -> Iterator[LiveCluster]:
                 _found(r"Ray dashboard: (\S+)", lines),
                 _startup_s(lines),
             )
-            # Routers answer a moment before Serve says so.
+            # Routers answer shortly before Serve reports them as running.
             until_s = time.monotonic() + _READY_TIMEOUT_S
             while not cluster.is_running():
                 if time.monotonic() > until_s:
@@ -100,12 +100,12 @@ def live_cluster(config: dict[str, Any]) -> Iterator[LiveCluster]:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """User and system seconds of these processes so far, all their threads together, to 10 ms.
+    """User and system CPU seconds of these processes so far, with all threads, to 10 ms.
 
     Raises
     ------
     OSError
-        One of them is gone.
+        One of the processes has ended.
     """
     ticks = 0
     for pid in pids:
@@ -115,7 +115,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def _take_ports(config: dict[str, Any]) -> None:
-    """Give every listener of a Serve config a port of its own."""
+    """Give every listener of a Serve config a free port."""
     ports = free_ports(6)
     config["http_options"]["port"], config["grpc_options"]["port"] = ports[:2]
     variables = config["controller_options"]["runtime_env"]["env_vars"]

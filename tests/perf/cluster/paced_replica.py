@@ -1,8 +1,8 @@
-"""The application with a device that takes 20 ms for every step and computes nothing: what is left is everything else.
+"""The application with a device whose steps take 20 ms and compute nothing, to measure everything else.
 
-Scheduler, cache, loop, actor, frames, routers and proxies are the product's. Only the runner is another: steps follow
-one another without a gap, as on a GPU whose host is quick enough, whatever is in them, and their tokens spell `TEXT`
-again and again. `import_path: tests.perf.cluster.paced_replica:build` takes the arguments of `quire.cluster.app:build`.
+Scheduler, cache, loop, actor, frames, routers and proxies are the product's; only the runner is replaced. Its steps
+follow each other without gaps, as on a GPU with a fast host, and their tokens repeat `TEXT`. `import_path:
+tests.perf.cluster.paced_replica:build` takes the arguments of `quire.cluster.app:build`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from quire.replica.serving.actor import Replica
 from quire.router.text.tokenizer import TextTokenizer
 
 STEP_S = 0.02
-# Each of its tokens ends in whole characters: every one is an event of its own.
+# Each token ends with a whole character, so each token is an event.
 TEXT = "A quire is a gathering of pages, and many voices that sing the same words at one time. "
 
 
 class _Launched(NamedTuple):
     plan: StepPlan
-    started_s: float  # time.perf_counter: when the device begins with it
+    started_s: float  # time.perf_counter at which the device begins the step
     ends_s: float
 
 
 class PacedRunner:
-    """A `StepRunner` whose steps take their time.
+    """A `StepRunner` whose steps take 20 ms.
 
     Parameters
     ----------
     text_ids
-        [n] the tokens that answers consist of.
+        [n] tokens that the answers repeat.
     """
 
     num_compiles = 0
@@ -48,7 +48,7 @@ class PacedRunner:
     def __init__(self, text_ids: np.ndarray, step_s: float = STEP_S):
         self._text_ids = text_ids.astype(np.int64)
         self._step_s = step_s
-        self._free_s = 0.0  # when the device is done with what it was given
+        self._free_s = 0.0  # when the device has finished all launched steps
 
     def launch(self, plan: StepPlan) -> _Launched:
         started_s = max(time.perf_counter(), self._free_s)
@@ -65,14 +65,14 @@ class PacedRunner:
         return False
 
     def close(self) -> None:
-        """It has no threads."""
+        """See `StepRunner.close`; there are no threads to end."""
 
     def telemetry(self) -> dict[str, object]:
         return {}
 
 
 class PacedEngine(Engine):
-    """An engine with that device. The model is loaded and not used."""
+    """An engine with the paced device. The model is loaded but not used."""
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
         tokenizer = TextTokenizer.load(resolve_checkpoint("embedded", None, weights=False))
@@ -81,11 +81,11 @@ class PacedEngine(Engine):
 
 
 class PacedReplica(Replica):
-    """A replica with that engine."""
+    """A replica with a paced engine."""
 
     engine_class = PacedEngine
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application of `quire.cluster.app`, its replicas paced."""
+    """The application of `quire.cluster.app` with paced replicas."""
     return application(AppConfig.from_args(args), PacedReplica)

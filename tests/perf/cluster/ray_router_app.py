@@ -1,10 +1,10 @@
-"""The same engines behind Ray Serve's own request routers, with as little around them as an answer needs.
+"""Quire's engines behind Ray Serve's own request routers, with a minimal application around them.
 
     Ingress (HTTP)  ──one unary handle call per request──▶  EngineServer (engine, tokenizer)
                      placed by one of `ROUTERS`
 
-No admission, no checks, no stream between the two: what there is to be beaten. Text is tokenised at the replica, as Ray
-Serve LLM does. `import_path: tests.perf.cluster.ray_router_app:build`.
+There is no admission, no validation and no stream between the two, so this is the baseline's best case. The replica
+tokenises the text, as in Ray Serve LLM. `import_path: tests.perf.cluster.ray_router_app:build`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 
-# Ray names its public class in `ray.serve.llm`, which imports vLLM; this is the base that does all.
+# Ray's public class is in `ray.serve.llm`, which imports vLLM; this is its base class with all of its code.
 _PREFIX = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:PrefixCacheAffinityRouter"
 ROUTERS: dict[str, dict[str, Any]] = {
     "power_of_two": {},
-    # Ray's documentation has thresholds of 5 to 20; without one, its default, all go to whoever had the first.
+    # Ray's documentation uses thresholds of 5 to 20. Without a threshold (the default) all requests with a prefix go
+    # to one replica.
     "ray_prefix": {
         "request_router_class": _PREFIX,
         "request_router_kwargs": {"imbalanced_threshold": 10},
     },
 }
-# What a replica of Quire takes by default.
+# The default of a Quire replica.
 MAX_ONGOING_REQUESTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """What the handle call carries. Ray's prefix router looks for an argument with this first attribute."""
+    """Argument of the handle call. Ray's prefix router looks for an argument with an attribute `prompt`."""
 
     prompt: str
     max_tokens: int
@@ -53,7 +54,7 @@ class PromptRequest:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is not answered yet."""
+    """A request without its complete answer."""
 
     answer: asyncio.Future[dict[str, Any]]
     token_ids: list[int]
@@ -61,7 +62,7 @@ class _Open:
 
 
 class EngineServer:
-    """One engine.
+    """A replica: one engine and its tokenizer.
 
     Parameters
     ----------
@@ -79,7 +80,7 @@ class EngineServer:
         self._tokenizer = AsyncTokenizer(TextTokenizer.load(self._engine.checkpoint), num_threads=2)
 
     async def complete(self, request: PromptRequest) -> dict[str, Any]:
-        """Run a request to its end: its text, and tokens of the prompt, cached ones of them, and of the answer."""
+        """Run a request to its end. Returns the text and the numbers of prompt, cached and output tokens."""
         prompt_ids = await self._tokenizer.encode(
             request.prompt, True, max_model_len=self._engine.config.max_model_len, field="prompt"
         )
@@ -102,7 +103,7 @@ class EngineServer:
         self._engine.check_health()
 
     def _on_output(self, output: LoopOutput) -> None:
-        """Engine's thread."""
+        """Collect a step's deltas; runs in the engine's thread."""
         self._loop.call_soon_threadsafe(self._take, output)
 
     def _take(self, output: LoopOutput) -> None:
@@ -120,12 +121,12 @@ class EngineServer:
 
 
 class Ingress:
-    """Answers `POST .../v1/completions` with the events of OpenAI's stream, all at once.
+    """Answers `POST .../v1/completions` with all events of OpenAI's stream at once.
 
     Parameters
     ----------
     engines
-        Handle of the engines' deployment.
+        Handle of the engine deployment.
     """
 
     def __init__(self, engines: DeploymentHandle):
@@ -141,7 +142,7 @@ _HEADERS = {"content-type": "text/event-stream"}
 
 
 def events(answer: dict[str, Any]) -> bytes:
-    """The body of an answer, as `clients.OpenAIClient` reads it."""
+    """The body of an answer in the form that `clients.OpenAIClient` reads."""
     usage = {
         "prompt_tokens": answer["prompt_tokens"],
         "completion_tokens": answer["completion_tokens"],
@@ -154,7 +155,7 @@ def events(answer: dict[str, Any]) -> bytes:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application.
+    """Build the application.
 
     Parameters
     ----------

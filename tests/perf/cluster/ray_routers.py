@@ -1,20 +1,20 @@
-"""Quire beside Ray Serve's own request routers: the same engines, the same arrivals, in one cluster, in turns.
+"""Quire against Ray Serve's own request routers: the same engines and arrivals in one cluster, run alternately.
 
     python -m tests.perf ray-routers --mix spread|hot
 
 Three applications, each with two ingress processes and four CPU engines of the embedded model: Quire, Serve's
 power-of-two router and Ray's `PrefixCacheAffinityRouter` (`ray_router_app`). All get the same requests in the same
-order at the same times: prompts of 8,000 characters over HTTP, which begin with one of some prefixes (Zipf) and end in
-text of their own; one token is asked for, so what is compared is where requests go and what that costs, not how
-tokens are streamed (`data_plane`).
+order at the same times: HTTP prompts of 8,000 characters that begin with one of several prefixes (Zipf) and end with
+unique text. Each request asks for one token, so the benchmark compares placement and its cost, not streaming (see
+`data_plane`).
 
-In `spread` a replica's cache holds a third of the prefixes: it matters where a request goes. In `hot` it holds them
-all after a moment, so that every router hits: it matters what a decision costs.
+In `spread` a replica's cache holds a third of the prefixes, so placement decides the hit rate. In `hot` it soon holds
+all of them and every router hits, so the cost of a decision shows.
 
-A turn is a closed loop (requests per second at `--concurrency` users) and an open loop at 60% of what power-of-two did
-when warming up (time to first token). Each of the three has its turn in every round, who is first in one is last in
-the next; ratios are those within a round. All tokenise the text themselves; what that takes is measured apart, in this
-process.
+A turn is a closed loop (requests per second at `--concurrency` users) and an open loop at 60% of the rate that
+power-of-two reached in the warm-up (time to first token). Each round has one turn of each system, in an order that
+reverses from round to round; ratios are taken within a round. All systems tokenise the text; that time is measured
+separately in this process.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ QUIRE, BASELINE = "quire", "power_of_two"
 SYSTEMS = (QUIRE, *ROUTERS)
 NUM_REPLICAS, NUM_ROUTERS = 4, 2
 PROMPT_CHARS = 8000
-NUM_BLOCKS = 1200  # of a replica's cache, 32 tokens each: some twenty prompts
-OPEN_LOOP_SHARE = 0.6  # of what the baseline does in a closed loop
+NUM_BLOCKS = 1200  # of a replica's cache, 32 tokens each: about twenty prompts
+OPEN_LOOP_SHARE = 0.6  # of the baseline's rate in a closed loop
 GOAL = 0.9
 _WORDS = (
     "a all and at boat book bread by count every fold gather grey harbour in keep letter light many market morning "
@@ -59,22 +59,22 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What the prompts have in common."""
+    """Shared prefixes of the prompts."""
 
     num_prefixes: int  # chosen with Zipf's weights: 1, 1/2, 1/3, ...
-    own_chars: int  # at the end of each prompt
+    own_chars: int  # unique characters at the end of each prompt
 
 
 MIXES = {"spread": Mix(48, 500), "hot": Mix(4, 100)}
 
 
 class ArrivalLog:
-    """Prompts and the times at which they come; the same for everybody who asks for the same part.
+    """Prompts with their send times; the same seed and part give the same log.
 
     Parameters
     ----------
     seed
-        Of all that is drawn.
+        Seed of all random numbers.
     """
 
     def __init__(self, mix: Mix, seed: int = 0):
@@ -86,7 +86,7 @@ class ArrivalLog:
         self.texts: list[str] = []
 
     def part(self, name: str, count: int, rate_per_s: float) -> list[TimedRequest]:
-        """New requests, a Poisson process; the only prompt id of each is the number of its text in `texts`."""
+        """New requests of a Poisson process. The single prompt id of a request is its text's index in `texts`."""
         rng = random.Random(f"ray-routers/{self._seed}/{name}")
         requests, at_s = [], 0.0
         for _ in range(count):
@@ -105,12 +105,12 @@ def _text(rng: random.Random, num_chars: int) -> str:
 
 
 class LogClient(OpenAIClient):
-    """Sends the texts of a log.
+    """A client that sends the texts of a log.
 
     Parameters
     ----------
     url
-        Of the application.
+        URL of the application.
     """
 
     def __init__(self, url: str, log: ArrivalLog):
@@ -124,17 +124,15 @@ class LogClient(OpenAIClient):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one system did in one round."""
+    """Measurements of one system in one round."""
 
     closed: dict[str, Any]  # summary of `measures`
     open: dict[str, Any]
-    cpu_ms_per_request: dict[
-        str, float
-    ]  # of its ingress and its engine processes, in the closed loop
+    cpu_ms_per_request: dict[str, float]  # of the ingress and engine processes, in the closed loop
 
 
 class System:
-    """One application: how to reach it, and its processes."""
+    """One application: its URL and its processes."""
 
     def __init__(self, name: str, cluster: LiveCluster, log: ArrivalLog):
         self.name = name
@@ -145,7 +143,7 @@ class System:
         }
 
     async def closed(self, requests: list[TimedRequest], users: int) -> dict[str, Any]:
-        """Summary of a closed loop."""
+        """Run a closed loop; returns its summary."""
         return _summary(self.name, await closed_loop(self._client, requests, users))
 
     async def turn(self, closed: list[TimedRequest], users: int, open_: list[TimedRequest]) -> Turn:
@@ -167,7 +165,7 @@ def _summary(name: str, run: Run) -> dict[str, Any]:
 async def measure(
     cluster: LiveCluster, log: ArrivalLog, options: argparse.Namespace
 ) -> tuple[dict[str, list[Turn]], float]:
-    """Turns of every system, and the rate of the open loops."""
+    """Run all turns. Returns them by system, and the rate of the open loops."""
     systems = [System(name, cluster, log) for name in SYSTEMS]
     warm_up = log.part("warm-up", options.warm_up, 1.0)
     speeds = {}
@@ -213,7 +211,7 @@ def _median(values: list[float]) -> float:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """What a person reads."""
+    """Print the table."""
     print(
         f"{'':14}{'req/s':>8}{'hit':>7}{'TTFT p50':>10}{'p99':>8}{'open: p50':>11}{'p99':>8}{'hit':>7}"
         f"{'CPU ms: ingress':>17}{'engines':>9}"
@@ -229,7 +227,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def bar_of(mix: str, turns: dict[str, list[Turn]]) -> Bar:
-    """Requests per second over the baseline's, within each round."""
+    """Requests per second relative to the baseline, for each round."""
     ratios = [
         ours.closed["requests_per_s"] / theirs.closed["requests_per_s"]
         for ours, theirs in zip(turns[QUIRE], turns[BASELINE], strict=True)
@@ -246,7 +244,7 @@ def bar_of(mix: str, turns: dict[str, list[Turn]]) -> Bar:
 
 
 def tokenising_ms(texts: Sequence[str]) -> Spread:
-    """Milliseconds of each prompt, in this process and by the routers' own tokenizer."""
+    """Milliseconds to tokenise each prompt in this process with the routers' tokenizer."""
     tokenizer = TextTokenizer.load(resolve_checkpoint(MODEL, None, weights=False))
     times = []
     for text in texts:
@@ -257,11 +255,11 @@ def tokenising_ms(texts: Sequence[str]) -> Spread:
 
 
 def serve_config() -> dict[str, Any]:
-    """The repository's cluster.yaml with three applications, all under its environment and without gRPC."""
+    """The repository's cluster.yaml with three applications in the same environment, without gRPC."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     config["grpc_options"]["grpc_servicer_functions"] = []
     (quire,) = config["applications"]
-    num_cpus = 0.05  # all of them on a machine of two cores
+    num_cpus = 0.05  # so that all actors fit on two cores
     engine = {"num_blocks": NUM_BLOCKS, "num_threads": 1}
     args = {"replicas": NUM_REPLICAS, "routers": NUM_ROUTERS, "engine": engine}
     applications = [

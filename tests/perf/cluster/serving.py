@@ -1,7 +1,7 @@
-"""The real cluster as a newcomer starts it: start-up, idle CPU, first token, tokens per second.
+"""The real cluster with its default configuration: start-up, idle CPU, first token, tokens per second.
 
-Starts `quire serve cluster.yaml` on free ports, in alternation with a Serve application that does nothing under
-the same Serve options: the difference is what Quire adds to what Ray itself needs.
+Starts `quire serve cluster.yaml` on free ports, alternating with an empty Serve application with the same Serve
+options. The difference is Quire's own share.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
             started_s = cluster.startup_s
             totals["quire"].append(started_s["total"])
             loads_s.append(sum(s for name, s in started_s.items() if name not in ("total", "Ray")))
-            time.sleep(15)  # the replicas' heartbeats have backed off, Serve has settled
+            time.sleep(15)  # until the replicas' heartbeats have backed off and Serve is idle
             idle += idle_percent(cluster, options.idle_s)
             answers = asyncio.run(measure_answers(cluster.grpc_port))
     ours, theirs = Spread.of(totals["quire"]), Spread.of(totals["nothing"])
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def idle_percent(cluster: LiveCluster, seconds: float) -> list[float]:
-    """CPU time of each replica process over wall time, in percent of one core."""
+    """CPU time of each replica process in percent of one core."""
     pids = list(cluster.replicas("quire", "Replica").values())
     before = [cpu_s([pid]) for pid in pids]
     time.sleep(seconds)
@@ -88,7 +88,7 @@ def idle_percent(cluster: LiveCluster, seconds: float) -> list[float]:
 
 
 async def measure_answers(port: int) -> dict[str, dict]:
-    """First token and tokens per second over gRPC, for 1 and for 32 streams at a time."""
+    """First token and tokens per second over gRPC, with 1 and with 32 concurrent streams."""
     found = {}
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         client = generation_pb2_grpc.GenerationStub(channel)

@@ -1,11 +1,10 @@
-"""What the whole system keeps of the engine's throughput: HTTP, HAProxy, two routers and one replica.
+"""Throughput of the whole system (HTTP, HAProxy, two routers, one replica) relative to the engine alone.
 
     python -m tests.perf system-throughput CHECKPOINT
 
-W1 and W2 in turns: through an engine in a process of its own, and as streams of OpenAI's API through a cluster that
-`quire serve` started, each request a connection. All requests are sent at once. The engine's process stands still
-while the cluster works; the cluster's processes are idle while the engine does, but not stopped: what they use
-then is counted against the system, not against the engine.
+W1 and W2 run alternately through an engine in its own process, and as streams of OpenAI's API through a cluster of
+`quire serve`, with one connection per request. All requests are sent at once. The engine's process is stopped while the
+cluster works. The cluster is idle but not stopped while the engine works, so its idle use slows the engine.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def serve_config(checkpoint: str, dtype: str, engine: dict[str, Any]) -> dict[st
 
 
 async def over_http(port: int, workload: Workload, repetition: int | str) -> dict[str, Any]:
-    """One batch as streams; the summary of `measures`."""
+    """Run one batch as streams; returns the summary of `measures`."""
     client = OpenAIClient(f"http://127.0.0.1:{port}", "bench", {"return_token_ids": True})
     requests = [
         TimedRequest(0.0, tuple(prompt), workload.output_tokens)

@@ -1,7 +1,7 @@
-"""Streams read as cheaply as this language can, for a load that shares its two cores with the server.
+"""Streaming clients with little CPU use, for a load that shares the cores with the server.
 
-While a stream runs, what comes is put aside with the time of its arrival, and nothing else is done; what it says is
-found out afterwards. (`clients` reads along, since its callers want to see how far they are.)
+While a stream runs, the client only stores the bytes with their arrival times; it parses them after the end. (`clients`
+parses while it reads, because its callers show the progress.)
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import orjson
 
 from quire.protos import generation_pb2 as pb
 
-Piece = tuple[float, bytes]  # time.perf_counter of its arrival, and what came
+Piece = tuple[float, bytes]  # arrival (time.perf_counter) and bytes
 
 
 @dataclass(slots=True)
 class TokenStream:
-    """What came of one request."""
+    """The answer of one request."""
 
     sent_s: float  # time.perf_counter
-    arrivals_s: list[float] = field(default_factory=list)  # of every token
-    num_tokens: int = 0  # by the server's own count
+    arrivals_s: list[float] = field(default_factory=list)  # one per token
+    num_tokens: int = 0  # from the server's usage
 
     @property
     def ttft_s(self) -> float:
@@ -33,37 +33,37 @@ class TokenStream:
 
     @property
     def gaps_s(self) -> Iterator[float]:
-        """Between the tokens."""
+        """Times between consecutive tokens."""
         later = iter(self.arrivals_s)
         next(later, None)
         return (b - a for a, b in zip(self.arrivals_s, later, strict=False))
 
 
 class StreamFailed(Exception):
-    """The server refused or broke off; the message has its words."""
+    """The server refused the request or broke off; the message has its text."""
 
 
 class SseStreams:
-    """`POST /v1/completions`, streamed; a connection for each.
+    """Streams of `POST /v1/completions`, with one connection each.
 
     Parameters
     ----------
     port
-        On the loopback.
+        Port on the loopback.
     model
-        The name in the request.
+        Model name in the requests.
     """
 
     def __init__(self, port: int, model: str):
         self._port, self._model = port, model
 
     async def read(self, prompt_ids: Iterable[int], num_tokens: int) -> TokenStream:
-        """Ask for `num_tokens` tokens, whatever the model says; returns when the last one is here.
+        """Request exactly `num_tokens` tokens; returns when the last one has arrived.
 
         Raises
         ------
         StreamFailed
-            Another status than 200, an error event, or an end without [DONE].
+            The status is not 200, an error event came, or the stream ended without [DONE].
         """
         body = {
             "model": self._model,
@@ -108,7 +108,7 @@ class _Reader(asyncio.Protocol):
 
 
 def parse_sse(sent_s: float, pieces: list[Piece]) -> TokenStream:
-    """A whole HTTP/1.1 response of server-sent events, each with the time at which its last byte came."""
+    """Parse a whole HTTP/1.1 response: server-sent events with the arrival time of their last byte."""
     stream, done = TokenStream(sent_s), False
     for arrival_s, event in _events(pieces):
         data = event.partition(b"data: ")[2]
@@ -139,7 +139,7 @@ def _events(pieces: list[Piece]) -> Iterator[Piece]:
 
 
 def _payloads(pieces: list[Piece]) -> Iterator[Piece]:
-    """What is in the chunks (RFC 9112, section 7.1), as far as it is there; each with its arrival."""
+    """Decode the chunks (RFC 9112, section 7.1) that have arrived, with arrival times."""
     buffer, in_body, left = b"", False, 0  # of the chunk, with the end of its line
     for arrival_s, data in pieces:
         buffer += data
@@ -172,14 +172,14 @@ def _check_head(head: bytes, rest: bytes) -> None:
 
 
 class GrpcStreams:
-    """`quire.v1.Generation/Generate`, all of them over one channel; messages are not decoded while they come.
+    """Streams of `quire.v1.Generation/Generate` over one channel; messages are decoded after the end.
 
     Parameters
     ----------
     port
-        On the loopback.
+        Port on the loopback.
     model
-        The name in the request.
+        Model name in the requests.
     """
 
     def __init__(self, port: int, model: str):
@@ -217,7 +217,7 @@ class GrpcStreams:
 
 
 def parse_grpc(sent_s: float, pieces: list[Piece]) -> TokenStream:
-    """The messages of one call, `GenerateResponse` each."""
+    """Parse the messages (`GenerateResponse`) of one call."""
     stream = TokenStream(sent_s)
     for arrival_s, data in pieces:
         response = pb.GenerateResponse.FromString(data)

@@ -1,4 +1,4 @@
-"""A Serve application that does nothing: what Ray and Serve themselves need to start."""
+"""An empty Serve application, to measure the start of Ray and Serve themselves."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""Whether routers know what is in the caches: a recorded trace on a real cluster, and caches that vanish.
+"""Accuracy of the routers' view of the caches: a recorded trace on a real cluster, and lost caches.
 
     python -m tests.perf truth TRACE [--requests 2000] [--speed 6]
 
 Four CPU replicas of the embedded model behind two routers. `TRACE` is JSON lines as `quire bench serve` takes them
-(`workloads.read_trace`), replayed in small: an eighth of the prompts' tokens, what they share with them, a sixteenth of
-the answers' (`SCALE`); what is still too long for the model is left out.
+(`workloads.read_trace`), scaled down (`SCALE`): prompts have an eighth of their tokens with the same shared parts,
+answers a sixteenth. Requests that are still too long for the model are left out.
 
-*Over-predicted*: requests of which the router that sent them expected more tokens to be cached than were. *Hit rate of
-pooled*: cached tokens over those that one cache with the memory of all replicas would have had (`pooled_cache`), for
-the same requests in the order in which they were sent.
+*Over-predicted*: requests for which the router expected more cached tokens than there were. *Hit rate of pooled*:
+cached tokens relative to one cache with the memory of all replicas (`pooled_cache`), for the same requests in the same
+order.
 
-*Wrong credit*: one replica is made to hold many prefixes that no other has, and each of them is asked for once, one
-every 10 ms. Meanwhile the replica's cache is cleared, or its process killed. From then on every decision that counts
-the replica's blocks is wrong; the routers' decision logs have them all, with their times and what was counted. The
-time is that from the event to the last such decision.
+*Wrong credit*: one replica gets many prefixes that no other replica has, and each prefix is requested once, one every
+10 ms. Meanwhile the replica's cache is cleared, or its process is killed. From then on, every decision that counts the
+replica's blocks is wrong. The routers' decision logs have all decisions with their times and counted blocks. The result
+is the time from the event to the last wrong decision.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ MODEL = "embedded"
 VOCAB_SIZE, MAX_MODEL_LEN = 1024, 4096
 NUM_REPLICAS, NUM_ROUTERS = 4, 2
 BLOCK_SIZE = 32
-NUM_BLOCKS = 4096  # of a replica: all of them together hold a third of what the trace asks for
-# 64 tokens for 512: a block of the trace is a routing block.
+NUM_BLOCKS = 4096  # of a replica; all replicas together hold a third of the trace's tokens
+# 64 tokens for 512, so that a block of the trace is one routing block.
 SCALE = TraceScale(block_tokens=64, output_share=1 / 16, max_tokens=MAX_MODEL_LEN)
-SPEED = 6.0  # two cores are busy all the time: a third of the requests wait longer than they should
+SPEED = 6.0  # keeps two cores busy; a third of the requests miss their objective
 PREFIX_TOKENS = 128
 PROBE_PERIOD_S = 0.01
 NUM_BEFORE, NUM_AFTER = 20, 60  # probes
 CLEAR_AFTER_S = NUM_BEFORE * PROBE_PERIOD_S
-HORIZON_S = 0.3  # around the event: without decisions there, the probes say nothing
+HORIZON_S = 0.3  # the probes are valid only with decisions this close to the event
 REPLACED_TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
 class WrongCredit:
-    """What routers believed of one replica after it had lost its cache."""
+    """Decisions that counted a replica's blocks after it had lost its cache."""
 
-    seconds: float  # from the event to the last decision that counted its blocks; 0: there was none
-    num_wrong: int  # such decisions
+    seconds: float  # from the event to the last wrong decision; 0 if there was none
+    num_wrong: int  # decisions that counted lost blocks
     num_decisions: int  # after the event
-    resolution_s: float  # the longest time without a decision among the first of them
+    resolution_s: float  # longest gap between the first decisions after the event
 
     @classmethod
     def of(cls, decisions: Iterable[LoggedDecision], replica: str, event_s: float) -> WrongCredit:
-        """From the decisions of all routers about prefixes that only `replica` held.
+        """Evaluate the decisions of all routers about prefixes that only `replica` held.
 
         Parameters
         ----------
@@ -79,8 +79,8 @@ class WrongCredit:
         Raises
         ------
         RuntimeError
-            Before the event no decision counted its blocks, or none came within `HORIZON_S` after it: then nothing
-            was measured.
+            No decision before the event counted the replica's blocks, or no decision came within `HORIZON_S` after it,
+            so nothing was measured.
         """
         ordered = sorted(decisions, key=lambda decision: decision.time_s)
         before = [d for d in ordered if event_s - HORIZON_S <= d.time_s < event_s]
@@ -97,7 +97,7 @@ class WrongCredit:
         return cls(max(wrong, default=0.0), len(wrong), len(after), max(gaps))
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written down."""
+        """The result as JSON."""
         return {
             "ms": round(1e3 * self.seconds, 1),
             "wrong_decisions": self.num_wrong,
@@ -116,12 +116,12 @@ def credit(decision: LoggedDecision, replica: str) -> float:
 
 
 def pooled_tokens(requests: Sequence[TimedRequest], records: Sequence[Record]) -> int:
-    """Prompt tokens that one cache of all replicas' memory would have had.
+    """Prompt tokens that one cache with the memory of all replicas would have had.
 
     Parameters
     ----------
     records
-        Of all requests, in any order; each is that of the request that was due at the same time.
+        Records of all requests in any order; a record and its request have the same due time.
     """
     cache = PooledCache(NUM_REPLICAS * NUM_BLOCKS, BLOCK_SIZE)
     order = sorted(zip(records, in_order_of_due(requests, records), strict=True), key=_sent)
@@ -131,7 +131,7 @@ def pooled_tokens(requests: Sequence[TimedRequest], records: Sequence[Record]) -
 def in_order_of_due(
     requests: Sequence[TimedRequest], records: Sequence[Record]
 ) -> list[TimedRequest]:
-    """The request of each record; those that were due at the same time are told apart by their lengths."""
+    """The request of each record; lengths distinguish requests with the same due time."""
     by_key: dict[tuple[float, int], list[TimedRequest]] = {}
     for request in requests:
         by_key.setdefault((request.at_s, len(request.prompt_ids)), []).append(request)
@@ -142,11 +142,11 @@ def _sent(pair: tuple[Record, TimedRequest]) -> float:
     return pair[0].sent_s
 
 
-# -- caches that vanish ----------------------------------------------------------------------------------
+# -- lost caches ------------------------------------------------------------------------------------------
 
 
 class Prober:
-    """Prefixes that one replica holds, each to be asked for once."""
+    """Prefixes that one replica holds; each is requested once."""
 
     def __init__(self, url: str, rng: random.Random):
         self._url, self._rng = url, rng
@@ -154,7 +154,7 @@ class Prober:
         self.num_failed = 0
 
     async def fill(self, num_prefixes: int) -> tuple[str, list[list[int]]]:
-        """Send new prefixes until some replica holds so many; its name, and them."""
+        """Send new prefixes until one replica holds enough; returns its name and the prefixes."""
         held: dict[str, list[list[int]]] = {}
         while max(map(len, held.values()), default=0) < num_prefixes:
             prefixes = [self._tokens(PREFIX_TOKENS) for _ in range(8)]
@@ -165,7 +165,7 @@ class Prober:
         return max(held.items(), key=lambda item: len(item[1]))
 
     async def ask_each(self, prefixes: Iterable[Sequence[int]]) -> None:
-        """One every `PROBE_PERIOD_S`, whatever becomes of those before."""
+        """Send a probe every `PROBE_PERIOD_S` without waiting for answers."""
         tasks = []
         for i, prefix in enumerate(prefixes):
             if i:
@@ -174,11 +174,11 @@ class Prober:
         await asyncio.gather(*tasks)
 
     async def clear(self, prefix: Sequence[int], after_s: float) -> float:
-        """Have the replica that holds this prefix clear its cache after so many seconds.
+        """Have the replica that holds this prefix clear its cache after a delay.
 
         Returns
         -------
-        Seconds since 1970 before which it does not: it happens so much later as this request takes to its first step.
+        Earliest time of the clear, in seconds since 1970; this request's way to its first step delays it further.
         """
         label = {"x-request-id": f"fault:forget:{after_s:g}@0"}
         client = OpenAIClient(self._url, MODEL, headers=label)
@@ -187,7 +187,7 @@ class Prober:
         return asked_s + after_s
 
     async def _ask(self, prefix: Sequence[int]) -> str:
-        """The replica that answered; empty if none did."""
+        """The replica that answered; empty if the request failed."""
         try:
             return (await self._client.complete([*prefix, *self._tokens(8)], 1)).replica
         except RequestFailed:
@@ -201,10 +201,10 @@ class Prober:
 async def vanish(
     cluster: LiveCluster, prober: Prober, decisions: Callable[[], list[LoggedDecision]], how: str
 ) -> WrongCredit:
-    """Let a replica lose its cache, by `clear` or by `kill`, while it is asked for what was in it."""
+    """Clear a replica's cache or kill its process while probes request its prefixes."""
     replica, prefixes = await prober.fill(NUM_BEFORE + NUM_AFTER + 1)
     pid = cluster.replicas("quire", "Replica")[replica]
-    await asyncio.sleep(1.0)  # every event has been heard
+    await asyncio.sleep(1.0)  # until the routers have all cache events
     first, *rest = prefixes
     probes = asyncio.ensure_future(prober.ask_each(rest))
     if how == "clear":
@@ -214,7 +214,7 @@ async def vanish(
         os.kill(pid, signal.SIGKILL)
         event_s = time.time()
     await probes
-    await asyncio.sleep(0.5)  # the log is written by a thread
+    await asyncio.sleep(0.5)  # a thread writes the log
     found = WrongCredit.of(
         (d for d in decisions() if d.time_s >= event_s - HORIZON_S), replica, event_s
     )
@@ -224,18 +224,18 @@ async def vanish(
 
 
 async def until_replaced(cluster: LiveCluster, gone: str) -> None:
-    """Until Serve runs as many replicas as before."""
+    """Wait until Serve runs as many replicas as before."""
     async with asyncio.timeout(REPLACED_TIMEOUT_S):
         while gone in (names := cluster.replicas("quire", "Replica")) or len(names) < NUM_REPLICAS:
             await asyncio.sleep(0.5)
-    await asyncio.sleep(2.0)  # and the routers have attached to it
+    await asyncio.sleep(2.0)  # until the routers have attached to the new replica
 
 
-# -- the whole -------------------------------------------------------------------------------------------
+# -- the benchmark----------------------------------------------------------------------------------------
 
 
 def serve_config(log_folder: Path) -> dict[str, Any]:
-    """The repository's cluster.yaml with four small caches, faults on demand, and every decision on disk."""
+    """The repository's cluster.yaml with four small caches, fault injection, and all decisions on disk."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     (application,) = config["applications"]
     application["args"] = {
@@ -255,7 +255,7 @@ def bars_of(
     vanished: dict[str, list[WrongCredit]],
     speed: float = SPEED,
 ) -> list[Bar]:
-    """Of the replay, which names another speed than the default one, and of every cache that vanished."""
+    """Bars of the replay (their names have a speed other than the default) and of each lost cache."""
     at_speed = "" if speed == SPEED else f"_at_speed_{speed:g}"
     over = [r for r in records if (r.predicted_tokens or 0) > r.cached_tokens]
     under = [r for r in records if (r.predicted_tokens or 0) < r.cached_tokens]
@@ -304,7 +304,7 @@ def bars_of(
 
 
 def tokens_elsewhere(decisions: Iterable[LoggedDecision]) -> int:
-    """Prompt tokens that another replica held than the one chosen, which held fewer: what load was worth."""
+    """Prompt tokens that another replica had cached in addition to the chosen one: the price of balancing load."""
     elsewhere = 0.0
     for decision in decisions:
         fleet = decision.fleet
@@ -316,7 +316,7 @@ def tokens_elsewhere(decisions: Iterable[LoggedDecision]) -> int:
 async def measure(
     cluster: LiveCluster, requests: list[TimedRequest], log_folder: Path, events: dict[str, int]
 ) -> tuple[list[Record], dict[str, Any], dict[str, list[WrongCredit]], int]:
-    """Records and summary of the replay, what became of vanished caches, and probes that failed."""
+    """Run everything: the replay's records and summary, the wrong credit by event, and failed probes."""
     url = f"http://127.0.0.1:{cluster.http_port}"
     run = await open_loop(OpenAIClient(url, MODEL, {"return_token_ids": True}), requests)
     summary = summarise(run, Slo())
@@ -327,7 +327,7 @@ async def measure(
     def decisions() -> list[LoggedDecision]:
         return [decision for path in log_folder.glob("*.jsonl") for decision in read(path)]
 
-    await asyncio.sleep(0.5)  # the log is written by a thread
+    await asyncio.sleep(0.5)  # a thread writes the log
     summary["held_elsewhere_tokens"] = tokens_elsewhere(decisions())
 
     vanished: dict[str, list[WrongCredit]] = {how: [] for how in events}

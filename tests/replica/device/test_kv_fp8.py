@@ -66,7 +66,7 @@ def test_keys_and_values_are_written_by_their_heads_scales():
             assert torch.equal(kept, scale)
             expected = torch.full_like(cache, float("nan"), dtype=torch.float32).to(CODES)
             codes = reference.quantise_e4m3(x.bfloat16(), scale)
-            reference.write_pages(expected.view(torch.uint8), codes.view(torch.uint8), slots)
+            reference.write_slots(expected.view(torch.uint8), codes.view(torch.uint8), slots)
             assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
 

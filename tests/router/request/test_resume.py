@@ -212,7 +212,7 @@ def damaged(event_id: str) -> dict[str, tuple[str, str]]:
         "other version": (f"q2.{origin}.{marks}", "must be the id of an event"),
         "other seed": (f"{head}.{flipped}.{marks}", "belongs to another request"),
         "too many choices": (f"{event_id},{marks}", "must have 1 marks"),
-        "other tokens": (f"{head}.{origin}.{tokens}-{other}", "generated again, the first"),
+        "other tokens": (f"{head}.{origin}.{tokens}-{other}", "generated again, differ"),
         "beyond": (f"{head}.{origin}.{beyond}-{checksum}", "must be at most 14 tokens"),
     }
 
