@@ -1,12 +1,12 @@
-"""What a replica leaves behind when it dies: which requests its running step held, and whether it crashed.
+"""Flight recorder: the requests in a dead replica's last step, and whether the replica crashed.
 
-Two files beside each other. The record is a mapping of memory, so the kernel keeps it whatever ends the process::
+There are two files in one folder. The record is a memory mapping, so the kernel keeps it however the process ends::
 
     int64:  step number, 0 between two steps │ n │ stream ids of the step's n rows ...
 
-The crash report is text: the interpreter's fatal error handler writes it on SIGSEGV, SIGABRT, SIGBUS, SIGILL and
-SIGFPE, and the watch over the steps before it ends the process. A process that was killed from outside (SIGKILL, or
-the kernel when memory is short) has written none.
+The crash report is text. The interpreter's fatal error handler writes it on SIGSEGV, SIGABRT, SIGBUS, SIGILL and
+SIGFPE, and the watchdog writes it before it ends the process. A process that was killed from outside (SIGKILL, or by
+the kernel when memory is low) has no report.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _HEADER = 2  # integers before the stream ids
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """The last moments of a replica."""
+    """The last state of a replica."""
 
-    stream_ids: frozenset[int]  # of the step that ran; empty between two steps
-    report: str  # how the crash report begins; empty: it did not crash by itself
+    stream_ids: frozenset[int]  # streams in the running step; empty between two steps
+    report: str  # beginning of the crash report; empty: the replica did not crash
 
     @property
     def crashed(self) -> bool:
@@ -35,14 +35,14 @@ class Flight:
 
 
 class FlightRecorder:
-    """Writes the record of one process. `begin` and `end` cost a copy of the ids each.
+    """Writes the record of one process. `begin` copies the ids.
 
     Parameters
     ----------
     path
-        Of the record; its folder is made. The report is `path` with `.crash` appended.
+        Path of the record; its folder is created. The report is `path` with `.crash` appended.
     max_rows
-        Most rows of a step.
+        Maximum number of rows in a step.
     """
 
     def __init__(self, path: Path, max_rows: int):
@@ -51,29 +51,29 @@ class FlightRecorder:
         self._report = _report_path(path).open("w")
 
     def catch_fatal_signals(self) -> None:
-        """From now on this process writes a report before it dies of a signal of its own making."""
+        """Write a report before this process dies of a fatal signal such as SIGSEGV."""
         faulthandler.enable(self._report, all_threads=False)
 
     def begin(self, step: int, stream_ids: np.ndarray) -> None:
-        """A step with these rows, [n] int64, is about to run."""
+        """Record the streams of a step that is about to run, [n] int64."""
         count = len(stream_ids)
         self._record[_HEADER : _HEADER + count] = stream_ids
         self._record[1] = count
         self._record[0] = step
 
     def end(self) -> None:
-        """It has returned, or failed in a way that this process lives to tell."""
+        """Record that the step has returned or failed."""
         self._record[0] = 0
 
     def report(self, text: str) -> None:
-        """Write down why this process is about to end itself."""
+        """Record why this process is about to end itself."""
         self._report.write(f"{text}\n")
         self._report.flush()
         os.fsync(self._report.fileno())
 
 
 def read_flight(path: Path) -> Flight | None:
-    """What a dead process has left; None when there is nothing to be read."""
+    """Read the record and the report of a dead process; None if there are none."""
     try:
         record = np.fromfile(path, np.int64)
         with _report_path(path).open("rb") as file:
