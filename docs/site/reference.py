@@ -88,7 +88,7 @@ def _sections() -> Iterator[str]:
         yield from (f"## {name.replace('_', ' ').capitalize() or 'Application'}", "")
         if name:
             first_line = (model.__doc__ or "").strip().partition("\n")[0]
-            yield from (f"Fields of `{name}`. {first_line}", "")
+            yield from (f"Fields of `{name}`.", first_line, "")
         yield from ("| field | type | default | meaning |", "|---|---|---|---|")
         for field, info in model.model_fields.items():
             if _section(info) is not None:
