@@ -1,17 +1,17 @@
-"""Attention on the CPU: one layer's time on fixed shapes, against what else could compute it, and against the machine.
+"""CPU attention of one layer on fixed shapes, against other implementations and the machine's floor.
 
     python -m tests.perf cpu_attention [--threads 2] [--rounds 7] [--slow] [--out FILE]
 
 Candidates, in alternation, on the same paged cache (16 query heads, 8 KV heads of 128, blocks of 32 in random order):
 
 native    the compiled library, and its narrower instruction sets
-torch     what runs without a compiler: products of gathered tiles
-sdpa      torch's own kernel, once per request, on keys gathered for it (it knows no pages)
-flex      `flex_attention` under torch.compile on the same gathered keys; with --slow (it compiles for minutes)
+torch     the path without a compiler: products of gathered tiles
+sdpa      torch's own kernel, once per request, on gathered keys (it does not support pages)
+flex      `flex_attention` under torch.compile on the same gathered keys; only with --slow (it compiles for minutes)
 
-The floor is the larger of the time to read the keys and values once at the copy bandwidth measured in the same round
-(bytes read and bytes written both count), and that of the products at the rate of a 1536^3 matrix product. The ratios
-are medians over rounds of times in one round, so that other load on the machine falls on both sides.
+The floor is the larger of two times: to read the keys and values once at the copy bandwidth of the same round (bytes
+read and written both count), and to compute the products at the rate of a 1536^3 matrix product. A ratio compares times
+of one round, so that other load on the machine affects both; the result is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPES = {
     "prefill_4x512_on_1024": [(512, 1536)] * 4,
 }
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
-MIN_SPEEDUP = 1.5  # over the torch path
+MIN_SPEEDUP = 1.5  # relative to the torch path
 MIN_FLOOR = {"decode": 0.7, "prefill": 0.5}
 COPY_BYTES = 64 << 20
 GEMM_SIZE = 1536
@@ -48,7 +48,7 @@ GEMM_SIZE = 1536
 
 @dataclass(frozen=True)
 class Case:
-    """One shape's data; K and V are views of a pool of more layers, as in serving."""
+    """Data of one shape; K and V are views of a pool with several layers, as in serving."""
 
     q: torch.Tensor  # [tokens, heads, head_dim]
     k: torch.Tensor  # [blocks, kv_heads, block_size, head_dim]
@@ -59,23 +59,23 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """Factor on q . k."""
+        """Factor of q . k."""
         return HEAD_DIM**-0.5
 
     @property
     def bytes(self) -> int:
-        """Keys and values, once."""
+        """Bytes of all keys and values, read once."""
         return int(self.kv_len.sum()) * 2 * KV_HEADS * HEAD_DIM * self.q.element_size()
 
     @property
     def flops(self) -> int:
-        """Of both products, over the keys that each query sees."""
+        """Floating-point operations of both products, over the keys that each query sees."""
         q_len = np.diff(self.cu_q)
         return int(4 * HEADS * HEAD_DIM * (q_len * self.kv_len - q_len * (q_len - 1) // 2).sum())
 
 
 def make_case(rows: list[tuple[int, int]], dtype: torch.dtype) -> Case:
-    """Random data in blocks of random order."""
+    """Random data in randomly ordered blocks."""
     generator = torch.Generator().manual_seed(0)
     counts = [-(-kv // BLOCK_SIZE) for _, kv in rows]
     order = np.random.default_rng(0).permutation(sum(counts))
@@ -90,7 +90,7 @@ def make_case(rows: list[tuple[int, int]], dtype: torch.dtype) -> Case:
 
 
 def planned(case: Case, backend: str, isa: str | None = None) -> Callable[[], torch.Tensor]:
-    """One layer's call; the plan is shared by all layers, so it is made outside."""
+    """The call of one layer. All layers share the plan, so it is built outside of the call."""
     arguments = (case.cu_q, case.kv_len, case.block_tables, case.k, HEADS)
     plan = plan_attention(*arguments, backend=backend)
     out = torch.empty_like(case.q)
@@ -109,7 +109,7 @@ def planned(case: Case, backend: str, isa: str | None = None) -> Callable[[], to
 
 
 def per_request(case: Case, attend: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Gather a request's pages, then a kernel that knows none; q_len < kv_len is a mask, aligned at the end."""
+    """Gather a request's pages for a kernel without pages; if q_len < kv_len, the causal mask is aligned at the end."""
     masks = []
     for row, kv_len in enumerate(case.kv_len):
         q_len = int(case.cu_q[row + 1] - case.cu_q[row])
@@ -168,7 +168,7 @@ def make_flex() -> Callable[..., torch.Tensor]:
 
 
 def candidates(case: Case, slow: bool) -> dict[str, Callable[[], torch.Tensor]]:
-    """By name; all must agree."""
+    """Candidates by name; all must give the same results."""
     found = {"torch": planned(case, "torch"), "sdpa": per_request(case, sdpa)}
     if has_native():
         found["native"] = planned(case, "native")
@@ -182,7 +182,7 @@ def candidates(case: Case, slow: bool) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds; of one thread its CPU time, so that slices that other processes got do not count."""
+    """Seconds of a clock; with one thread its CPU time, which excludes other processes' time slices."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     call()
@@ -190,7 +190,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def machine(dtype: torch.dtype) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Functions that measure bytes/s of a copy and flop/s of a matrix product once."""
+    """Functions that each measure once: bytes/s of a copy, and flop/s of a matrix product."""
     source, target = (
         torch.ones(COPY_BYTES, dtype=torch.uint8),
         torch.empty(COPY_BYTES, dtype=torch.uint8),
@@ -203,12 +203,12 @@ def machine(dtype: torch.dtype) -> tuple[Callable[[], float], Callable[[], float
 
 
 def measure(name: str, dtype_name: str, rounds: int, slow: bool) -> list[report.Bar]:
-    """All candidates on one shape."""
+    """Measure all candidates on one shape."""
     case = make_case(SHAPES[name], DTYPES[dtype_name])
     calls = candidates(case, slow)
     expected = calls["torch"]().float()
     for candidate, call in calls.items():
-        error = float((call().float() - expected).abs().max())  # and warms up
+        error = float((call().float() - expected).abs().max())  # also the warm-up
         assert error < (1e-4 if dtype_name == "float32" else 5e-2), (candidate, error)
     copy, gemm = machine(DTYPES[dtype_name])
     times: dict[str, list[float]] = {candidate: [] for candidate in calls}
@@ -247,7 +247,7 @@ def measure(name: str, dtype_name: str, rounds: int, slow: bool) -> list[report.
         for other, goal in (("torch", MIN_SPEEDUP), ("sdpa", 1.0), ("flex", 1.0))
         if other in times
     ]
-    # Against the best the machine did in any round: a quiet moment's.
+    # Also against the machine's best rates of any round.
     best = max(case.bytes / max(bandwidth), case.flops / max(rate))
     details["floor_of_best_round"] = round(best / min(times["native"]), 3)
     goal = MIN_FLOOR[name.partition("_")[0]]

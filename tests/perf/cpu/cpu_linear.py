@@ -1,11 +1,11 @@
-"""Matrix products on the CPU at the row counts of a decode step and of prefill: packed weights against torch's own.
+"""CPU matrix products at the row counts of decode steps and prefill: packed weights against torch.
 
-Weights of several layers in turn, more than the caches hold, as a model's are. Candidates take turns: the packed
-product, `torch.nn.functional.linear`, in float32 also the tiles of fixed height that `deterministic` falls back to
-without the compiled library, in bfloat16 the same weights uncoded, and a copy of as many bytes, read and written
-counted. Each bar is a ratio of medians: bytes of weights a second over those of the copy, over torch's, and over those
-of uncoded weights. Bytes are those of the dtype: coded weights have a quarter less, so that few rows may be faster than
-the copy.
+The weights of several layers are used in turn; together they exceed the caches, as a model's weights do. The candidates
+alternate: the packed product, `torch.nn.functional.linear`, and a copy of as many bytes (read and written both count).
+In float32 there are also the fixed-height tiles that `deterministic` uses without the compiled library; in bfloat16
+also the same weights uncoded. Each bar is a ratio of medians of weight bytes per second: packed to the copy, to torch,
+and to uncoded weights. Bytes count in the dtype; coded weights are a quarter smaller, so a product of few rows can be
+faster than the copy.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from quire.replica.model.deterministic.cpu_tiles import fitting_tile_rows, tiled
 COLUMNS, DEPTH, LAYERS = 6144, 1024, 8  # gate and up of a 0.6B model: 96 MiB in bfloat16
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-# Set before anything was measured: few rows run at the memory's speed, and no row count is slower than torch.
+# Goals, set before the first measurement: few rows run at the memory's speed, no row count is slower than torch.
 GOAL_OF_COPY = {1: 0.8, 2: 0.8, 4: 0.8, 8: 0.8, 16: 0.6, 32: 0.3}
 GOAL_OF_TORCH = 1.0
-GOAL_OF_UNCODED = 1.0  # set when weights were first coded
+GOAL_OF_UNCODED = 1.0  # goal, set when coded weights were introduced
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def seconds(clock: Callable[[], float], work: Callable[[], object]) -> list[float]:
-    """One turn, after one that is not counted."""
+    """Measure one turn after one warm-up turn."""
     work()
     began = clock()
     work()

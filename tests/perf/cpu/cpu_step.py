@@ -1,9 +1,9 @@
-"""A step of a 0.6B model on the CPU, fused and as transformers wrote it: decoding at 1, 8 and 32 rows, and a prefill.
+"""A step of a 0.6B model on the CPU, fused and unfused: decoding at 1, 8 and 32 rows, and a prefill.
 
 The model has random weights and the shape of Qwen3-0.6B with a vocabulary of 32,000 (473 M parameters). Two runners of
-the same checkpoint take turns over the same plans: rows of 256 tokens that decode one more, or a prompt of 512. The
-floor of a decode step is the time to copy half as many bytes as it has weights, read and written counted: what it must
-read of weights in 16 bits, at the memory's speed. Coded ones take three quarters of that.
+the same checkpoint alternate over the same plans: rows of 256 tokens that decode one more token, or a prompt of 512
+tokens. The floor of a decode step is the time to read its weights in 16 bits at the speed of a copy (bytes read and
+written both count). Coded weights need three quarters of that.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from quire.replica.runner.runner import Runner
 from tests.perf.cpu.cpu_linear import CLOCKS
 
 CONTEXT, BLOCK_SIZE = 256, 32
-BLOCKS = CONTEXT // BLOCK_SIZE + 1  # of a row
+BLOCKS = CONTEXT // BLOCK_SIZE + 1  # per row
 PREFILL_TOKENS = 512
-# Set before anything was measured. The machine-wide goals are those of whole workloads in `serving`.
+# Goals, set before the first measurement.
 GOAL_SPEED_UP = 1.5
 GOAL_OF_FLOOR = {1: 0.8, 8: 0.7}
 
@@ -83,7 +83,7 @@ def make_runner(path: Path, dtype: str, fuse: str, threads: int) -> Runner:
 
 
 def make_plan(computed: int, new: int, rows: int) -> StepPlan:
-    """`rows` rows with `computed` tokens in the cache and `new` ones to compute, of random ids."""
+    """A plan of `rows` rows with `computed` cached tokens and `new` tokens to compute, with random ids."""
     rng = np.random.default_rng(0)
     positions = np.tile(np.arange(computed, computed + new, dtype=np.int32), rows)
     num_blocks = -(-(computed + new) // BLOCK_SIZE)
@@ -115,14 +115,14 @@ def make_plan(computed: int, new: int, rows: int) -> StepPlan:
 
 
 def step_ms(clock: Callable[[], float], runner: Runner, plan: StepPlan) -> list[float]:
-    """One step."""
+    """Run one step."""
     began = clock()
     runner.run(plan)
     return [(clock() - began) * 1e3]
 
 
 def copy_ms(clock: Callable[[], float], source: torch.Tensor, target: torch.Tensor) -> list[float]:
-    """The floor."""
+    """Time of the floor."""
     began = clock()
     target.copy_(source)
     return [(clock() - began) * 1e3]
@@ -146,7 +146,7 @@ def measure(
             for fuse, runner in runners.items()
         }
         candidates["floor"] = functools.partial(copy_ms, clock, *half)
-        report.alternate(candidates, 1)  # warm
+        report.alternate(candidates, 1)  # warm-up
         found = report.alternate(candidates, rounds)
         medians = {which: statistics.median(values) for which, values in found.items()}
         details = {
@@ -178,7 +178,7 @@ def measure(
 
 
 def _read_parameters(spec: ModelSpec) -> int:
-    """Parameters that a decode step reads: all layers' and the output head's."""
+    """Parameters that a decode step reads: those of all layers and the output head."""
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * spec.hidden_size
     mlp = 3 * spec.hidden_size * spec.intermediate_size
     layers = sum(len(group.layers) for group in spec.groups)

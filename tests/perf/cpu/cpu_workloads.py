@@ -1,14 +1,13 @@
-"""W1 to W5 on the 0.6B shape: Quire beside transformers, OpenVINO and vLLM on the CPU, as bars.
+"""W1 to W5 on the 0.6B shape: bars of Quire against transformers, OpenVINO and vLLM on the CPU.
 
     python -m tests.perf cpu-workloads TURNS.jsonl ... [--baseline quire-torch --prefix cpu/without_compiler]
 
-Reads the turns that `quire bench compare halfb` kept (`compare.jsonl`), of one run or of several short ones with
-different --first-repetition; tests/perf/README.md has the commands. Peers that were not run have no rows and no bars.
-With
---baseline the bars are those of another of the engines, as of Quire where it was installed without a compiler.
+Reads the turns of `quire bench compare halfb` (`compare.jsonl`), from one run or from several short runs with different
+--first-repetition; tests/perf/README.md has the commands. Engines that were not run have no rows and no bars. With
+--baseline the bars are those of another engine, for example of Quire without a compiler.
 
-The floor is taken at the rates of the run. On the processor on which the goals were set it is also taken at the rates
-of the run that set them, the reference: shares of it compare with what the peers had reached then.
+The floor uses the rates of the run. On the processor on which the goals were set, a second floor uses the rates of the
+run that set the goals (the reference), so that percentages can be compared with that run.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from quire.cluster.bench.results import plots, report
 
 QUIRE = "quire"
 PREFIX = "cpu"
-# Of the floor, in percent; and times as fast as transformers' continuous batching. Set before anything was measured.
+# Goals, set before the first measurement: percent of the floor, and speed relative to transformers' continuous
+# batching.
 FLOOR_GOALS = {"W1": 78, "W2": 70, "W3": 92, "W4": 72, "W5": 98}
 TRANSFORMERS_GOALS = {"W1": 3.0, "W2": 3.0, "W4": 3.0}
-# Where and at which rates the goals were set. Its floor of one stream is that of a token after the first.
+# Processor and rates with which the goals were set. The floor of one stream counts the tokens after the first.
 REFERENCE_CPU = "AMD EPYC, family 25 model 17"
 REFERENCE_RATES = Rates(memory_gb_per_s=33.0, gflop_per_s=410.0)
 
 
 def bars(summary: dict[str, Any], baseline: str = QUIRE, prefix: str = PREFIX) -> list[report.Bar]:
-    """The bars of everything that has turns; peers are all engines but Quire's own."""
+    """The bars of all workloads with turns; peers are all engines other than Quire."""
     rows = {(row["engine"], row["workload"]): row for row in summary["rows"]}
     found = []
     for workload, goal in FLOOR_GOALS.items():
@@ -69,7 +69,7 @@ def bars(summary: dict[str, Any], baseline: str = QUIRE, prefix: str = PREFIX) -
         ]
         found += [_against(row, peer, prefix) for peer in peers]
         if peers:
-            # By ratio, which is taken turn by turn: peers of different turns saw the machine at different speeds.
+            # The best peer by the ratio within a turn: the machine's speed differs between turns.
             best = min(peers, key=lambda peer: peer["ratio"]["median"])
             found.append(
                 report.Bar(
@@ -87,7 +87,7 @@ def bars(summary: dict[str, Any], baseline: str = QUIRE, prefix: str = PREFIX) -
 def reference_bars(
     summary: dict[str, Any], shape: ModelShape, baseline: str = QUIRE, prefix: str = PREFIX
 ) -> list[report.Bar]:
-    """Of the floor at the rates of the run that set the goals."""
+    """Bars of the floor at the reference rates."""
     found = []
     for row in summary["rows"]:
         goal = FLOOR_GOALS.get(row["workload"])

@@ -2,12 +2,11 @@
 
     python -m tests.perf step-profile CHECKPOINT [--workloads W1 W2 ...]
 
-On the CPU every operation is done when its call returns, so wall time around a call is its cost. The parts are:
-every leaf module of the model under the name it has in its layer; writing keys and values; attention; choosing
-tokens; the loop's own work before and after the forward pass; and what is left: rotary embedding, residual sums,
-gate times up, views. A layer that runs as one call tells the times of its parts itself, under the same names.
-Products are given with the rate at which they read their weights and compute. The hooks cost a few microseconds for
-each call; a run without them is measured beside it.
+On the CPU an operation is complete when its call returns, so the wall time of a call is its cost. The parts are: each
+leaf module of the model by its name in the layer; writing keys and values; attention; choosing tokens; the loop's work
+before and after the forward pass; and the rest (rotary embedding, residual sums, gate times up, views). A layer that
+runs as one call reports the times of its parts under the same names. Products are listed with the rates at which they
+read weights and compute. The hooks cost a few microseconds per call, so a run without them is measured too.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from quire.replica.model.fusion.cpu_fused_parts import PackedProduct
 from quire.replica.model.fusion.fused_parts import Product
 from quire.replica.sampling import step_sampler
 
-# Parts that lie inside `launch`; the rest of `launch` is shown as REST.
+# Parts inside `launch`; the remaining time of `launch` is REST.
 REST = "rest of the forward pass"
 HOST = ("plan", "collect", "commit", "send")
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of one step by part."""
+    """Seconds of one step, by part."""
 
     num_tokens: int
     num_decode_rows: int
@@ -51,25 +50,27 @@ class StepTimes:
 
     @property
     def kind(self) -> str:
-        """`decode` when every row has one token, else `prefill`, mixed steps included."""
+        """`decode` if every row has one token, else `prefill`, which includes mixed steps."""
         return "decode" if self.num_tokens == self.num_decode_rows else "prefill"
 
 
 class StepRecorder:
-    """Times the parts of every step of an engine while it is installed.
+    """Times the parts of an engine's steps while it is installed.
 
-    Everything runs in the engine's thread; the recorder is read when the engine is idle.
+    The hooks run in the engine's thread; read the recorder only while the engine is idle.
     """
 
     def __init__(self, engine: Engine):
         self.steps: list[StepTimes] = []
-        self.weights: dict[str, tuple[int, int]] = {}  # part: parameters of all layers, their bytes
+        self.weights: dict[
+            str, tuple[int, int]
+        ] = {}  # by part: parameters of all layers, and their bytes
         self._engine = engine
         self._began_plan_s = 0.0
 
     @contextmanager
     def installed(self) -> Iterator[StepRecorder]:
-        """Record until the end of the block. Only while the engine is idle at both ends."""
+        """Record during the block. The engine must be idle at its start and end."""
         loop = self._engine._loop
         runner, scheduler = loop._runner, loop._scheduler
         with ExitStack() as stack:
@@ -122,7 +123,7 @@ class StepRecorder:
         return wrap
 
     def _hook(self, name: str, module: torch.nn.Module) -> Callable[[], None]:
-        """Time a leaf module; returns what removes the hooks."""
+        """Time a leaf module; returns the handles that remove its hooks."""
         part = name.rpartition(".")[2]
         began = 0.0
 
@@ -133,7 +134,7 @@ class StepRecorder:
         def after(*_: Any) -> None:
             self._add(part, began)
 
-        own = None  # parameters and bytes of a product's weight
+        own = None  # number of parameters and bytes of a product's weight
         if isinstance(module, PackedProduct):
             own = module.packed.columns * module.packed.depth, module.packed.num_bytes
         elif isinstance(module, torch.nn.Linear | Product):
@@ -148,7 +149,7 @@ class StepRecorder:
         return lambda: [handle.remove() for handle in handles]
 
     def _add(self, part: str, began: float) -> None:
-        if self.steps:  # an idle turn of the loop before the first step
+        if self.steps:  # the loop may turn without work before the first step
             self.steps[-1].seconds[part] += time.perf_counter() - began
 
     def _add_all(self, seconds: dict[str, float]) -> None:
@@ -158,7 +159,7 @@ class StepRecorder:
 
 
 def run(engine: Engine, workload: Workload, repetition: int | str) -> float:
-    """Seconds of one workload."""
+    """Run one workload; returns its seconds."""
     prompts = workload.prompts(repetition, engine.config.vocab_size)
     params = SamplingParams(max_tokens=workload.output_tokens, temperature=0.0, ignore_eos=True)
     began = time.perf_counter()
@@ -167,7 +168,7 @@ def run(engine: Engine, workload: Workload, repetition: int | str) -> float:
 
 
 def table(steps: list[StepTimes], weights: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
-    """Rows of one kind of steps: milliseconds per step (means), share of the whole, rates of the products."""
+    """Rows of one kind of step: mean milliseconds, share of the step, rates of the products."""
     num_steps = len(steps)
     tokens = statistics.fmean(step.num_tokens for step in steps)
     sums: dict[str, float] = defaultdict(float)
@@ -185,7 +186,7 @@ def table(steps: list[StepTimes], weights: dict[str, tuple[int, int]]) -> list[d
             "ms": _round(1e3 * seconds),
             "percent": round(100 * seconds / total, 1),
         }
-        # The head runs on the rows that sample only, so its flops are not those of all tokens.
+        # The head runs only on rows that sample, so its flops do not follow from the tokens.
         if part in weights and seconds > 0:
             count, size = weights[part]
             row["weights_gb_per_s"] = _round(size / seconds / 1e9)
@@ -200,7 +201,7 @@ def _round(value: float) -> float:
 
 
 def measure(engine: Engine, workload: Workload) -> dict[str, Any]:
-    """One workload without and one with the recorder, and the table of each kind of step."""
+    """Run a workload without and with the recorder; returns a table for each kind of step."""
     plain_s = run(engine, workload, "plain")
     recorder = StepRecorder(engine)
     with recorder.installed():
@@ -221,7 +222,7 @@ def measure(engine: Engine, workload: Workload) -> dict[str, Any]:
 
 
 def print_tables(name: str, found: dict[str, Any]) -> None:
-    """What a person reads."""
+    """Print the tables."""
     print(f"\n{name}: {found['seconds']:.2f} s ({found['seconds_with_recorder']:.2f} s recorded)")
     for kind in ("decode", "prefill"):
         if kind not in found:
@@ -264,7 +265,7 @@ def main() -> None:
     profiles = {}
     with Engine(**shape) as engine:
         run(engine, Workload("warm-up", 8, 0, 128, 4), 0)
-        wait_until_idle(time.process_time, most_s=60.0)  # it backs its cache with memory
+        wait_until_idle(time.process_time, most_s=60.0)  # until its cache's pages are in memory
         for workload in chosen:
             profiles[workload.name] = measure(engine, workload)
             print_tables(workload.name, profiles[workload.name])

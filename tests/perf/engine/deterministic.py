@@ -1,8 +1,8 @@
-"""What `deterministic: true` costs: tokens per second with and without it, one core, float32 on the CPU.
+"""Cost of `deterministic: true`: tokens per second with and without it, on one core in float32.
 
-Two engines of the same checkpoint take turns over the same requests: a prefill of four prompts, the decoding of a
-batch, and the decoding of one request. Models: the embedded one, and one with random weights and the shape of a
-small model. Each bar is the ratio of the medians, deterministic to not.
+Two engines of the same checkpoint alternate over the same requests: a prefill of four prompts, decoding a batch, and
+decoding one request. The models are the embedded model and one of about 110 M random parameters. Each bar is the ratio
+of the medians, with the option to without it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from quire.protos.wire import SamplingParams
 from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.engine import Engine
 
-# Set before anything was measured: what a user who wants bit equality may have to pay.
+# Goals, set before the first measurement: the largest acceptable cost of bit equality.
 GOALS = {"prefill": 0.5, "decode_16": 0.4, "decode_1": 0.2}
-WORKLOADS = {  # prompts, tokens of each, new tokens of each
+WORKLOADS = {  # number of prompts, tokens of each, new tokens of each
     "prefill": (4, 192, 1),
     "decode_16": (16, 8, 24),
     "decode_1": (1, 8, 24),
@@ -49,7 +49,7 @@ def build_random(folder: Path) -> Path:
 
 
 def tokens_per_s(engine: Engine, workload: str) -> list[float]:
-    """One run: prompt tokens per second of a prefill, output tokens per second of decoding."""
+    """Run once; returns prompt tokens per second of a prefill, output tokens per second of decoding."""
     count, length, new = WORKLOADS[workload]
     vocab_size = engine.config.vocab_size
     prompts = [
@@ -82,7 +82,7 @@ def measure(name: str, checkpoint: str, rounds: int) -> list[report.Bar]:
                 which: functools.partial(tokens_per_s, engine, workload)
                 for which, engine in (("deterministic", exact), ("plain", plain))
             }
-            report.alternate(candidates, 1)  # warm
+            report.alternate(candidates, 1)  # warm-up
             found = report.alternate(candidates, rounds)
             medians = {which: statistics.median(values) for which, values in found.items()}
             details = {

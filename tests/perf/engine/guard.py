@@ -2,11 +2,11 @@
 
     python -m tests.perf guard
 
-Times depend on the machine and on whatever else it does; how many times as fast as another engine in the same minute
-does so much less, and least of all in CPU time of engines with one thread each. Both engines load the same small
-random weights and take turns over the same prompts; the ratio is taken turn by turn. A workload fails when the median
-of its ratios lies below the committed floor by more than the spread that this very run shows. The floors are in
-`guard_floors.json`; they lie well under what was measured, so that a failure is a regression and not a neighbour.
+Times depend on the machine and its load. The speed relative to another engine in the same minute depends on them much
+less, least of all as CPU time of engines with one thread each. Both engines load the same small random weights and
+alternate over the same prompts; a ratio compares two runs of one turn. A workload fails if the median of its ratios is
+below the committed floor by more than this run's spread. The floors in `guard_floors.json` are well below the measured
+ratios, so a failure is a regression and not load on the machine.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from quire.cluster.bench.load.workloads import Workload, batches
 FLOORS = Path(__file__).with_name("guard_floors.json")
 PEER = "transformers"
 TURNS = 9
-_BUDGET_S = 25.0  # no turn starts later: loading and the last turn come on top
-# On a shared machine threads wait for each other, and use CPU time for it; one waits only for its turn.
+_BUDGET_S = 25.0  # no turn starts later; loading and the last turn are not included
+# On a shared machine several threads spend CPU time waiting for each other; one thread does not.
 _THREADS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One workload's ratio beside its floor."""
+    """The ratios of one workload and its floor."""
 
     workload: str
     floor: float
@@ -50,10 +50,10 @@ class Verdict:
 
     @property
     def spread(self) -> float:
-        """Uncertainty of the median: 1.25 standard errors, the deviation taken from the median's own.
+        """Uncertainty of the median: 1.25 standard errors.
 
-        The median absolute deviation, scaled to a normal distribution's, is not moved by one turn in which somebody
-        else had the core.
+        The standard deviation is estimated from the median absolute deviation, scaled as for a normal distribution:
+        one turn with another process on the core does not change it.
         """
         median = self.median
         deviation = 1.4826 * statistics.median(abs(ratio - median) for ratio in self.ratios)
@@ -61,7 +61,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """False when even the median plus its spread is below the floor."""
+        """False if even the median plus its spread is below the floor."""
         return self.median + self.spread >= self.floor
 
     def __str__(self) -> str:
@@ -94,9 +94,9 @@ def judge(found: Comparison, floors: dict[str, float]) -> list[Verdict]:
 def measure(
     folder: Path, workloads: Sequence[Workload], turns: int, quire_options: dict[str, object]
 ) -> Comparison:
-    """Both engines in turns on the `tiny` checkpoint, which is made in `folder`."""
-    # Without instructions for it torch's products of bfloat16 take ten times as long as those of float32: against
-    # that an engine that widens its weights could lose a lot before it fell below the floors.
+    """Run both engines alternately on the `tiny` checkpoint, which is created in `folder`."""
+    # Without bfloat16 instructions torch's bfloat16 products take ten times as long as in float32. Relative to that, an
+    # engine that converts its weights could lose much speed before its ratio fell below the floors.
     dtype = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
     model = str(build("tiny", folder / "tiny", dtype))
     shape = {"model": model, "dtype": dtype, "threads": _THREADS}
@@ -115,7 +115,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a workload is below its floor."""
+    """Run the guard; returns the exit status: 1 if a workload is below its floor."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,16 +1,16 @@
-"""How long the host takes for one decode step when the forward pass takes no time.
+"""Host time of one decode step, with a forward pass that takes no time.
 
     python -m tests.perf host_overhead [--rows 256 1024] [--out FILE]
 
-Quire: `Scheduler.plan`, `Scheduler.commit`, cache events, load, and the encoded frame for one router: everything
-the engine does between two forward passes, and what the actor's event loop does for it. Sampled tokens are random.
-Prefix caching is on, blocks of 32 tokens, prompts of different lengths, so that blocks fill up in every step.
+Quire: `Scheduler.plan`, `Scheduler.commit`, cache events, load, and the encoded frame for one router: all work of the
+engine between two forward passes, and that of the actor's event loop. Sampled tokens are random. Prefix caching is on,
+blocks have 32 tokens, and prompts have different lengths, so some blocks fill up in every step.
 
-transformers: `prepare_next_batch` and `update_batch` of its continuous batching, with the decode fast path (block
-tables) that it has on GPUs only, prefix sharing on, no streaming: its fastest path. Nothing is sent to anybody.
+transformers: `prepare_next_batch` and `update_batch` of its continuous batching on its fastest path: with the decode
+fast path (block tables) that it has only on GPUs, prefix sharing on, no streaming. It sends no results.
 
-Wall clock, medians, in alternation: a step is a hundred times shorter than a time slice, so other load on the
-machine interrupts few of them. (The clock of CPU time costs more than a step in some sandboxes.)
+The result is the median wall time of alternating steps. A step is a hundred times shorter than a time slice, so other
+load on the machine interrupts few steps. (Reading the CPU-time clock takes longer than a step in some sandboxes.)
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ VOCAB = 32_000
 EOS = 2
 BLOCK_SIZE = 32
 MAX_LEN = 8192
-PROMPT_TOKENS = 64  # and up to 63 more: rows fill their blocks in different steps
+PROMPT_TOKENS = 64  # up to 63 more per prompt, so that rows fill their blocks in different steps
 GENERATED = 64  # tokens of each row before the first measurement
 STEPS_PER_TURN = 64  # every row fills two blocks
 GOALS_MS = {256: 0.1, 1024: 0.4}
-MAX_RATIO = 0.02  # of transformers' host time: fifty times less
+MAX_RATIO = 0.02  # relative to transformers' host time
 
 
 class QuireHost:
@@ -51,11 +51,11 @@ class QuireHost:
     rows
         Requests that decode.
     waiting
-        Requests that wait behind them for ever.
+        Requests that stay in the queue.
     scheduler
-        In which order they would start.
+        Order of the queue.
     max_len
-        Tokens of prompt and answer; the answers end 128 tokens before.
+        Tokens of prompt and answer; the measurement ends 128 tokens before.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class QuireHost:
         self.run(GENERATED)
 
     def run(self, steps: int) -> list[float]:
-        """Host milliseconds of each of these steps."""
+        """Host milliseconds of each step."""
         return [self.step() for _ in range(steps)]
 
     def step(self) -> float:
-        """One step; returns its host milliseconds."""
+        """Run one step; returns its host milliseconds."""
         tokens = self._rng.integers(EOS + 1, VOCAB, self.scheduler.config.max_running_requests)
         began = time.perf_counter_ns()
         plan = self.scheduler.plan(0.0)
@@ -126,7 +126,7 @@ class QuireHost:
 
 
 def _publisher() -> Callable[[LoopOutput], Frame]:
-    """`Attachments.publish` for one attached router, which returns the frame that it queues."""
+    """Run `Attachments.publish` for one attached router; returns the queued frame."""
     attachments = Attachments("epoch", on_detach=lambda router_id: None)
     attachment = _Attachment(1, time.monotonic, heartbeat_s=3600, max_heartbeat_s=3600)
     attachments._by_router["router"] = attachment
@@ -139,7 +139,7 @@ def _publisher() -> Callable[[LoopOutput], Frame]:
 
 
 class TransformersHost:
-    """Continuous batching of transformers with a model that is never called."""
+    """transformers' continuous batching without calls of its model."""
 
     def __init__(self, rows: int):
         import torch
@@ -177,7 +177,7 @@ class TransformersHost:
                 allow_block_sharing=True,
             ),
         )
-        # The fast path and no mask, as with flash attention on a GPU: no kernel is called.
+        # The fast path without a mask, as with flash attention on a GPU; no kernel is called.
         model.config._attn_implementation = "flash_attention_2"
         manager.continuous_batching_config.max_blocks_per_request = 32
         self._batch = manager._create_batch_processor()
@@ -201,11 +201,11 @@ class TransformersHost:
             raise RuntimeError("transformers did not take its decode fast path")
 
     def run(self, steps: int) -> list[float]:
-        """Host milliseconds of each of these steps."""
+        """Host milliseconds of each step."""
         return [self.step() for _ in range(steps)]
 
     def step(self) -> float:
-        """One step; returns its host milliseconds, the stub's random numbers not counted."""
+        """Run one step; returns its host milliseconds without the stub's random numbers."""
         batch, io = self._batch, self._batch.inputs_and_outputs
         began = time.perf_counter_ns()
         if not batch.prepare_next_batch():
@@ -233,7 +233,7 @@ def measure(rows: int, turns: int, generated: int, waiting: int) -> list[report.
         "transformers": lambda: transformers.run(8),
     }
     gc.collect()
-    gc.freeze()  # as a replica does once it has loaded
+    gc.freeze()  # as a replica does after loading
     found = report.alternate(hosts, turns)
     gc.unfreeze()
     spreads = {name: report.Spread.of(values) for name, values in found.items()}

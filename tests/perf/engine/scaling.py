@@ -1,11 +1,11 @@
-"""How the time of a step grows: with its tokens, and not with what waits, is cached, or was generated.
+"""Growth of a step's time: linear in its tokens, flat in waiting requests, cached blocks and generated tokens.
 
     python -m tests.perf scaling CHECKPOINT
 
-Tokens: whole forward passes of the model on the device, prompts of 1 to 512 tokens in one step. The rest is the
-host's work for one decode step of 64 rows with a stubbed forward pass, as in `host_overhead`: requests that wait
-(0 to 100,000), blocks in the prefix cache (10^3 to 10^6), tokens that each row has generated already (64 to 16,384).
-Also what admitting a prompt of 1,024 tokens costs that the cache has all of, against the number of cached blocks.
+Tokens: whole forward passes on the device, with prompts of 1 to 512 tokens in one step. All other series measure the
+host's work for a decode step of 64 rows with a stubbed forward pass, as in `host_overhead`, against waiting requests (0
+to 100,000), blocks in the prefix cache (10^3 to 10^6), and tokens that each row has generated (64 to 16,384). One more
+series measures the admission of a fully cached prompt of 1,024 tokens against the number of cached blocks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TOKENS = (1, 8, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 WAITING = (0, 100, 1000, 10_000, 100_000)
 CACHED = (1000, 10_000, 100_000, 1_000_000)
 GENERATED = (64, 1024, 4096, 16_384)
-# Set before anything was measured.
-MAX_GROWTH = 1.25  # of a flat series: the slowest median over that of the smallest point
-MAX_RESIDUAL = 0.15  # of the linear series, relative to the fitted line, from 64 tokens on
+# Goals, set before the first measurement.
+MAX_GROWTH = 1.25  # of a flat series: the slowest median relative to the smallest point's
+MAX_RESIDUAL = 0.15  # of the linear series: deviation from the fitted line, from 64 tokens on
 
 
 class CacheHost:
@@ -44,10 +44,10 @@ class CacheHost:
     Parameters
     ----------
     num_blocks
-        That the cache shall hold at most; the pool has room for the rows beside it.
+        Most blocks of the prefix cache; the pool also has room for the rows.
     """
 
-    PROMPT = 4096  # tokens of the prompts that fill the cache
+    PROMPT = 4096  # tokens of a prompt that fills the cache
     HIT = 1024  # tokens of the prompt whose admission is timed
 
     def __init__(self, num_blocks: int):
@@ -76,10 +76,10 @@ class CacheHost:
                 max_prefill_ms=None,
             )
         )
-        self._known: np.ndarray | None = None  # a prompt that the cache has
+        self._known: np.ndarray | None = None  # a cached prompt
 
     def fill(self, num_cached: int) -> None:
-        """Serve prompts until so many blocks are cached, one after the other; then start the rows."""
+        """Serve prompts one after the other until this number of blocks is cached; then start the rows."""
         while self.scheduler.load().blocks_cached < num_cached:
             prompt = self._add(self.PROMPT, 1)
             if self._known is None:
@@ -91,11 +91,11 @@ class CacheHost:
             self._step()
 
     def decode_ms(self, steps: int) -> list[float]:
-        """Of steps in which all rows decode."""
+        """Times of steps in which all rows decode."""
         return [self._step() for _ in range(steps)]
 
     def admit_ms(self, count: int) -> list[float]:
-        """Of steps that also admit a prompt which the cache has, and finish it."""
+        """Times of steps that also admit and finish a cached prompt."""
         found = []
         for _ in range(count):
             self._add_known()
@@ -133,11 +133,11 @@ def point(x: int, values: Sequence[float]) -> dict[str, Any]:
 
 
 def over_tokens(checkpoint: str, dtype: str, rounds: int) -> list[dict[str, Any]]:
-    """Whole steps of one prompt of so many tokens."""
+    """Times of whole steps with one prompt of this length."""
     from quire.replica.engine import Engine
 
     with Engine(model=checkpoint, dtype=dtype, max_model_len=2048, kv_cache_gib=0.5) as engine:
-        runner = engine._loop._runner  # idle: the loop has no requests
+        runner = engine._loop._runner  # the loop is idle: it has no requests
 
         def measure(num_tokens: int) -> Callable[[], list[float]]:
             plan = runner.trash_plans.plan([num_tokens], 0.0)
@@ -150,13 +150,13 @@ def over_tokens(checkpoint: str, dtype: str, rounds: int) -> list[dict[str, Any]
 
 
 def over_waiting(steps: int) -> list[dict[str, Any]]:
-    """Decode steps with so many requests in the queue."""
+    """Times of decode steps with this number of waiting requests."""
     hosts = {str(n): QuireHost(ROWS, waiting=n) for n in WAITING}
     return _series(hosts, WAITING, steps)
 
 
 def over_generated(steps: int) -> list[dict[str, Any]]:
-    """Decode steps of rows that have generated so much."""
+    """Times of decode steps of rows with this number of generated tokens."""
     hosts = {}
     for num_generated in GENERATED:
         host = QuireHost(ROWS, max_len=max(GENERATED) + 4096)
@@ -167,7 +167,7 @@ def over_generated(steps: int) -> list[dict[str, Any]]:
 
 def _series(hosts: dict[str, QuireHost], xs: Sequence[int], steps: int) -> list[dict[str, Any]]:
     gc.collect()
-    gc.freeze()  # as a replica does once it has loaded
+    gc.freeze()  # as a replica does after loading
     found = report.alternate(
         {name: lambda host=host: host.run(steps) for name, host in hosts.items()}, 6
     )
@@ -176,7 +176,7 @@ def _series(hosts: dict[str, QuireHost], xs: Sequence[int], steps: int) -> list[
 
 
 def over_cached(steps: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Decode steps, and steps that admit a cached prompt, with so many cached blocks."""
+    """Times of decode steps, and of steps that admit a cached prompt, with this number of cached blocks."""
     hosts = {}
     for num_cached in CACHED:
         hosts[num_cached] = CacheHost(num_cached)
@@ -194,12 +194,12 @@ def over_cached(steps: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def growth(points: Sequence[dict[str, Any]]) -> float:
-    """The slowest median over that of the first point."""
+    """The slowest median relative to the first point's."""
     return max(p["median"] for p in points) / points[0]["median"]
 
 
 def residual(points: Sequence[dict[str, Any]], least: int = 64) -> float:
-    """Largest relative distance of a median from the line through those from `least` on."""
+    """Largest relative distance of a median from the line fitted to the points from `least` on."""
     used = [(p["x"], p["median"]) for p in points if p["x"] >= least]
     x, y = np.array(used, float).T
     slope, intercept = np.polyfit(x, y, 1)

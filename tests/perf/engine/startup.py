@@ -1,10 +1,10 @@
-"""How long a new process needs to its first token, and how much memory it holds when it has worked.
+"""Time from a new process to its first token, and the memory that it holds after work.
 
     python -m tests.perf startup CHECKPOINT
 
-A fresh Python imports, loads, warms up and answers one prompt of 16 tokens; the clock runs from before the process
-starts. Then it works until every block of its cache has been written, so that the cache is really resident, and the
-peak of its resident memory is compared with the weights and the cache.
+A new Python process imports, loads, warms up and answers one prompt of 16 tokens; the clock starts before the process.
+Then the process works until every block of its cache has been written, so that the whole cache is resident. Its peak
+resident memory is compared with the size of weights and cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GOAL_MB = 500.0
 
 
 def child(checkpoint: str, dtype: str, kv_cache_gib: float) -> None:
-    """The process that is measured: prints one JSON line at its first token, and one at its end."""
+    """The measured process: prints a JSON line at its first token, and one at its end."""
     from quire.protos.wire import SamplingParams
     from quire.replica.engine import Engine
 
@@ -36,7 +36,7 @@ def child(checkpoint: str, dtype: str, kv_cache_gib: float) -> None:
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         engine.generate([[5 + i for i in range(16)]], params, progress=False)
         print(json.dumps({"startup_s": engine.startup_s}), flush=True)
-        # Blocks without content are taken first: as many tokens as the cache holds fill every one.
+        # The pool hands out unused blocks first, so as many tokens as the cache holds fill every block.
         length = config.max_model_len - 1
         count = -(-config.num_blocks * config.block_size // length)
         for i in range(count):
@@ -50,7 +50,7 @@ def child(checkpoint: str, dtype: str, kv_cache_gib: float) -> None:
                     "peak_rss_bytes": 1024 * int(status.partition("VmHWM:")[2].split()[0]),
                     "weights_bytes": weights_bytes,
                     "cache_bytes": pool.data.numel() * pool.data.element_size(),
-                    # One, the half-filled block of the last prompt, was written too.
+                    # The half-filled block of the last prompt was written too.
                     "blocks_without_content": engine.call(lambda s: s.load().blocks_free).result(),
                 }
             ),
@@ -59,14 +59,14 @@ def child(checkpoint: str, dtype: str, kv_cache_gib: float) -> None:
 
 
 def _weights_bytes(model: Any) -> int:
-    """Of the parameters, and of the packed weights that products on the CPU have in their place."""
+    """Bytes of the parameters, and of packed weights that replace them on the CPU."""
     held = (getattr(module, "packed", None) for module in model.modules())
     packed = {id(weight): weight.num_bytes for weight in held if weight is not None}
     return sum(packed.values()) + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def measure(checkpoint: str, dtype: str, kv_cache_gib: float) -> dict[str, Any]:
-    """One fresh process."""
+    """Run one new process."""
     command = [sys.executable, "-m", "tests.perf.engine.startup", checkpoint, "--dtype", dtype]
     command += ["--kv-cache-gib", str(kv_cache_gib), "--child"]
     began = time.perf_counter()

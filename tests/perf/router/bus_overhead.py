@@ -1,13 +1,13 @@
-"""What a streamed token costs in Python, on the replica's side of the bus and on the router's, without Ray.
+"""Python time of a streamed token on the replica's and the router's side of the bus, without Ray.
 
     python -m tests.perf bus_overhead [--streams 128] [--out FILE]
 
-Replica: `Attachments.publish` of a step's columns, the attach stream's wake-up, and the encoded frame.
-Router: the frame decoded, `Bus` → `Attempt` → `RequestStream` (index check, detokeniser, stop matcher) →
-`ChunkEncoder`, in one task per request as under HTTP, up to the bytes handed to the server. Real objects on both
-sides; a stub stands for Serve's handle. Sockets, the proxy and Serve's own streams are not in it.
+Replica: `Attachments.publish` of a step's columns, the wake-up of the attach stream, and the encoded frame.
+Router: decoding the frame, `Bus` → `Attempt` → `RequestStream` (index check, detokeniser, stop matcher) →
+`ChunkEncoder`, in one task per request as under HTTP, up to the bytes for the server. The objects are real except for a
+stub of Serve's handle. Sockets, the proxy and Serve's own streams are not included.
 
-Wall time per token in steps of one token for each stream, medians over the steps.
+The result is the wall time per token in steps with one token for each stream, as the median over the steps.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class StubCall:
 
 
 class ReplicaSide:
-    """Attachments of an engine, and one attached router."""
+    """Attachments of an engine with one attached router."""
 
     def __init__(self, streams: int):
-        # No heartbeat between two steps, however slow the machine is.
+        # No heartbeat between two steps, even on a slow machine.
         self.attachments = Attachments(EPOCH, on_detach=lambda router_id: None, heartbeat_s=3600)
         self.frames = self.attachments.stream(ROUTER, Load)
         self._keys = np.empty(streams, object)
@@ -82,12 +82,12 @@ class ReplicaSide:
         self._step = 0
 
     def take(self, stream_ids: list[int]) -> None:
-        """The router's streams run here: it chose their ids."""
+        """Set the ids of the router's streams, which run here."""
         self._keys[:] = [(ROUTER, stream_id) for stream_id in stream_ids]
         self._stream_ids[:] = stream_ids
 
     def output(self, token_ids: np.ndarray) -> LoopOutput:
-        """What the engine's loop hands over after a step with one token for each stream."""
+        """The loop's output after a step with one token for each stream."""
         self._step += 1
         index = np.full(len(self._keys), self._step - 1, np.int32)
         columns = (self._keys, self._sources, self._stream_ids, index, token_ids)
@@ -96,7 +96,7 @@ class ReplicaSide:
 
 
 class RouterSide:
-    """A router with its service, and one HTTP answer in progress for each stream."""
+    """A router with its service and an HTTP answer in progress for each stream."""
 
     def __init__(self, streams: int):
         checkpoint = resolve_checkpoint("embedded", None, weights=False)
@@ -129,14 +129,14 @@ class RouterSide:
             table=table,
             policy=make_policy("slo"),
             transport=self.bus,
-            # Nobody answers before all are sent.
+            # Answers begin after all requests are sent.
             admission=AdmissionLimits(dispatch_window_s=1e9, max_wait_s=1e9),
         )
         self.num_sent = 0
         self.tasks = [asyncio.create_task(self._answer(i)) for i in range(streams)]
 
     def on_data(self, data: bytes) -> None:
-        """A frame arrives: what `Bus._attach` does with it."""
+        """Process a frame as `Bus._attach` does."""
         self.bus._on_frame(REPLICA, Frame.decode(data))
 
     async def _answer(self, i: int) -> None:
@@ -163,7 +163,7 @@ async def _never() -> Any:
 
 
 async def run(streams: int, steps: int) -> tuple[list[float], list[float]]:
-    """Microseconds per token of each step: of the router, and of the replica."""
+    """Microseconds per token of each step, for the router and the replica."""
     router, replica = RouterSide(streams), ReplicaSide(streams)
     text_ids = router.tokenizer.encode(TEXT, add_special_tokens=False)
     first = asyncio.create_task(anext(replica.frames))
@@ -184,7 +184,7 @@ async def run(streams: int, steps: int) -> tuple[list[float], list[float]]:
         target = router.num_sent + streams
         resumed = time.perf_counter_ns()
         router.on_data(data)
-        for _ in range(8):  # turns of the event loop: each stream's task runs once
+        for _ in range(8):  # iterations of the event loop, so that each stream's task runs once
             if router.num_sent >= target:
                 break
             await asyncio.sleep(0)

@@ -1,8 +1,8 @@
-"""What one prefix cache with the memory of all replicas would have had: the bound for any router in front of them.
+"""A prefix cache with the memory of all replicas: an upper bound of the hits of any router.
 
-Pure and exact: blocks are compared by their content and all that precedes it, the one used longest ago goes first, of
-one prompt the end before the beginning. Nobody waits for anything: a prompt's blocks are there for whoever comes after
-it, where replicas must compute them first and a request must have gone to the right one of them.
+Pure and exact. Blocks are equal if their tokens and all tokens before them are equal. Eviction is LRU, and the end of a
+prompt is evicted before its beginning. The blocks of a prompt are available to the next request at once, while replicas
+must compute them first, and a request only hits on the replica that has them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ _ROOT = 0
 
 
 class PooledCache:
-    """A cache that requests pass one after the other.
+    """A cache that serves requests one after the other.
 
     Parameters
     ----------
     num_blocks
-        That it holds.
+        Capacity in blocks.
     block_size
-        Tokens in each.
+        Tokens per block.
 
     Raises
     ------
     ValueError
-        One of them is below 1.
+        A parameter is below 1.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -37,20 +37,20 @@ class PooledCache:
                 raise ValueError(f"{name}: must be >= 1, got {value}")
         self._num_blocks = num_blocks
         self._block_size = block_size
-        # A block's number says what is in it and before it: (number before it, its tokens) -> number.
+        # A block's number identifies its tokens and all before them: (previous block's number, tokens) -> number.
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._next_number = _ROOT + 1
-        self._held: OrderedDict[int, None] = OrderedDict()  # used longest ago first
+        self._held: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        """Blocks that it holds."""
+        """Number of cached blocks."""
         return len(self._held)
 
     def serve(self, prompt_ids: Sequence[int], num_output_tokens: int) -> int:
-        """How many tokens of a prompt are cached; from now on the prompt and its answer are.
+        """Look up a prompt, then cache it with its answer. Returns the number of tokens that were cached.
 
-        A hit is whole blocks and leaves one token to compute, as in the engine. What was generated takes room as the
-        prompt does, but for the last token, which is in no cache; no later prompt is taken to continue it.
+        A hit covers whole blocks and leaves one token to compute, as in the engine. Generated tokens except the last
+        one take room like the prompt, but no later prompt is assumed to continue them.
         """
         size = self._block_size
         tokens = np.asarray(prompt_ids, np.int32).tobytes()
@@ -78,7 +78,7 @@ class PooledCache:
         return self._next_number - 1
 
     def _use(self, chain: list[int]) -> None:
-        """The end first, so that a block is never given up before those that continue it."""
+        """Mark blocks as used, the end first, so that no block is evicted before the blocks that continue it."""
         held = self._held
         for number in reversed(chain):
             held[number] = None

@@ -1,11 +1,11 @@
-"""What admission costs: a request that passes, and one that is refused while the queue is full.
+"""Time to admit a request, and to refuse one while the queue is full.
 
     python -m tests.perf router_admission [--out FILE]
 
-A real `RouterService` and `Bus` over replicas that never answer: the first requests fill them, some nine hundred of a
-hundred tenants wait, and then more arrive with prompts of 20,000 characters. *Refused* is the time from `generate` to
-its `Overloaded`, with the queue's own work going on beside it. *Pass* is the time the gate adds to a request when
-nobody waits, with 4 and with 1000 replicas, beyond the ranking that every request needs.
+A real `RouterService` and `Bus` with replicas that never answer. The first requests fill the replicas, about nine
+hundred requests of a hundred tenants wait, and then more requests arrive with prompts of 20,000 characters. *Refused*
+is the time from `generate` to its `Overloaded`, while the queue works. *Pass* is the time that the gate adds to a
+request when the queue is empty, with 4 and with 1000 replicas, without the ranking that every request needs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HELLO = Hello(
     model_name="embedded",
     revision="",
     dtype="float32",
-    vocab_size=0,  # of the tokenizer, see `service_of`
+    vocab_size=0,  # set from the tokenizer, see `service_of`
     max_model_len=MAX_LEN,
     max_cache_tokens=MAX_LEN,
     block_size=32,
@@ -83,7 +83,7 @@ def service_of(table: ReplicaTable) -> RouterService:
 
 
 async def refused_ms() -> tuple[int, list[float]]:
-    """How many wait, and milliseconds to each refusal."""
+    """Fill the queue. Returns the number of waiting requests, and the milliseconds of each refusal."""
     service = service_of(table_of(4))
     prompt = "A quire of voices sings. " * 800
 
@@ -94,7 +94,7 @@ async def refused_ms() -> tuple[int, list[float]]:
     waiting = [
         asyncio.create_task(service.generate(ask(i, f"{i} {prompt[:500]}"))) for i in range(WAITING)
     ]
-    await asyncio.sleep(3)  # all have been sent, wait, or were refused
+    await asyncio.sleep(3)  # until every request is sent, waits, or was refused
     num_waiting = len(service.gate.queue)
     times_ms = []
     for i in range(REFUSALS):
@@ -111,7 +111,7 @@ async def refused_ms() -> tuple[int, list[float]]:
 
 
 async def pass_us(num_replicas: int, rounds: int = 2000) -> list[float]:
-    """Microseconds of `AdmissionGate.enter`, without ranking and sending, and of telling it the first token."""
+    """Microseconds of `AdmissionGate.enter` without ranking and sending, and of reporting the first token."""
     table, policy, rng = table_of(num_replicas), make_policy("slo"), random.Random(1)
     now_s = time.monotonic()
     fleet = table.fleet(np.empty(0, np.uint64), 1000, now_s)

@@ -1,18 +1,17 @@
-"""Speed of one routing decision and of the index: scaling in replicas and blocks.
+"""Time of a routing decision and of the prefix index, against the numbers of replicas and blocks.
 
-A decision is what `RouterService` does for each request: hash the prompt's tokens, match them in the
-index, score every replica, rank. Bookings go on between the decisions, as they do in a router; their time
-stands beside. The prompts are more than the processor's caches hold, so that a decision finds its blocks in memory.
+A decision is the work of `RouterService` for each request: hash the prompt's tokens, match the hashes in the index,
+score every replica, rank. Between two decisions requests are booked, as in a router; that time is listed separately.
+The prompts exceed the processor's caches, so a decision reads its blocks from memory.
 
-Times are of the wall clock: what else the machine does is in them, most of all in the tail, and the load average
-stands in the result. The processor time of a decision stands beside them: it leaves out the time in which others ran,
-but not what they did to the caches.
+Times are wall times and contain the load of the machine, most of all in the tail; the result has the load average. The
+CPU time of a decision is listed too: it excludes other processes' time slices, but not their effect on the caches.
 
-In a *burst* each prompt has just been sent to two replicas that do not hold all of it: a decision finds their bookings.
-One of them has confirmed the first blocks since.
+In a *burst* each prompt has just been sent to two replicas that do not hold all of it, so a decision finds their
+bookings. One of the two replicas has confirmed the first blocks.
 
-The largest fleet and index are measured in both ways, in turns: also as in an installation that had no C compiler.
-Where that is this one, it is the only way.
+The largest fleet and index are measured alternately with and without the compiled library, or only without it if this
+installation has none.
 
 `python -m tests.perf router_index --plot FILE` draws a result.
 """
@@ -48,23 +47,23 @@ from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.by_name import make_policy
 from quire.router.policy.policy import RouteRequest
 
-_BATCHES = (1, 4, 16, 64, 256, 4096)  # blocks of one report: a decode step's to a snapshot's
+_BATCHES = (1, 4, 16, 64, 256, 4096)  # blocks of one report, from a decode step to a snapshot
 _PROMPT_TOKENS = 16_384
-_MAX_PROMPTS = 2500  # of which we keep the tokens: 160 MB
-_MAX_BURST = 1000  # of them in a burst
+_MAX_PROMPTS = 2500  # kept in memory, 160 MB of tokens
+_MAX_BURST = 1000  # prompts of a burst
 _IN_FLIGHT = 64  # requests without a first token
 _FLEETS = (4, 32, 256)
 _TURNS = 4
-COMPILED, PLAIN = "router", "router/without_compiler"  # ways, as their bars are named
+COMPILED, PLAIN = "router", "router/without_compiler"  # prefixes of the bars' names
 _PARTS = ("hash", "match", "score", "decision", "decision_cpu", "book")
 # Goals of a decision. Without costs in C the median may take 150 us; with them it took half of that.
 _GOALS_US = {50: 150, 99: 500}
 
 
 class Filled:
-    """A table of replicas whose caches hold `num_blocks` distinct blocks, in chains as long as prompts.
+    """A replica table with `num_blocks` distinct cached blocks, in chains as long as prompts.
 
-    Each chain is held to a different depth by a few replicas, as after some evictions.
+    A few replicas hold each chain, each to a different depth, as after some evictions.
     """
 
     def __init__(self, num_replicas: int, num_blocks: int, copies: int = 3):
@@ -78,7 +77,7 @@ class Filled:
             self.table.on_frame(name, Frame("e", load=self._load(i)), 0.0)
         chain = _PROMPT_TOKENS // ROUTING_BLOCK_TOKENS
         num_chains = -(-num_blocks // chain)
-        self.prompts: list[np.ndarray] = []  # [tokens] int32, of the chains that are known
+        self.prompts: list[np.ndarray] = []  # [tokens] int32, of the cached chains
         pick = random.Random(0)
         every = -(-num_chains // _MAX_PROMPTS)
         took_bytes = 0
@@ -119,16 +118,16 @@ class Filled:
         self.table.index.apply(name, "e", events)
 
     def decisions(self, num: int) -> dict[str, np.ndarray]:
-        """[num] microseconds of each part of a decision, of all of it, of the processor in it, and of its booking."""
+        """[num] microseconds of each part of a decision, of the whole, of its CPU time, and of its booking."""
         policy, rng = make_policy("slo"), random.Random(1)
         order = random.Random(2).sample(self.prompts, len(self.prompts))
         taken: dict[str, list[float]] = {name: [] for name in _PARTS}
         in_flight: deque[RequestBooking] = deque()
         gc.collect()
-        gc.freeze()  # as a router does once it has started
+        gc.freeze()  # as a router does after its start
         for i in range(num):
             now_s = 0.1 + 1e-4 * i
-            tokens = order[i % len(order)].copy()  # the tokeniser has just written them
+            tokens = order[i % len(order)].copy()  # a copy, as the tokeniser has just written it
             began_cpu = time.thread_time()
             times = [time.perf_counter()]
             hashes = prefix_hashes(self.hasher, tokens)
@@ -156,7 +155,7 @@ class Filled:
 
     @contextmanager
     def burst(self) -> Iterator[None]:
-        """Meanwhile prompts are on their way to two replicas each, and `prompts` are only those."""
+        """During the block, prompts are on their way to two replicas each, and `prompts` holds only those."""
         index, pick, prompts = self.table.index, random.Random(3), self.prompts
         self.prompts = prompts[:_MAX_BURST]
         bookings = []
@@ -172,7 +171,7 @@ class Filled:
             index.unbook(booking)
 
     def events_per_s(self, batch: int) -> float:
-        """Stored and removed blocks a second, in reports of so many, on an index of this size."""
+        """Stored and removed blocks per second in reports of this size, on an index of this size."""
         num_batches = max(1, min(2000, 200_000 // batch))
         fresh = self.rng.integers(0, 2**64, num_batches * batch, dtype=np.uint64)
         batches, name = np.split(fresh, num_batches), self.names[0]
@@ -200,15 +199,15 @@ def _resident_bytes() -> int:
 
 
 def _by(library: ctypes.PyDLL | None) -> AbstractContextManager[Any]:
-    """Meanwhile the router's compiled library is this one, or there is none."""
+    """During the block, the router uses this compiled library, or none."""
     return mock.patch.object(compiled_router, "load", lambda: library)
 
 
 def measure(
     num_replicas: int, num_blocks: int, num_decisions: int, both: bool
 ) -> dict[str, dict[str, Any]]:
-    """What a fleet and an index of this size take, in a row of the curve for each way: the installation's own and, if
-    `both`, without the compiled library."""
+    """Measure a fleet and an index of this size. Returns a row for this installation and, if `both`, one without the
+    compiled library."""
     filled = Filled(num_replicas, num_blocks)
     compiled = compiled_router.load()
     ways = {} if compiled is None else {COMPILED: compiled}
@@ -218,7 +217,7 @@ def measure(
     rows: dict[str, dict[str, Any]] = {}
     for library in ways.values():
         with _by(library):
-            filled.decisions(min(200, num_decisions))  # what is done once is done
+            filled.decisions(min(200, num_decisions))  # warm-up
     for _ in range(_TURNS):
         for way, library in ways.items():
             with _by(library):
@@ -245,13 +244,13 @@ def measure(
 
 
 def _percentiles(name: str, turns: list[np.ndarray]) -> dict[str, float]:
-    """The columns of a row, of microseconds of several turns."""
+    """The columns of a row from the microseconds of several turns."""
     found = np.percentile(np.concatenate(turns), (50, 99)).tolist()
     return {f"{name}_p{p}_us": round(value, 1) for p, value in zip((50, 99), found, strict=True)}
 
 
 def bars(row: dict[str, Any], path: str) -> list[Bar]:
-    """The goals of the largest index and fleet."""
+    """Bars of the largest index and fleet."""
     events = row["events_per_s"]
     return [
         *(
@@ -286,7 +285,7 @@ def bars(row: dict[str, Any], path: str) -> list[Bar]:
 
 
 def plot(curve: list[dict[str, Any]], path: Path) -> None:
-    """A decision's parts over replicas and over blocks, and events a second over the size of a report."""
+    """Plot a decision's parts against replicas and blocks, and events per second against the size of a report."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -337,7 +336,7 @@ def main() -> int:
     shapes += [(options.replicas, n) for n in (small, 1_000_000) if n < options.blocks]
     shapes.append((options.replicas, options.blocks))
     curve = []
-    # A process for each, or the memory that one gave back would be taken by the next unseen.
+    # One process per measurement, so that none reuses the memory that another has freed.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for shape in shapes:
             last = pool.apply(measure, (*shape, options.decisions, shape is shapes[-1]))

@@ -1,10 +1,10 @@
-"""What a chat's next turn costs to tokenise: everything anew, and with what is remembered of the turn before.
+"""Time to tokenise a chat's next turn, in full and with the cached tokens of the previous turn.
 
     python -m tests.perf router_tokenizer [--tokens 16384] [--out FILE]
 
-The embedded model's tokenizer, a chat of turns of about 200 words. *Plain* is `TextTokenizer.encode` of the whole
-prompt; *next turn* is `AsyncTokenizer.encode` of the same prompt after the one before it. *Stall* is the longest time
-for which the event loop did nothing else while long new prompts were encoded in the threads.
+A chat with turns of about 200 words and the embedded model's tokenizer. *Plain* is `TextTokenizer.encode` of the whole
+prompt; *next turn* is `AsyncTokenizer.encode` of the same prompt after the previous turn's. *Stall* is the longest
+pause of the event loop while threads encode long new prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS = "the sea is blue and a quire of voices sings naïve songs of 日本 and 
 
 
 def chats(tokenizer: TextTokenizer, num_tokens: int, seed: int) -> list[str]:
-    """The prompts of a chat, turn by turn, until one has `num_tokens`."""
+    """The prompts of a chat, turn by turn, until a prompt has `num_tokens`."""
     rng = random.Random(seed)
     text, prompts = "", []
     while not prompts or len(tokenizer.encode(prompts[-1], False)) < num_tokens:
@@ -42,7 +42,7 @@ def timed_ms(function, *args) -> float:
 
 
 async def next_turns(tokenizer: TextTokenizer, prompts: list[str], rounds: int) -> list[float]:
-    """Milliseconds of the last turn, each time with the one before it remembered."""
+    """Milliseconds of the last turn, each time with the previous turn cached."""
     times_ms = []
     for _ in range(rounds):
         cached = AsyncTokenizer(tokenizer)
@@ -56,7 +56,7 @@ async def next_turns(tokenizer: TextTokenizer, prompts: list[str], rounds: int) 
 
 
 async def stall_ms(tokenizer: TextTokenizer, num_tokens: int, rounds: int) -> list[float]:
-    """The longest pause of the event loop in each round of four new prompts at once."""
+    """The longest pause of the event loop in each round of four concurrent new prompts."""
     worst_ms = []
     for i in range(rounds):
         new = AsyncTokenizer(tokenizer)

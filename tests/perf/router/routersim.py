@@ -1,13 +1,14 @@
-"""The router's policies, unchanged, in a simulated cluster, against other routers' and a pooled oracle.
+"""The router's policies in a simulated cluster, against other routers' policies and a pooled oracle.
 
-`make bench ARGS="routersim --simulator FOLDER"`; with three seeds and all policies fifteen minutes of one core, and
-`--cache FILE` goes on where a run was stopped. The oracle gives every replica one shared cache of
-all replicas' size, where every hit is free from anywhere, and the best of three dispatch rules; a ratio
-of 1 is perfect placement. Load is known only from reports every 50 ms and from own bookings.
+`make bench ARGS="routersim --simulator FOLDER"` takes fifteen minutes of one core with three seeds and all policies;
+`--cache FILE` continues an interrupted run. The policies are the product's code. The oracle gives the replicas one
+shared cache with the size of all their caches, where every hit is free on every replica, and the best of three dispatch
+rules; a ratio of 1 is perfect placement. A router knows the load only from reports every 50 ms and from its own
+bookings.
 
-All replicas start requests as the product's do (`replica/scheduler/order.py`: the shortest prompt first, with age),
-whoever routes; of the oracle's runs with that order and of those in order of arrival the best counts. What a policy
-alone does, with replicas that start requests in order of arrival, has a table of its own.
+With every router, replicas start requests in the product's order (`replica/scheduler/order.py`: the shortest prompt
+first, with ageing). The oracle is the best of its runs with that order and with first come, first served. A separate
+table has replicas that start requests in order of arrival, to show the effect of the policy alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PERTURBED = (
     "conv8L*",
     "hot8*",
     "chat8*",
-)  # other lengths, rates and reuse than any that was looked at
+)  # other lengths, rates and reuse than in the workloads used for development
 ORACLES = {"least_tokens": "LeastTokens", "lmetric": "LMetric", "marginal": "Marginal"}
 OTHERS = {
     "RoundRobin": {},
@@ -51,18 +52,21 @@ OTHERS = {
     "Marginal": {},
     "MarginalRep": {},
 }
-ROBUSTNESS = ("conv8L", "hot8")  # long prompts and hot prefixes: where load and cache views matter
+ROBUSTNESS = (
+    "conv8L",
+    "hot8",
+)  # long prompts and hot prefixes, where accurate views of load and caches matter
 OURS = "slo"
 _PARTS = ("held_out", "perturbed", "fifo", "robustness")
-_FIFO = "fifo"  # a variant: replicas start requests in order of arrival
+_FIFO = "fifo"  # variant: replicas start requests in order of arrival
 _LOSS_GOALS = {"16 routers": 0.02, "event lag 0.5 s": 0.01, "restart": 0.01}
 _REFERENCE = ("GreedyTTFT", "MarginalRep")
-PARTS = ("own_prefill_s", "wait_s", "decode_s")  # they add up to the mean end-to-end time
+PARTS = ("own_prefill_s", "wait_s", "decode_s")  # their sum is the mean end-to-end time
 KEPT = ("ttft_mean", "ttft_p99", "e2e_mean", "tpot_mean", "goodput", "hit", *PARTS)
 
 
 class Simulator:
-    """The simulator's modules, from a folder; a result is kept in a file, so that a run can go on."""
+    """The simulator's modules from a folder; results are kept in a file, so that a run can continue."""
 
     def __init__(self, folder: Path, cache: Path | None):
         sys.path.insert(0, str(folder))
@@ -103,7 +107,7 @@ class Simulator:
         raise ValueError(f"no workload {name!r}")
 
     def policy(self, name: str, seed: int = 1) -> Any:
-        """`ours:NAME` is the product's; anything else one of the simulator's classes."""
+        """A policy by name: `ours:NAME` is the product's, any other is a class of the simulator."""
         if name.startswith("ours:"):
             return Stack(make_policy(name.removeprefix("ours:")), seed)
         return getattr(self._policies, name)(seed=seed, **OTHERS.get(name, {}))
@@ -123,7 +127,7 @@ class Simulator:
         Parameters
         ----------
         variant
-            Names what `options` (of the simulator) and `routers` change.
+            Name of the changes that `options` (of the simulator) and `routers` make.
         """
         key = f"{workload}|{seed}|{policy}|{variant}"
         if key in self.found:
@@ -145,7 +149,7 @@ class Simulator:
         return self.found[key]
 
     def oracle(self, workload: str, seed: int, *, fifo_only: bool = False) -> dict[str, float]:
-        """The best of the three pooled oracles, in either order, metric by metric."""
+        """The best of the three pooled oracles in both orders, for each metric."""
         orders = (
             {f"pooled {_FIFO}": 0.0} if fifo_only else {f"pooled {_FIFO}": 0.0, "pooled": AGEING}
         )
@@ -160,7 +164,7 @@ class Simulator:
 
 
 class InOrderOfArrival:
-    """The same clusters with replicas that start requests in order of arrival."""
+    """Results of the same clusters with replicas that start requests in order of arrival."""
 
     def __init__(self, simulator: Simulator):
         self._simulator = simulator
@@ -173,14 +177,14 @@ class InOrderOfArrival:
 
 
 def parts(requests: list[Any], hardware: Any) -> dict[str, float]:
-    """Where a mean request's time goes, in seconds.
+    """Parts of the mean end-to-end time, in seconds.
 
     Returns
     -------
     own_prefill_s
-        Prefill of what was not cached, on a replica that does nothing else: grows with misses.
+        Prefill of the uncached tokens on an otherwise idle replica; grows with cache misses.
     wait_s
-        The rest of the time to first token: others' prefill before it and decoding beside it.
+        The rest of the time to first token: other requests' prefill before it, and decoding in the same steps.
     decode_s
         From the first token to the last.
     """
@@ -202,7 +206,7 @@ def compare(
     workloads: tuple[str, ...],
     seeds: tuple[int, ...],
 ) -> dict[str, Any]:
-    """A policy against the oracle: ratios of TTFT and end-to-end time, and what goodput it loses."""
+    """A policy against the oracle: ratios of TTFT and end-to-end time, and lost goodput."""
     of_workload = {}
     for workload in workloads:
         runs = [simulator.run(workload, seed, policy) for seed in seeds]
@@ -230,7 +234,7 @@ def compare(
 
 
 def robustness(simulator: Simulator, seeds: tuple[int, ...]) -> dict[str, float]:
-    """Goodput lost to many routers, late events and a restart, in the mean over workloads."""
+    """Mean goodput over workloads that is lost to many routers, late events and a restart."""
     variants: dict[str, dict[str, Any]] = {
         "16 routers": {"routers": 16},
         "event lag 0.5 s": {"kv_delay": 0.5},
@@ -269,7 +273,7 @@ def bars(table: dict[str, dict[str, Any]], lost: dict[str, float]) -> list[Bar]:
 
 
 def plot(table: dict[str, dict[str, Any]], path: Path) -> None:
-    """Bars of the three numbers that the goals are in, best policies first."""
+    """Bars of the three metrics with goals, best policies first."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -293,7 +297,7 @@ def plot(table: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def markdown(tables: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The tables as a page."""
+    """The tables as Markdown."""
     lines = ["# The routing policies in a simulated cluster", ""]
     for title, table in tables.items():
         workloads = list(next(iter(table.values()))["workloads"])

@@ -1,9 +1,9 @@
-"""The product's routing judged by a simulator: `Stack` is the router's own table, index and policy.
+"""The product's routing as a plug-in of a simulator: `Stack` is the router's own table, index and policy.
 
-The simulator lives outside of this project: a folder with `sim.py`, `policies.py`, `gen.py` and traces,
-given on the command line. Its policies see a request, the replicas' last load reports and KV events;
-`Stack` turns these into the frames that a real replica would send. What a report lacks but a replica
-measures, the times of its steps, is computed from the simulated hardware.
+The simulator is not part of this project: a folder with `sim.py`, `policies.py`, `gen.py` and traces, given on the
+command line. Its policies see a request, the replicas' last load reports and KV events; `Stack` turns these into the
+frames of a real replica. Step times, which a replica measures but the reports lack, are computed from the simulated
+hardware.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.policy import Policy, RouteRequest
 
-_NETWORK_S = 0.001  # the simulator's delay of first tokens and ends
+_NETWORK_S = 0.001  # the simulator's delay of first tokens and of ends of answers
 _MEASURED_WEIGHT = 0.05
 
 
 class Stack:
-    """One router, as a plug-in of the simulator.
+    """One router as a plug-in of the simulator.
 
     Parameters
     ----------
     policy
-        Any of `quire.router.policy.policy.make_policy`.
+        A name for `quire.router.policy.policy.make_policy`.
     """
 
     wants_kv = True
@@ -44,7 +44,7 @@ class Stack:
         self._hardware = hardware
         self._table = ReplicaTable(
             PrefixIndex(),
-            submit_lag_s=1e-6,  # a request routed at the time of a report is not in it
+            submit_lag_s=1e-6,  # a report does not contain requests that are routed at the same time
             routing_block_tokens=hardware.block,
             attention_context_tokens=hardware.c_p / hardware.c_a,
             lost_after_s=1e9,
@@ -105,7 +105,7 @@ class Stack:
 
     def on_first(self, i: int, request: Any) -> None:
         self._table.answered(self._bookings[request.id], request.t_first + _NETWORK_S)
-        # What the replica measures: the mean over its prefilled tokens, long prompts weighing more.
+        # As the replica measures it: the mean over prefilled tokens, so long prompts weigh more.
         tokens = request.inp - request.hit
         hardware = self._hardware
         s_per_token = hardware.prefill_time(tokens, request.hit) / tokens
@@ -122,11 +122,11 @@ class Stack:
         none = np.empty(0, np.uint64)
         self._seq[i] += 1
         events = CacheEvents(self._seq[i], *((hashes, none) if stored else (none, hashes)))
-        # Not within a frame, which would bring a fresher load report than the simulator gives.
+        # Not in a frame, which would carry a newer load report than the simulator's.
         self._table.index.apply(self._names[i], str(self._epochs[i]), events)
 
     def on_reset(self, i: int, lost: list[Any]) -> None:
-        """The replica restarted, empty."""
+        """The replica restarted with an empty cache."""
         for request in lost:
             booking = self._bookings.pop(request.id, None)
             if booking is not None:
