@@ -52,7 +52,7 @@ class KVPool:
     block_size
         Tokens of a block.
     dtype
-        Of stored keys and values. float8_e4m3fn stores values of any dtype, scaled.
+        Dtype of stored keys and values. float8_e4m3fn stores values of any dtype, scaled.
     scales
         Scales of keys and values by layer, [kv_heads] float32 > 0 each; 1 for missing layers. Only used with
         float8_e4m3fn.

@@ -32,6 +32,6 @@ def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: str) -> tor
     """Allocate zeros on a torch device. On the CPU, pages take no memory until they are written."""
     if device == "cpu":
         return zero_pages(shape, dtype)
-    # As bytes, because some devices cannot fill float8 tensors.
+    # Zero-fill as bytes, because some devices cannot fill float8 tensors.
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(tuple(shape))

@@ -26,7 +26,7 @@ class FuseReport:
     int8_deviation: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the report as plain data."""
         state: dict[str, Any] = {"fused": dict(self.fused), "dropped": list(self.dropped)}
         if self.chains:
             state["chains"] = list(self.chains)
