@@ -93,7 +93,7 @@ lint: $(INSTALLED)
 
 # Nothing is fetched: fonts, scripts and search are in the site.
 docs: $(INSTALLED)
-	$(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 	@echo "open $(CURDIR)/.cache/docs/index.html"
 
 reference: $(INSTALLED)

@@ -64,14 +64,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """What each replica is doing, as of its last report.
+        """The load of each replica, from its last report.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCache(self, request, context):
-        """Occupancy of every replica's cache: at once, and then whenever it has changed, at most once a period.
+        """Occupancy of every replica's cache: immediately, and then after changes, at most once per period.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

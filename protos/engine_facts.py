@@ -1,4 +1,4 @@
-"""What a user wants to know of an engine that has started: one table for the log, `/ready` and `quire serve`."""
+"""Facts about a started engine, for the log, `/ready` and `quire serve`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine_facts(hello: Hello) -> dict[str, Any]:
 
 
 def describe(facts: Mapping[str, Any]) -> str:
-    """One sentence of `engine_facts`."""
+    """`engine_facts` as one sentence."""
     threads = f" with {_count(facts['threads'], 'thread')}" if facts["threads"] else ""
     return (
         f"model {facts['model']}, {facts['dtype']} on {facts['device']}{threads}; "

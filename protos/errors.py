@@ -1,7 +1,7 @@
-"""The one error hierarchy of Quire, and the one table that maps it to HTTP and gRPC.
+"""Quire's errors and their HTTP and gRPC status codes.
 
-Every error that can reach a client is a `QuireError` with a message the client can act on: it names the
-field, the bound and the value. Errors cross the bus as plain data (`to_wire`, `from_wire`), never pickled.
+Every error that can reach a client is a `QuireError`. Its message names the field, the bound and the value. Errors
+travel between processes as plain data (`to_wire`, `from_wire`), never pickled.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ _MAX_SHOWN_CHARS = 64
 
 
 class QuireError(Exception):
-    """Base of every error with a meaning for a client.
+    """Base of all errors that are reported to clients.
 
     Parameters
     ----------
     message
-        What is wrong, with the bound and the value; shown to the client as it is.
+        The problem with its bound and value; sent to the client unchanged.
     field
-        Name of the request field at fault, in the spelling of the public API (`max_tokens`), or None.
+        Name of the wrong request field in the public API (`max_tokens`), or None.
     retry_after_s
         Seconds after which the same request may succeed, or None.
     """
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[str] = (
-        "INTERNAL"  # a name in grpc.StatusCode: this module imports no grpc
-    )
+    # A name in grpc.StatusCode. This module does not import grpc.
+    grpc_status: ClassVar[str] = "INTERNAL"
     openai_type: ClassVar[str] = "server_error"
 
     def __init__(
@@ -45,7 +44,7 @@ class QuireError(Exception):
         self.retry_after_s = retry_after_s
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain data for the bus; `from_wire` gives an equal error on the other side."""
+        """Convert to plain data for `from_wire`."""
         return {
             "code": self.code,
             "message": self.message,
@@ -55,7 +54,7 @@ class QuireError(Exception):
 
 
 class InvalidRequest(QuireError):
-    """A field has a value that can never be served."""
+    """A field has a value that is never accepted."""
 
     code = "invalid_request"
     http_status = 400
@@ -71,7 +70,7 @@ class UnsupportedEncoding(InvalidRequest):
 
 
 class UnsupportedField(InvalidRequest):
-    """A field that is known but not served (yet), or that nobody knows."""
+    """A field is unknown, or known but not supported."""
 
     code = "unsupported_field"
 
@@ -101,7 +100,7 @@ class DecisionNotFound(QuireError):
 
 
 class BodyTooLarge(QuireError):
-    """The request has more bytes, or more parts, than a front end reads."""
+    """The request has more bytes or parts than a front end accepts."""
 
     code = "body_too_large"
     http_status = 413
@@ -110,7 +109,7 @@ class BodyTooLarge(QuireError):
 
 
 class Overloaded(QuireError):
-    """A queue is full; `retry_after_s` says when to come back."""
+    """A queue is full; `retry_after_s` says when to try again."""
 
     code = "overloaded"
     http_status = 429
@@ -119,7 +118,7 @@ class Overloaded(QuireError):
 
 
 class Unavailable(QuireError):
-    """No replica can take the request now: starting, draining or lost."""
+    """No replica can accept the request now: all are starting, draining or lost."""
 
     code = "unavailable"
     http_status = 503
@@ -136,7 +135,7 @@ class DeadlineExceeded(QuireError):
 
 
 class SlowClient(QuireError):
-    """The client did not take what was sent to it for too long; its request has ended."""
+    """The client did not read for too long, so its request has ended."""
 
     code = "slow_client"
     openai_type = "timeout_error"
@@ -159,13 +158,13 @@ class EngineError(QuireError):
 
 
 class StepFailed(EngineError):
-    """A step with the request in it failed, for what reason and because of whom is not known."""
+    """A step with the request failed; the reason and the responsible request are unknown."""
 
     code = "step_failed"
 
 
 class EngineCrash(EngineError):
-    """The request brings down whatever computes it, also when it is alone in its step."""
+    """The request crashes replicas, even when it is alone in its step."""
 
     code = "engine_crash"
 
@@ -192,12 +191,12 @@ _BY_CODE: dict[str, type[QuireError]] = {
 }
 
 
-# All that a client may see.
+# Every code that a client may receive.
 ERROR_CODES = tuple(sorted({*_BY_CODE, UnsupportedEncoding.code}))
 
 
 def from_wire(data: dict[str, Any]) -> QuireError:
-    """Rebuild the error that `QuireError.to_wire` described; an unknown code becomes a `QuireError`."""
+    """Rebuild an error from `QuireError.to_wire`; an unknown code gives a `QuireError`."""
     cls = _BY_CODE.get(data.get("code", ""), QuireError)
     return cls(
         str(data.get("message", "unknown error")),
@@ -207,13 +206,13 @@ def from_wire(data: dict[str, Any]) -> QuireError:
 
 
 def shown(value: Any) -> str:
-    """A client's value for a message: short, whatever it is, and in no time."""
+    """A client's value as a short text for a message, in bounded time."""
     text = _SHORT.repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
 
 
 def described(value: Any) -> str:
-    """A JSON value for a message: short, whatever it is, and without walking into it."""
+    """A JSON value as a short text for a message, without reading its items."""
     if isinstance(value, dict):
         return f"an object with {len(value)} {'field' if len(value) == 1 else 'fields'}"
     if isinstance(value, list):
@@ -224,9 +223,9 @@ def described(value: Any) -> str:
 
 
 def model_not_found(asked: str, served: Iterable[str]) -> ModelNotFound:
-    """The refusal of a model by its name."""
+    """The error for an unknown model name."""
     names = ", ".join(map(repr, served))
     return ModelNotFound(
-        f"this model is not served here: model must be one of {names}, got {shown(asked)}",
+        f"this application does not serve the model: model must be one of {names}, got {shown(asked)}",
         field="model",
     )

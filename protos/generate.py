@@ -1,8 +1,7 @@
-"""Regenerates this folder's gRPC code from its `.proto` files: `python -m quire.protos.generate`.
+"""Regenerate this folder's gRPC code from its `.proto` files: `python -m quire.protos.generate`.
 
-Generated code refuses to load under a protobuf or grpcio older than the tools that made it. So it
-is made by the oldest tools that the package supports, in a virtual environment of their own, and
-not by those that happen to be installed.
+Generated code does not load under a protobuf or grpcio older than the tools that generated it. So this script uses the
+oldest tools that the package supports, in a new virtual environment, instead of the installed ones.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 PROTO_DIR = Path(__file__).resolve().parent
 PROTO_NAMES = ("generation", "control")
-# The oldest whose code (protobuf 6.30) loads under protobuf 6 and 7: pyproject.toml's lower bounds.
+# The oldest version whose code (protobuf 6.30) loads under protobuf 6 and 7: the lower bounds in pyproject.toml.
 TOOLS_VERSION = "1.72.1"
 
 
@@ -37,7 +36,7 @@ def compile_protos(out_dir: Path, python: str = sys.executable) -> list[Path]:
     Raises
     ------
     subprocess.CalledProcessError
-        When a proto has an error; protoc prints it.
+        A proto has an error, which protoc prints.
     """
     # The virtual path makes the generated imports read `from quire.protos import ...`.
     command = [python, "-m", "grpc_tools.protoc", f"-Iquire/protos={PROTO_DIR}"]

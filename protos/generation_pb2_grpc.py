@@ -33,7 +33,7 @@ class GenerationStub(object):
     full queue, with `grpc-retry-pushback-ms`; UNAVAILABLE no replica; DEADLINE_EXCEEDED; INTERNAL. The trailing
     metadata `x-quire-error-code` and `x-quire-error-field` carry the code and the field of the HTTP API.
     On success the trailing metadata `x-quire-replica`, `x-quire-runner-up`, `x-quire-predicted-cached-tokens`,
-    `x-quire-cached-tokens`, `x-quire-queue-ms` and `x-quire-attempts` say why the request went where it went.
+    `x-quire-cached-tokens`, `x-quire-queue-ms` and `x-quire-attempts` explain the choice of the replica.
     """
 
     def __init__(self, channel):
@@ -62,19 +62,19 @@ class GenerationServicer(object):
     full queue, with `grpc-retry-pushback-ms`; UNAVAILABLE no replica; DEADLINE_EXCEEDED; INTERNAL. The trailing
     metadata `x-quire-error-code` and `x-quire-error-field` carry the code and the field of the HTTP API.
     On success the trailing metadata `x-quire-replica`, `x-quire-runner-up`, `x-quire-predicted-cached-tokens`,
-    `x-quire-cached-tokens`, `x-quire-queue-ms` and `x-quire-attempts` say why the request went where it went.
+    `x-quire-cached-tokens`, `x-quire-queue-ms` and `x-quire-attempts` explain the choice of the replica.
     """
 
     def Generate(self, request, context):
-        """One message per delta: the text and the tokens since the last one. The first message follows the first token at
-        once; the last one has a finish reason and the usage.
+        """One message per delta: the text and the tokens since the previous message. The first message is sent as soon as the
+        first token exists; the last one has a finish reason and the usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
-        """The same answer in one message, when it is complete.
+        """The complete answer in one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,7 +109,7 @@ class Generation(object):
     full queue, with `grpc-retry-pushback-ms`; UNAVAILABLE no replica; DEADLINE_EXCEEDED; INTERNAL. The trailing
     metadata `x-quire-error-code` and `x-quire-error-field` carry the code and the field of the HTTP API.
     On success the trailing metadata `x-quire-replica`, `x-quire-runner-up`, `x-quire-predicted-cached-tokens`,
-    `x-quire-cached-tokens`, `x-quire-queue-ms` and `x-quire-attempts` say why the request went where it went.
+    `x-quire-cached-tokens`, `x-quire-queue-ms` and `x-quire-attempts` explain the choice of the replica.
     """
 
     @staticmethod

@@ -5,8 +5,8 @@
                             ──▶  MetricSet of a replica ──page()──┴──▶ join() ──▶ the body of GET /metrics
 ```
 
-Values are plain integers and floats that one thread adds to: the library's own counters and histograms take a lock
-for each value, which costs too much for every token. The library writes the text.
+Values are plain integers and floats that one thread changes. The library's own counters and histograms take a lock for
+each value, which is too slow per token. The library writes the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 _TOTAL = "_total"
 
-# The metrics of one process: family name to (the lines HELP and TYPE, the samples' lines).
+# The metrics of one process: family name to (HELP and TYPE lines, sample lines).
 Page = dict[str, tuple[bytes, bytes]]
 
 
@@ -34,15 +34,15 @@ class Family:
     Attributes
     ----------
     name
-        As it is exposed: with `_total` if it is a counter.
+        The exposed name, with `_total` for a counter.
     help
-        A sentence.
+        One sentence.
     labels
-        Names of labels beyond those that say which process it is.
+        Names of labels in addition to those that identify the process.
     values
-        Of the only label: every value that it can have, so that each series exists from the start.
+        All values of the only label, so that each series exists from the start.
     boundaries
-        Of a histogram: upper bounds of its buckets, ascending, without infinity.
+        Upper bounds of a histogram's buckets, ascending, without infinity.
     """
 
     name: str
@@ -71,14 +71,14 @@ class Histogram:
     Parameters
     ----------
     boundaries
-        Ascending; a value that equals one belongs to its bucket.
+        Upper bounds of the buckets, ascending and inclusive.
     """
 
     __slots__ = ("boundaries", "counts", "sum")
 
     def __init__(self, boundaries: Sequence[float]):
         self.boundaries = tuple(boundaries)
-        self.counts = [0] * (len(self.boundaries) + 1)  # the last: above all boundaries
+        self.counts = [0] * (len(self.boundaries) + 1)  # the last bucket is above all boundaries
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -92,7 +92,7 @@ class MetricSet:
     Parameters
     ----------
     read
-        Gives the present values, by name, of families without labels that are kept elsewhere. It is called for each
+        Returns the current values, by name, of families without labels that are stored elsewhere. Called for each
         scrape.
     """
 
@@ -114,7 +114,7 @@ class MetricSet:
                 series[(value,)] = Value()
 
     def value(self, name: str, *labels: str) -> Value:
-        """The counter or gauge with these label values, to be changed in place."""
+        """The counter or gauge with these label values; the caller changes it in place."""
         series = self._series[name]
         found = series.get(labels)
         if found is None:
@@ -132,7 +132,7 @@ class MetricSet:
         return found
 
     def adopt(self, name: str, histogram: Histogram) -> None:
-        """Show a histogram that another part keeps."""
+        """Expose a histogram that another object owns."""
         assert histogram.boundaries == self.families[name].boundaries
         self._series[name][()] = histogram
 
@@ -150,7 +150,7 @@ class MetricSet:
         Parameters
         ----------
         labels
-            Those of the process, in front of each sample's own.
+            Labels of the process, before each sample's own labels.
         """
         self._refresh()
         return {name: self._text(name, labels) for name in self.families}
@@ -160,7 +160,7 @@ class MetricSet:
             self.value(name).value = value
 
     def _text(self, name: str, labels: Mapping[str, str]) -> tuple[bytes, bytes]:
-        # Here, so that an engine without a server needs no prometheus_client.
+        # Imported here, so that an engine without a server does not need prometheus_client.
         from prometheus_client.core import Metric
 
         family = self.families[name]
@@ -185,7 +185,7 @@ def _add_histogram(metric: Metric, labels: dict[str, str], histogram: Histogram)
 
 
 class _One:
-    """A registry with one metric, as `generate_latest` wants it."""
+    """A registry with one metric, for `generate_latest`."""
 
     def __init__(self, metric: Metric):
         self._metric = metric
@@ -195,7 +195,7 @@ class _One:
 
 
 def _split(metric: Metric) -> tuple[bytes, bytes]:
-    """HELP and TYPE, and the samples."""
+    """Split a metric's text into its HELP and TYPE lines and its samples."""
     from prometheus_client import generate_latest
 
     help_line, type_line, samples = generate_latest(_One(metric)).split(b"\n", 2)
@@ -203,7 +203,7 @@ def _split(metric: Metric) -> tuple[bytes, bytes]:
 
 
 def join(pages: Iterable[Page]) -> bytes:
-    """The text of several processes: each family once, with the samples of all, as the format demands."""
+    """Join the pages of several processes: each family once, with the samples of all processes."""
     heads: dict[str, bytes] = {}
     bodies: dict[str, list[bytes]] = {}
     for page in pages:

@@ -1,7 +1,7 @@
-"""Messages that are longer than one message of Serve's gRPC may be.
+"""Messages in parts, for messages above the size limit of Serve's gRPC.
 
-Serve brings handle calls over gRPC with at most 4 MiB a message (`RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH`), and a
-call with a longer one fails. A frame with the log-probabilities of a long prompt can be: it travels in parts.
+Serve sends handle calls over gRPC with at most 4 MiB per message (`RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH`); a call
+with a longer message fails. A frame with the log-probabilities of a long prompt can be longer, so it is sent in parts.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
 
-MAX_MESSAGE_BYTES = 2 << 20  # half of Serve's default: what is around them counts as well
+MAX_MESSAGE_BYTES = 2 << 20  # half of Serve's default, because Serve adds data of its own
 
 
 class Part(NamedTuple):
-    """A part of a message; the others follow in order."""
+    """A part of a message; further parts follow in order."""
 
     data: bytes
     is_last: bool
 
 
 def parts_of(message: bytes) -> Iterator[bytes | Part]:
-    """The message itself where it is short enough, else its parts."""
+    """Yield the message if it is short enough, otherwise its parts."""
     if len(message) <= MAX_MESSAGE_BYTES:
         yield message
         return
@@ -30,7 +30,7 @@ def parts_of(message: bytes) -> Iterator[bytes | Part]:
 
 
 async def whole(first: bytes | Part, following: Callable[[], Awaitable[bytes | Part]]) -> bytes:
-    """The message that begins with `first`; its other parts, if it has any, come from `following`."""
+    """Join the message that begins with `first`; `following` returns each further part."""
     if not isinstance(first, Part):
         return first
     data, is_last = [first.data], first.is_last

@@ -112,7 +112,7 @@ def _check_grammar(fields: SamplingFields, grammar: Grammar) -> None:
     for name in ("ignore_eos", "min_tokens"):
         if getattr(fields, name):
             raise InvalidRequest(
-                f"a grammar says when the answer ends: {name} must not be given together with {field}, got "
+                f"a grammar determines the end of the answer: {name} must not be given together with {field}, got "
                 f"{getattr(fields, name)!r}",
                 field=name,
             )

@@ -1,7 +1,7 @@
 """The engine: one model on one device, with its loop, its cache and an offline front.
 
-`Engine` owns the parts and the thread. A serving shell (`actor.py`) or a script submits requests and gets every
-step's output through one callback; `generate` and `stream` are the offline front on top of that.
+`Engine` owns its parts and the loop's thread. The actor (`actor.py`) or a script submits requests and receives the
+output of every step through one callback. `generate` and `stream` are the offline front, built on the same interface.
 
     from quire.replica import Engine
     from quire.protos.wire import SamplingParams
@@ -41,11 +41,10 @@ from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.scheduler.scheduler import Scheduler
 
-# So many failed steps in a row are the device's fault (a CUDA error sticks), not that of a request. Without a limit
-# such an engine, always idle, would draw all traffic and fail it.
+# Consecutive failed steps after which the engine is unhealthy: the cause is the device (CUDA errors are sticky), not a
+# request. Without a limit the router would send all traffic to this idle engine.
 MAX_FAILED_STEPS = 3
-# Tokens of prompt and output together of the request by which a start counts how many run at a time: a chat of some
-# turns.
+# Tokens of prompt and output of a typical request, a chat of several turns. `hello` reports how many of these fit.
 TYPICAL_LEN = 2048
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -57,17 +56,17 @@ class Engine:
     Parameters
     ----------
     args
-        What to load and with which limits; keyword arguments are a short form of `EngineArgs(**overrides)`.
+        Model and limits. Keyword arguments are short for `EngineArgs(**overrides)`.
     on_output
-        Called in the engine's thread after each turn that produced something; must not block. Without it the
-        engine serves its own offline front.
+        Called in the engine's thread after each turn with output; must not block. Without it, the engine serves
+        `generate` and `stream`.
     flight_path
-        Where to leave what `protos.flight_recorder` tells of a process that died.
+        File of the flight recorder, which tells after a crash which requests were running.
 
     Raises
     ------
     CheckpointError, SizingError
-        The checkpoint cannot be served, or does not fit; the message says why.
+        The checkpoint is not supported, or does not fit; the message has the reason.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Engine:
         self._args = args
         self.startup_s: dict[str, float] = {}
         began = time.perf_counter()
-        # torch and transformers take seconds to import: counted, and not paid by `import quire.replica`.
+        # Imports torch and transformers, which takes seconds, so `import quire.replica` does not do it.
         from quire.replica.startup.runtime import load_runtime
 
         self.startup_s["imports"] = time.perf_counter() - began
@@ -94,7 +93,7 @@ class Engine:
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         scheduler = Scheduler(self.config)
         self.epoch: str = scheduler.events.epoch
-        self._copies = scheduler.copies  # counters are read from any thread
+        self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)
         self._offline: OfflineFront | None = None
         if on_output is None:
@@ -123,16 +122,16 @@ class Engine:
             self.config.json_white_space,
         )
         self._compiling_lock = threading.Lock()
-        self._compiling: dict[Hashable, Request] = {}  # not yet the scheduler's
+        self._compiling: dict[Hashable, Request] = {}  # not known to the scheduler yet
         self.step_seconds: Histogram = self._loop.step_seconds  # a reading may be one step old
         self._loop.start()
-        # A thread that the interpreter's end stops inside torch ends the process with SIGABRT.
+        # If the interpreter exits while the thread is inside torch, the process ends with SIGABRT.
         self._at_exit = weakref.finalize(
             self, _close, weakref.ref(self._loop), self.config.step_timeout_s
         )
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
-        """What the loop runs with; tests that inject faults (`faults.py`) override it."""
+        """Return runner and clock of the loop; fault injection in tests (`faults.py`) overrides it."""
         return runner, time.monotonic
 
     def submit(self, request: Request) -> None:
@@ -141,7 +140,7 @@ class Engine:
         Raises
         ------
         QuireError
-            The request can never be served, or the engine is closed. A full queue is told later, in the
+            The request can never be served, or the engine is closed. A full queue is reported later, in the
             request's only delta.
         """
         validate(request, self.config)
@@ -151,8 +150,8 @@ class Engine:
             self._compile(request)
 
     def abort(self, key: Hashable) -> None:
-        """End a request if it is still alive; its last delta says `abort`."""
-        with contextlib.suppress(Unavailable):  # a closed engine has ended it
+        """End a request if it is still alive; its last delta has the reason `abort`."""
+        with contextlib.suppress(Unavailable):  # closing has ended the request
             compiling = self._take_compiling(key)
             if compiling is not None:
                 ended = compiling.delta(compiling.num_emitted, [], FinishReason.ABORT)
@@ -161,13 +160,13 @@ class Engine:
                 self._loop.post(lambda scheduler: scheduler.abort(key))
 
     def grant(self, credit: Mapping[Hashable, int]) -> None:
-        """Let requests run further: key to output tokens that the request may have. See `Scheduler.grant`."""
+        """Raise the credit of requests: key to number of output tokens allowed so far. See `Scheduler.grant`."""
 
         def grant(scheduler: Scheduler) -> None:
             for key, credit_end in credit.items():
                 scheduler.grant(key, credit_end)
 
-        with contextlib.suppress(Unavailable):  # a closed engine has ended them
+        with contextlib.suppress(Unavailable):  # closing has ended the requests
             self._loop.post(grant)
 
     def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
@@ -175,23 +174,23 @@ class Engine:
         return self._loop.call(action)
 
     def load(self) -> Load:
-        """What the engine is doing; a reading from another thread may be one step old."""
+        """Return the current load; a reading from another thread may be one step old."""
         return self._loop.load()
 
     def num_evictions(self) -> tuple[int, int]:
-        """Cached blocks dropped so far on the device and in the host tier; a reading may be one step old."""
+        """Evicted blocks so far, on the device and in the host tier; a reading may be one step old."""
         device, host = self._tiers
         return device.num_evictions, host.num_evictions
 
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
-        """Run on with other values of `LIGHT_FIELDS`; those that are not named are as at the start.
+        """Change values of `LIGHT_FIELDS` while the engine runs. Other fields return to their values at start.
 
         Raises
         ------
         InvalidRequest
-            A field that is not light; the message lists those that are.
+            A field cannot change while the engine runs; the message lists those that can.
         SizingError
-            A value out of its bounds.
+            A value is out of bounds.
         """
         heavy = sorted(changes.keys() - set(LIGHT_FIELDS))
         if heavy:
@@ -206,21 +205,20 @@ class Engine:
         self.config = config
 
     def snapshot(self) -> dict[str, Any]:
-        """Blocks, rows and queues, taken between two steps, what of the model is fused, and where the time of the
-        steps so far went, as plain data."""
+        """Return blocks, rows and queues between two steps, the fuse report, and `telemetry`, as plain data."""
         state = self.call(lambda scheduler: scheduler.snapshot()).result()
         return {**state, "fused": self.fused, "steps": self.telemetry()}
 
     def telemetry(self) -> dict[str, Any]:
-        """Where the time of steps went since the start; a reading may be one step old.
+        """Return the time of steps since the start by part; a reading may be one step old.
 
         | key | |
         |---|---|
-        | host | milliseconds a step of the engine's thread, by part |
-        | device | on a GPU: busy milliseconds a step; gaps between steps, and holds before draws that awaited tokens |
-        | graphs | steps that found a graph, steps that did not, and padding; of decodes and, under `mixed`, others |
+        | host | milliseconds per step of the engine's thread, by part |
+        | device | on a GPU: busy milliseconds per step, gaps between steps, holds before draws that awaited tokens |
+        | graphs | steps with and without a graph, and padding; decode steps, and mixed steps under `mixed` |
         | uploads, downloads | copies of inputs and of tokens, and their bytes |
-        | tiers | blocks saved and restored; how often copying and computing again was chosen |
+        | tiers | blocks saved and restored; how often blocks were copied, and how often recomputed |
         """
         time, copies = self._loop.time, self._copies
         told: dict[str, Any] = self._runner.telemetry()
@@ -232,11 +230,11 @@ class Engine:
         }
 
     def check(self) -> None:
-        """Raise AssertionError unless blocks, references and rows agree."""
+        """Raise AssertionError if blocks, references and rows are inconsistent."""
         self.call(lambda scheduler: scheduler.check()).result()
 
     def hello(self, replica: str, node: str = "") -> Hello:
-        """The facts about this engine that never change."""
+        """Return the constant facts about this engine."""
         config = self.config
         typical_len = min(TYPICAL_LEN, config.max_model_len)
         blocks = sequence_blocks(config.groups, typical_len, 1, config.block_size)
@@ -275,7 +273,7 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[StreamOutput]:
-        """Generate for one prompt, yielding what is new: see `OfflineFront.stream`."""
+        """Generate for one prompt and yield new output: see `OfflineFront.stream`."""
         return self._front().stream(prompt, params)
 
     def is_alive(self) -> bool:
@@ -283,8 +281,7 @@ class Engine:
         return self._loop.is_alive()
 
     def check_health(self) -> None:
-        """Raise `EngineError` when the engine cannot serve any more: its loop ended, a step hangs, or every
-        step fails."""
+        """Raise `EngineError` if the loop has ended, a step hangs, or every step fails."""
         if not self._loop.is_alive():
             raise EngineError("the engine's loop has ended")
         complaint = self._loop.step_watch.complaint()
@@ -294,11 +291,11 @@ class Engine:
             raise EngineError(f"the last {self._loop.num_failed_in_a_row} steps failed")
 
     def watch(self, on_hang: Callable[[str], None]) -> threading.Thread:
-        """Call `on_hang` once, in a thread of its own, when a step hangs: see `StepWatch`."""
+        """Start a thread that calls `on_hang` once when a step hangs: see `StepWatch`."""
         return self._loop.step_watch.watch(on_hang)
 
     def close(self) -> None:
-        """Stop the loop; requests still alive end with `abort`."""
+        """Stop the loop; live requests end with `abort`."""
         for key in list(self._compiling):
             self.abort(key)
         self._grammars.close()
@@ -312,8 +309,10 @@ class Engine:
         self.close()
 
     def _take_compiling(self, key: Hashable, expected: Request | None = None) -> Request | None:
-        """Remove and return the request with this key whose grammar is being compiled, if it is `expected`:
-        whoever gets it, the compiler's thread or an abort, says what becomes of it."""
+        """Remove and return the request with this key if its grammar is still being compiled, and if it is `expected`.
+
+        The caller that gets the request, the compiler's thread or `abort`, decides its outcome.
+        """
         with self._compiling_lock:
             request = self._compiling.get(key)
             if request is None or (expected is not None and request is not expected):
@@ -321,13 +320,13 @@ class Engine:
             return self._compiling.pop(key)
 
     def _compile(self, request: Request) -> None:
-        """Queue the request once its grammar is compiled; a failure is its only delta."""
+        """Queue the request once its grammar is compiled. If that fails, its only delta has the error."""
         if self._compiling.setdefault(request.key, request) is not request:
             raise InvalidRequest(f"request_id: {request.key!r} is in use", field="request_id")
 
         def on_done(outcome: GrammarState | QuireError) -> None:
             if not self._take_compiling(request.key, request):
-                return  # aborted meanwhile; another request may have the key by now
+                return  # aborted; another request may have the key now
             if isinstance(outcome, QuireError):
                 self._loop.post(lambda scheduler: request.refusal(outcome))
                 return
@@ -349,7 +348,7 @@ class Engine:
 
 
 def _close(loop: weakref.ref[EngineLoop], timeout_s: float) -> None:
-    """Close a loop that is still there: a running one always is."""
+    """Close the loop if it still exists. A running loop always does."""
     found = loop()
     if found is not None:
         found.close(timeout_s)

@@ -1,20 +1,23 @@
-"""The engine's loop: one thread that receives, plans, launches, collects, commits and sends.
+"""The engine's loop: one thread that reads mail, plans, launches, collects, commits and sends.
 
-With `plans_ahead` a step is planned and launched while the one before it runs, whose tokens are read after that::
+With `plans_ahead`, a step is planned and launched while the previous step runs; then the tokens of the previous step
+are read::
 
     host     plan 1, launch 1 | plan 2, launch 2 | collect 1, commit 1, send | plan 3, launch 3 | collect 2, ...
     device                    [ step 1 ................ ][ step 2 ........................ ][ step 3 ...
 
-Where the scheduler cannot plan without the tokens of the step in flight, it gives no plan, and they are read first. A
-plan that only cannot sample without them is launched up to its logits; its sampling follows when they are committed::
+If the scheduler cannot plan without the tokens of the step in flight, it returns no plan, and the tokens are read
+first. If only the draw needs these tokens, the step is launched up to its logits, and the draw follows after the
+commit::
 
     host     launch 2 to logits | collect 1, commit 1, masks, sample 2, send | launch 3 to logits | collect 2, ...
     device   step 1 .......... ][ forward 2 .......................... ][ draw 2 ][ forward 3 ...
-Without `plans_ahead` every step is collected where it was launched; nothing else differs.
 
-The loop owns the scheduler and the runner; nobody else touches them once it runs. Other threads speak to it
-through the mailbox: a queue of closures that the loop runs between two steps. An idle loop sleeps on the
-mailbox's condition and uses no CPU.
+Without `plans_ahead`, every step is collected immediately after its launch; nothing else differs.
+
+The loop owns the scheduler and the runner, and no other thread touches them while it runs. Other threads use the
+mailbox: a queue of closures that the loop runs between two steps. An idle loop sleeps on the mailbox's condition and
+uses no CPU.
 """
 
 from __future__ import annotations
@@ -43,13 +46,13 @@ from quire.replica.watchdog import StepWatch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# From a small batch on a GPU to a long chunk on a CPU.
+# Covers small batches on a GPU to long chunks on a CPU.
 STEP_BOUNDARIES_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _NO_MARK = contextlib.nullcontext()
 
 
 class StepRunner(Protocol):
-    """What the loop needs of the runner."""
+    """The part of the runner that the loop uses."""
 
     @property
     def num_compiles(self) -> int: ...
@@ -57,27 +60,27 @@ class StepRunner(Protocol):
     def launch(self, plan: StepPlan) -> Any: ...
 
     def sample(self, in_flight: Any, sampling: SamplingBatch) -> None:
-        """The second half of a step whose plan awaited tokens."""
+        """Queue the draw of a step that awaited tokens."""
         ...
 
     def collect(self, in_flight: Any) -> StepResult: ...
 
     def telemetry(self) -> dict[str, object]:
-        """Counters of the device's time, graphs and copies since the start."""
+        """Counters of device time, graphs and copies since the start."""
         ...
 
     def use_idle(self) -> bool:
-        """Prepare for later steps, for a second at most; returns whether there was anything to do."""
+        """Prepare for later steps, for at most 1 s; returns whether there was anything to do."""
         ...
 
     def close(self) -> None:
-        """There is no later step: end the threads that `use_idle` started."""
+        """End background work of `use_idle`; no step follows."""
         ...
 
 
 @dataclass(slots=True)
 class LoopOutput:
-    """What one turn of the loop sends out."""
+    """Output of one turn of the loop."""
 
     deltas: DeltaBatch = field(default_factory=lambda: DeltaBatch([]))
     events: CacheEvents | None = None
@@ -92,19 +95,19 @@ class EngineLoop:
     Parameters
     ----------
     scheduler, runner
-        Owned from here on.
+        Owned by the loop from now on.
     on_output
-        Called in the loop's thread after every turn that produced something; must not block or raise.
+        Called in the loop's thread after every turn with output; must not block or raise.
     clock
         Monotonic seconds.
     step_timeout_s
-        What every step may take before `step_watch` complains.
+        Time that every step may take before `step_watch` reports it as hung.
     recorder
-        Is told what every step holds, in case that the process does not survive it.
+        Records the requests of every step, in case the process crashes.
     plans_ahead
-        Launch a step before the one before it is collected.
+        Launch a step before the previous one is collected.
     mark
-        Makes ranges of the loop's parts for a profiler.
+        Marks parts of the loop for a profiler.
     """
 
     def __init__(
@@ -125,19 +128,19 @@ class EngineLoop:
         self._on_output = on_output
         self._recorder = recorder
         self._mark = mark or (lambda name: _NO_MARK)
-        self._busy_s: float | None = (
-            None  # when the last step ended; None while there is none to run
-        )
+        self._busy_s: float | None = None  # end of the last step; None while idle
         self._clock = clock
-        self._max_in_flight = 1 if plans_ahead else 0  # while the next step is planned
+        self._max_in_flight = (
+            1 if plans_ahead else 0
+        )  # steps in flight while the next one is planned
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()  # launched, not collected
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
-        self.num_failed_in_a_row = 0  # steps, since the last one that did not fail
+        self.num_failed_in_a_row = 0  # consecutive failed steps
         self.time = HostTime()
-        self.step_seconds = Histogram(STEP_BOUNDARIES_S)  # of steps that did not fail
-        self._deltas: list[RequestDelta] = []  # of this turn, without those of a committed step
+        self.step_seconds = Histogram(STEP_BOUNDARIES_S)  # of successful steps
+        self._deltas: list[RequestDelta] = []  # of this turn, except those of a committed step
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
     def start(self) -> None:
@@ -147,23 +150,22 @@ class EngineLoop:
         return self._thread.is_alive()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Stop after the running step and join the thread, for so long at most; requests still alive end with
-        `abort`."""
+        """Stop after the running step and join the thread for at most `timeout_s`; live requests end with `abort`."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        # A garbage collection in the loop's own thread may be what closes the engine.
+        # A finaliser that runs in the loop's own thread may close the engine.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     def load(self) -> Load:
-        """What the router's cost needs; a reading from another thread may be one step old."""
+        """Return the load for the router's cost; a reading from another thread may be one step old."""
         busy_s = self._busy_s
         stalled_s = 0.0 if busy_s is None else max(0.0, self._clock() - busy_s)
         return self._scheduler.load(self._runner.num_compiles, stalled_s)
 
     def post(self, action: Callable[[Scheduler], RequestDelta | None]) -> None:
-        """Run `action` in the loop between two steps; a delta it returns is sent like any other.
+        """Run `action` in the loop between two steps. If it returns a delta, the loop sends it.
 
         Raises
         ------
@@ -179,7 +181,7 @@ class EngineLoop:
         self._put(run)
 
     def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
-        """Run `action` in the loop between two steps and hand its result or exception to a future.
+        """Run `action` in the loop between two steps; the future gets its result or exception.
 
         Raises
         ------
@@ -189,7 +191,7 @@ class EngineLoop:
         future: Future[T] = Future()
 
         def run() -> None:
-            # The caller may have cancelled it; from here on it cannot.
+            # The caller may have cancelled the future; from now on it cannot.
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -227,18 +229,18 @@ class EngineLoop:
             self._send(self._collect())
             self._busy_s = self._clock()
         elif plan is not None:
-            self._send(DeltaBatch([]))  # what has ended need not wait for the step
+            self._send(DeltaBatch([]))  # send ended requests without waiting for the step
             self._busy_s = self._clock()
         else:
             self._busy_s = None
             self._send(DeltaBatch(self._scheduler.take_ended()))
-            # A leak ends the engine now, when it disturbs nobody, and a whole one takes its place.
+            # A leak of blocks or rows ends the engine while it is idle, and Serve starts another replica.
             self._scheduler.check_idle()
             if self._mail or not self._runner.use_idle():
                 self._sleep(self._scheduler.next_deadline_s())
 
     def _end(self) -> None:
-        """Answer everybody who still waits: mail that came too late, then every live request."""
+        """Run late mail, end every live request with `abort`, and send both results."""
         with self._wake:
             self._closing = True
         self.step_watch.close()
@@ -246,12 +248,12 @@ class EngineLoop:
             self._drain_mailbox()
             self._deltas.extend(self._scheduler.abort_all())
             self._send(DeltaBatch([]))
-        except Exception:  # after a failed turn the scheduler may be in any state
+        except Exception:  # after a failed turn the scheduler may be inconsistent
             logger.exception("the engine's loop could not end its requests")
         self._runner.close()
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launch a step; if that fails, its requests end, and what is in flight before it is collected."""
+        """Launch a step. If that fails, collect the steps in flight, then end the requests of this step."""
         if not self._in_flight:
             self.step_watch.begin(plan.step, self._predicted_s(plan))
         self._record(plan)
@@ -262,9 +264,9 @@ class EngineLoop:
             self.time.launch_s += perf_counter() - began
             self.time.num_steps += 1
         except Exception as error:
-            while self._in_flight:  # those before it may be whole
+            while self._in_flight:  # earlier steps may succeed
                 self._deltas.extend(self._collect())
-            if self._scheduler.num_in_flight:  # or one before it has failed, and this one with it
+            if self._scheduler.num_in_flight:  # 0 if an earlier step failed, and this one with it
                 self._deltas.extend(self._fail(plan, error))
             self._watch_next()
 
@@ -286,12 +288,12 @@ class EngineLoop:
         with self._mark("commit"):
             deltas = self._scheduler.commit(plan, result, self._clock())
         self.time.commit_s += perf_counter() - collected
-        if len(self._in_flight) > self._scheduler.num_in_flight:  # the result could not be right
+        if len(self._in_flight) > self._scheduler.num_in_flight:  # the commit found a wrong result
             self._abandon()
         return self._sample_next(deltas)
 
     def _sample_next(self, deltas: DeltaBatch) -> DeltaBatch:
-        """A step is committed: the one behind it may have waited for its tokens. If that fails, its deltas join."""
+        """Queue the draw of the next step if it awaited the committed tokens. On failure, add its deltas."""
         if not self._in_flight or not self._in_flight[0][0].awaits_tokens:
             return deltas
         plan, launched = self._in_flight[0]
@@ -305,8 +307,10 @@ class EngineLoop:
         return deltas
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestDelta]:
-        """A step has failed: its rows may hold half-written KV, and a step behind it has read that. They end here,
-        everybody else goes on. What was cached is not trusted any more."""
+        """End the requests of a failed step and of the steps behind it, and clear the prefix cache.
+
+        Their KV may be incomplete, and later steps have read it. Other requests continue.
+        """
         logger.error("step %d failed", plan.step, exc_info=error)
         self.num_failed_in_a_row += 1
         self._abandon()
@@ -316,14 +320,14 @@ class EngineLoop:
         return deltas
 
     def _abandon(self) -> None:
-        """Wait until the steps in flight are over, whatever comes of them."""
+        """Wait for the steps in flight and discard their results."""
         while self._in_flight:
             _, launched = self._in_flight.popleft()
             with contextlib.suppress(Exception):
                 self._runner.collect(launched)
 
     def _watch_next(self) -> None:
-        """A step is over: the watch is on the one behind it."""
+        """Called when a step is over: watch the next step in flight."""
         self.step_watch.end()
         if self._in_flight:
             behind = self._in_flight[0][0]
@@ -332,7 +336,7 @@ class EngineLoop:
             self._recorder.end()
 
     def _record(self, plan: StepPlan) -> None:
-        """Write down whose step is about to be launched, and of the one that still runs."""
+        """Record the requests of the step about to be launched and of the running step."""
         if self._recorder is not None:
             self._recorder.begin(plan.step, self._scheduler.stream_ids_in_flight)
 
@@ -359,7 +363,7 @@ class EngineLoop:
         self.time.send_s += perf_counter() - began
 
     def _sleep(self, until_s: float | None) -> None:
-        """Until there is mail, or until the first deadline of those who are paused."""
+        """Sleep until there is mail, or until the first deadline of a paused request."""
         with self._wake:
             while not self._mail and not self._closing:
                 left_s = None if until_s is None else until_s - self._clock()

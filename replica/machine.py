@@ -1,4 +1,4 @@
-"""What the machine still has to give this process: memory, cores, instruction sets, within its cgroups."""
+"""Resources of the machine that this process can use: memory, cores and instruction sets, within its cgroups."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def available_bytes(device: str, root: Path = Path("/")) -> int:
-    """Bytes that can still be allocated: of the GPU, or of the machine within this process's cgroups."""
+    """Bytes that this process can still allocate on the GPU, or on the machine within its cgroups."""
     if device == "cuda":
-        import torch  # the other questions are asked without it
+        import torch  # not needed by the other functions
 
-        # Memory that torch keeps for reuse, as after an earlier engine of this process, is available too.
+        # Memory that torch caches, for example after an earlier engine of this process, is available too.
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + unused
     fields = dict(
@@ -26,15 +26,15 @@ def available_bytes(device: str, root: Path = Path("/")) -> int:
 
 
 def lock_limit_bytes() -> int | None:
-    """Bytes that this process may lock in memory (RLIMIT_MEMLOCK); None: as many as there are."""
+    """Bytes that this process may lock in memory (RLIMIT_MEMLOCK); None: no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def give_back_free_memory() -> None:
-    """Return to the machine what was freed but is held for later allocations, as glibc does for 100 MB and more.
+    """Return freed memory to the machine; glibc may keep 100 MB and more for later allocations.
 
-    Where the C library has no such call, nothing happens.
+    Does nothing if the C library has no `malloc_trim`.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -42,7 +42,7 @@ def give_back_free_memory() -> None:
 
 
 def _cgroup_room(folder: Path) -> list[int]:
-    """Bytes between a cgroup's limit and its use, page cache that can be dropped not counted; [] if unlimited."""
+    """Bytes between a cgroup's limit and its usage without droppable page cache; [] if unlimited."""
     for limit_name, usage_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),  # version 2
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
@@ -55,7 +55,7 @@ def _cgroup_room(folder: Path) -> list[int]:
 
 
 def physical_cores(root: Path = Path("/"), allowed: frozenset[int] | None = None) -> int:
-    """Cores this process may use: hardware threads of one core count once, cgroup quotas are honoured."""
+    """Number of physical cores that this process may use, within its affinity and its cgroup quotas."""
     if allowed is None:
         allowed = frozenset(os.sched_getaffinity(0))
     topology = root / "sys/devices/system/cpu"
@@ -83,10 +83,10 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Folders that hold this process's limits, innermost first, for both cgroup versions.
+    """Folders with this process's limits, innermost first, for both cgroup versions.
 
-    Inside a container the path in /proc/self/cgroup may be the host's: what does not exist is passed over, and
-    the mount point itself, which is then the container's own cgroup, always counts.
+    In a container the path in /proc/self/cgroup may be a path of the host. Folders that do not exist are skipped. The
+    mount point, which is then the container's own cgroup, is always included.
     """
     folders: list[Path] = []
     base = root / "sys/fs/cgroup"

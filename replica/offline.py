@@ -1,4 +1,4 @@
-"""The offline front of an engine: lists of prompts in, outputs out, without Ray and without a server."""
+"""The offline front of an engine: generates for lists of prompts, without Ray and without a server."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Prompt = str | Sequence[int]
-_LIVENESS_PERIOD_S = 0.5  # a waiting call looks this often whether the engine still runs
-_Sink = queue.SimpleQueue[list[RequestDelta]]  # of a call: what each step has for it
+_LIVENESS_PERIOD_S = 0.5  # how often a waiting call checks that the engine runs
+_Sink = queue.SimpleQueue[list[RequestDelta]]  # deltas of each step for one call
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The whole answer to one prompt."""
+    """The complete answer to one prompt."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
-    text: str  # token_ids decoded, special tokens left out
-    finish_reason: str  # stop | length | abort: the engine was closed
+    text: str  # decoded token_ids, without special tokens
+    finish_reason: str  # stop | length | abort (the engine was closed)
     num_cached_tokens: int
-    params: SamplingParams  # as used: the seed that was drawn is in here
-    logprobs: list[TokenLogprob] | None = None  # one for each token, with `SamplingParams.logprobs`
-    # Parts in order, of all of the prompt but its first token, with `SamplingParams.prompt_logprobs`.
+    params: SamplingParams  # as used, with the seed that was drawn
+    logprobs: list[TokenLogprob] | None = None  # one per token, if `SamplingParams.logprobs` is set
+    # Consecutive parts of the prompt without its first token, if `SamplingParams.prompt_logprobs` is set.
     prompt_logprobs: list[PromptLogprobs] | None = None
 
 
 @dataclass(slots=True)
 class StreamOutput:
-    """What one step added."""
+    """Output added by one step."""
 
     token_ids: list[int]
     text: str  # complete characters only
@@ -57,7 +57,7 @@ class StreamOutput:
 
 
 class RunningEngine(Protocol):
-    """What the offline front calls of `engine.Engine`."""
+    """The part of `engine.Engine` that the offline front uses."""
 
     config: EngineConfig
     checkpoint: Path
@@ -76,27 +76,27 @@ class RunningEngine(Protocol):
 
 
 class OfflineFront:
-    """Submits prompts to an engine and collects what its loop sends out.
+    """Submits prompts to an engine and collects the output of its loop.
 
-    Thread-safe: several threads may call `generate` and `stream` at once and share the batch.
+    Thread-safe: several threads may call `generate` and `stream` at the same time and share the batch.
     """
 
     def __init__(self, engine: RunningEngine):
         self._engine = engine
         self._keys = itertools.count()
-        self._sinks: dict[Hashable, _Sink] = {}  # of every live request
-        # All callers together have no more requests alive than the engine's queue takes, so none is refused.
+        self._sinks: dict[Hashable, _Sink] = {}  # by key, for every live request
+        # Bounds the live requests of all callers to the engine's queue, so none is rejected.
         self._slots = threading.Semaphore(engine.config.max_waiting_requests)
         self._tokenizer_lock = threading.Lock()
         self._cached_tokenizer: Tokenizer | None = None
 
     def on_output(self, output: LoopOutput) -> None:
-        """Hand every call the step's deltas that it waits for, at once: each time it wakes (engine's thread)."""
+        """Give each call all deltas of the step at once, so that it wakes once. Runs in the engine's thread."""
         of_calls: dict[_Sink, list[RequestDelta]] = {}
         for delta in output.deltas:
             sink = self._sinks.get(delta.key)
             if sink is None:
-                continue  # somebody else's: `Engine.submit` is public
+                continue  # submitted through `Engine.submit`
             if delta.finish_reason is not None:
                 del self._sinks[delta.key]
                 self._slots.release()
@@ -117,21 +117,21 @@ class OfflineFront:
         Parameters
         ----------
         prompts
-            Text or token ids each. Any number: the engine's queue is refilled as requests finish.
+            Texts or lists of token ids, any number: the engine's queue is refilled as requests finish.
         params
-            One for all, or one for each; by default greedy with the `SamplingParams` defaults.
-            A seed of 0 with a temperature above 0 draws a fresh seed.
+            One for all prompts, or one for each; by default greedy. A seed of 0 with a temperature above 0 draws a new
+            seed.
         n
-            Samples of each prompt, which is computed once for all of them. They differ by
-            `SamplingParams.choice` and come one after another: outputs[n * i + choice] belongs to prompts[i].
+            Samples per prompt; the prompt is computed once. Samples differ in `SamplingParams.choice`, and
+            outputs[n * i + choice] belongs to prompts[i].
         progress
-            Show a progress bar on standard error; by default for more than 8 prompts on a terminal.
+            Show a progress bar on standard error. The default is to show it on a terminal for more than 8 prompts.
 
         Raises
         ------
         QuireError
-            A prompt can never be served (its message names prompt and field; nothing has been generated), or
-            the engine failed or was closed.
+            A prompt can never be served (the message names prompt and field, and nothing was generated), or the engine
+            failed or was closed.
         """
         if isinstance(prompts, str):
             raise TypeError("prompts must be a list of prompts, got a string")
@@ -175,9 +175,9 @@ class OfflineFront:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[StreamOutput]:
-        """Generate for one prompt and yield what each step added; closing the iterator aborts.
+        """Generate for one prompt and yield the output of each step. Closing the iterator aborts the request.
 
-        The prompt is checked now and submitted by the first `next`.
+        The prompt is checked now and submitted at the first `next`.
         """
         (p,) = self._params_for([prompt], params)
         return self._stream(self._request(prompt, p, "prompt"))
@@ -205,7 +205,7 @@ class OfflineFront:
         name: str,
         fork_of: Hashable | None = None,
     ) -> Request:
-        """A request that the engine will take."""
+        """Create a request and check that the engine can serve it."""
         try:
             request = Request(
                 next(self._keys),
@@ -220,7 +220,7 @@ class OfflineFront:
         return request
 
     def _take_slot(self, wait: bool) -> bool:
-        """Room for one more request; False when there is none and it shall not be waited for."""
+        """Take a slot for a request; returns False if there is none and `wait` is False."""
         while not self._slots.acquire(timeout=_LIVENESS_PERIOD_S if wait else 0):
             if not wait:
                 return False
@@ -228,7 +228,7 @@ class OfflineFront:
         return True
 
     def _submit(self, request: Request, done: _Sink) -> None:
-        """Submit a request that has a slot."""
+        """Submit a request; the caller has taken a slot."""
         self._sinks[request.key] = done
         try:
             self._engine.submit(request)
@@ -238,9 +238,11 @@ class OfflineFront:
             raise
 
     def _next(self, done: _Sink) -> list[RequestDelta]:
-        """A step's deltas."""
+        """Wait for the deltas of the next step with output for this call."""
         while True:
-            ended = not self._engine.is_alive()  # first: an engine that ends still puts
+            ended = (
+                not self._engine.is_alive()
+            )  # read first, because an ending engine still sends deltas
             try:
                 return done.get(timeout=0 if ended else _LIVENESS_PERIOD_S)
             except queue.Empty:
@@ -281,33 +283,33 @@ class OfflineFront:
                 from tokenizers import Tokenizer
 
                 tokenizer = Tokenizer.from_file(str(path))
-                tokenizer.no_truncation()  # some files ask for it; a prompt is refused, never cut
+                tokenizer.no_truncation()  # some files enable it, but prompts are never cut
                 tokenizer.no_padding()
                 self._cached_tokenizer = tokenizer
-                give_back_free_memory()  # as much again as the tokenizer holds, once its file is parsed
+                give_back_free_memory()  # parsing the file leaves as much free memory as the tokenizer uses
         return self._cached_tokenizer
 
 
 class _TextStream:
-    """The text of one stream, piece by piece: a piece ends where a character does.
+    """Decodes one stream in pieces that end at character boundaries.
 
-    Each piece is the difference of two decodes that begin at the piece before it, so tokenizers that treat the
-    first token of a text in another way do not see a first token in the middle.
+    A piece is the difference of two decodes that begin at the previous piece. So tokenizers that decode the first token
+    of a text differently do not treat a token in the middle as the first one.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        self._token_ids: list[int] = []  # from the piece before the one that is told next
-        self._num_told = 0  # of those
+        self._token_ids: list[int] = []  # from the last returned piece on
+        self._num_told = 0  # tokens of that piece
 
     def feed(self, token_ids: list[int], last: bool) -> str:
-        """The text that is complete with these tokens; all that is left with the last ones."""
+        """Return the new complete characters; with `last`, all remaining text."""
         if self._tokenizer is None:
             return ""
         self._token_ids += token_ids
         told = self._tokenizer.decode(self._token_ids[: self._num_told])
         text = self._tokenizer.decode(self._token_ids)
-        if text.endswith("\ufffd") and not last:  # a character that may become whole
+        if text.endswith("\ufffd") and not last:  # an incomplete character
             return ""
         self._token_ids = self._token_ids[self._num_told :]
         self._num_told = len(self._token_ids)
@@ -315,7 +317,7 @@ class _TextStream:
 
 
 def _output(request: Request) -> RequestOutput:
-    """The answer so far: nothing. Call it before the engine owns the request."""
+    """Create an empty output. Call it before the request is submitted."""
     return RequestOutput(request.token_ids.tolist(), [], "", "", 0, request.params)
 
 

@@ -1,8 +1,8 @@
-"""The watch over the step: a device that hangs does not say so.
+"""Watchdog for hung steps: a device that hangs reports no error.
 
-A thread of its own looks at how long the running step has taken. Beyond the larger of `step_timeout_s` and
-`SLACK` times what the measured speed foretold, the step will not return: Serve's health check fails, and the
-serving shell ends the process, so that Serve starts another replica and routers move the streams at once.
+A thread watches the duration of the running step. A step that takes longer than `step_timeout_s` and longer than
+`SLACK` times its predicted duration counts as hung. Serve's health check then fails and the actor ends the process, so
+that Serve starts another replica and routers migrate the streams immediately.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable
 
 SLACK = 5.0
-_LOOKS = 10  # in the time of the timeout
+_LOOKS = 10  # checks per timeout
 
 
 class StepWatch:
-    """Which step runs, since when, and how long it may. One thread writes, any thread reads.
+    """The running step, its start and its time limit. One thread writes, any thread reads.
 
     Parameters
     ----------
     timeout_s
-        What every step may take, whatever was foretold.
+        Minimum time limit of a step in seconds.
     clock
         Monotonic seconds.
     """
@@ -33,15 +33,15 @@ class StepWatch:
         self._closed = threading.Event()
 
     def begin(self, step: int, predicted_s: float) -> None:
-        """A step is about to be launched; 0 seconds are predicted while the speed is not known."""
+        """Start to watch a step before it is launched; `predicted_s` is 0 while the speed is unknown."""
         self._running = step, self._clock(), max(self.timeout_s, SLACK * predicted_s)
 
     def end(self) -> None:
-        """The step has returned, or has failed."""
+        """Stop watching the step, which has returned or failed."""
         self._running = None
 
     def complaint(self) -> str | None:
-        """What is wrong with the running step; None while all is well."""
+        """Why the running step counts as hung, or None."""
         running = self._running
         if running is None:
             return None
@@ -52,7 +52,7 @@ class StepWatch:
         return f"step {step} has run for {taken_s:.1f} s; the limit is {limit_s:.1f} s"
 
     def watch(self, on_hang: Callable[[str], None]) -> threading.Thread:
-        """Start a daemon thread that calls `on_hang` once, with the complaint, when a step hangs."""
+        """Start a daemon thread that calls `on_hang` once, with the reason, when a step hangs."""
 
         def run() -> None:
             while not self._closed.wait(self.timeout_s / _LOOKS):
@@ -66,5 +66,5 @@ class StepWatch:
         return thread
 
     def close(self) -> None:
-        """No more steps: the thread ends."""
+        """End the thread."""
         self._closed.set()

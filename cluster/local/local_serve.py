@@ -290,7 +290,7 @@ class LocalServe:
 
 def _kill_session(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)  # all there is to do without /proc
+        os.killpg(leader, signal.SIGKILL)
     for pid in session_pids(leader):
         # Without /proc only the process group can be killed.
         with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
 """The embedded model: a small Llama with its tokenizer, trained by `train` on text from `corpus`.
 
-It is the default of `make serve` and the real input of the tests; it is not the product.
+It is the default model of `quire serve`, and the tests use it as a real checkpoint.
 """
 
 from pathlib import Path

@@ -1,11 +1,10 @@
 """The training text of the embedded model, generated from a seed.
 
-Source and licence: every sentence comes from the grammar in this folder (`world`, `knowledge`,
-`stories`, `dialogues`), written for this project and under the project's licence, Apache-2.0. No
-text from elsewhere is used.
+Source and licence: every sentence comes from the grammar in this folder (`world`, `knowledge`, `stories`, `dialogues`),
+which was written for this project under its licence, Apache-2.0. No other text is used.
 
-A document is plain prose or a conversation in the chat template, ended by `<|endoftext|>`; every
-turn of a conversation is ended by `<|im_end|>`.
+A document is plain prose or a conversation in the chat template. `<|endoftext|>` ends a document, and `<|im_end|>` ends
+each turn of a conversation.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PLAIN_FRACTION = 0.3
 
 
 def render_chat(messages: list[Message]) -> str:
-    """What the checkpoint's chat template makes of `messages` (a test compares the two)."""
+    """Render `messages` as the checkpoint's chat template does (a test compares the two)."""
     return "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
 
 

@@ -1,4 +1,4 @@
-"""Conversations: questions whose answers follow from the prompt or from the small world."""
+"""Conversations: questions with answers that follow from the prompt or from the small world."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Message = dict[str, str]
 
 
 def facts(rng: Random) -> list[Turn]:
-    """What is X?"""
+    """A question for the definition of a word."""
     subject, answer = rng.choice(FACTS)
     return [(_ask_about(rng, subject), answer)]
 
@@ -94,7 +94,7 @@ def greeting(rng: Random) -> list[Turn]:
 
 
 def identity(rng: Random) -> list[Turn]:
-    """Who are you?"""
+    """A question about the model itself."""
     question = rng.choice((
         "Who are you?", "What are you?", "What is your name?", "who are you", "Introduce yourself.",
     ))  # fmt: skip
@@ -160,7 +160,7 @@ def possessions(rng: Random) -> list[Turn]:
 
 
 def whereabouts(rng: Random) -> list[Turn]:
-    """Where somebody is, from a fact in the prompt."""
+    """The place of a person, from a fact in the prompt."""
     who, other = two_people(rng)
     here, there = rng.sample(SPOTS, 2)
     asked, spot = rng.choice(((who, here), (other, there)))
@@ -173,7 +173,7 @@ def _trade_of(who: Person, trade: str) -> str:
 
 
 def trades(rng: Random) -> list[Turn]:
-    """Who does what, from facts in the prompt."""
+    """The trades of people, from facts in the prompt."""
     who, other = two_people(rng)
     first, second = rng.sample(TRADES, 2)
     asked, trade = rng.choice(((who, first), (other, second)))

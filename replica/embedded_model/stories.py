@@ -185,7 +185,7 @@ def the_guest(rng: Random, creature: str) -> str:
 
 
 def the_book(rng: Random, role: str) -> str:
-    """Somebody writes a book, quire by quire, with the help of the bookbinder."""
+    """A person writes a book, quire by quire, with the help of the bookbinder."""
     who, friend = two_people(rng)
     quires, time = rng.randint(2, 10), rng.choice(TIMES)
     pages = NUMBERS[quires * 8] if quires * 8 <= 20 else "many"
@@ -206,7 +206,7 @@ def the_book(rng: Random, role: str) -> str:
 
 
 def the_sleepless(rng: Random, role: str) -> str:
-    """Somebody cannot sleep, walks through the town and meets a friend."""
+    """A person cannot sleep, walks through the town and meets a friend."""
     who, friend = two_people(rng)
     count, animal = rng.randint(3, 12), rng.choice(CREATURES)
     return (
@@ -228,7 +228,7 @@ def the_sleepless(rng: Random, role: str) -> str:
 
 
 def the_meaning(rng: Random, idea: str) -> str:
-    """A child asks what something is, and three people answer in turn."""
+    """A child asks about a thing, and three people answer in turn."""
     who, friend = two_people(rng)
     first, second, third = rng.sample(TRADES, 3)
     answers = rng.sample((

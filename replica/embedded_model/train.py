@@ -1,11 +1,11 @@
-"""Train the embedded model from nothing: corpus, tokenizer, weights.
+"""Train the embedded model from scratch: corpus, tokenizer, weights.
 
     python -m quire.replica.embedded_model.train --out DIR    # rebuild it: about ten minutes on one core
-    python -m quire.replica.embedded_model.train --check      # rebuild it and compare with the committed
+    python -m quire.replica.embedded_model.train --check      # rebuild it and compare with the committed files
 
-The run is deterministic: one seed, one thread, text made by the script. The tokenizer files come
-out byte for byte the same everywhere. The weights are bit-equal on the same type of processor with
-the same torch, and differ elsewhere, because the order of floating-point sums does.
+The run is deterministic: one seed, one thread, generated text. The tokenizer files are equal on all machines. The
+weights are bit-equal on the same type of processor with the same torch version, and differ on others, because the order
+of floating-point sums differs.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ HELD_OUT_DOCUMENTS = 200
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that the result depends on, besides the corpus.
+    """Parameters of the training.
 
-    `batch_shapes` are the shapes [rows, tokens] of the batches, in turn. Long rows of many
-    documents teach the positions up to `MAX_POSITION`, and that text further back is another
-    document.
+    `batch_shapes` are the shapes [rows, tokens] of successive batches, repeated. Long rows of many documents train the
+    positions up to `MAX_POSITION`, and that earlier text in a row is another document.
     """
 
     steps: int = 1400
@@ -66,14 +65,14 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Quality on text that the training did not see."""
+    """Quality on held-out text."""
 
     loss: float  # nats per token
-    mean_max_probability: float  # mean over positions of the probability of the likeliest token
+    mean_max_probability: float  # mean over positions of the probability of the most likely token
 
 
 def train_tokenizer(recipe: Recipe) -> Tokenizer:
-    """Byte-level BPE over the first documents of the corpus; all 256 bytes are in its alphabet."""
+    """Train a byte-level BPE on the first documents of the corpus; its alphabet has all 256 bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -191,7 +190,7 @@ def token_losses(model: LlamaForCausalLM, batch: torch.Tensor) -> tuple[torch.Te
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, count: int) -> Evaluation:
-    """Loss and peakedness over the first `count` documents with `seed`, each document alone."""
+    """Evaluate the first `count` documents with `seed`, each document alone."""
     losses, peaks = [], []
     for text in islice(documents(seed), count):
         loss, logits = token_losses(model, torch.tensor([tokenizer.encode(text).ids]))
@@ -201,21 +200,21 @@ def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, count: in
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """Write an ordinary checkpoint folder: float32 safetensors, configs, tokenizer, template."""
+    """Write a checkpoint folder: float32 safetensors, configs, tokenizer, template."""
     out.mkdir(parents=True, exist_ok=True)
     ends = [tokenizer.token_to_id(token) for token in (TURN_END, END_OF_TEXT)]
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.7, top_p=0.9, eos_token_id=ends, pad_token_id=ends[1]
     )
     model.save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)  # safetensors writes 0600, and a wheel would keep it
+    (out / "model.safetensors").chmod(0o644)  # safetensors writes 0600, which a wheel would keep
     save_tokenizer(tokenizer, out)
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
 
-    The configuration is written here, not by transformers, so that its bytes depend on no version.
+    Writes the configuration without transformers, so that its bytes do not depend on a version.
     """
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
@@ -231,7 +230,7 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def differences(rebuilt: Path, committed: Path) -> list[str]:
-    """Names of the files of `committed` that `rebuilt` does not reproduce; weights by tensor."""
+    """Names of files in `committed` that differ from `rebuilt`; weights are compared by tensor."""
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     wrong = [n for n in names if (rebuilt / n).read_bytes() != (committed / n).read_bytes()]
     weights = "model.safetensors"
@@ -258,7 +257,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, got {options.steps}")
-    torch.set_num_threads(1)  # the order of sums, and so the bits of the result, depends on it
+    torch.set_num_threads(
+        1
+    )  # the order of sums, and so the bits of the result, depends on the number of threads
     recipe = Recipe(steps=options.steps)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) if options.check else options.out

@@ -1,7 +1,7 @@
 """The small world of the embedded model: people, places and things of an invented town.
 
-Written for this project, Apache-2.0 like the rest of it. Only data and the few rules of English
-that the grammar in `stories` and `dialogues` needs.
+Written for this project under its licence, Apache-2.0. Contains only data and the rules of English that the grammar in
+`stories` and `dialogues` needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Person(NamedTuple):
 
 
 class Topic(NamedTuple):
-    """Something a story can be about."""
+    """A subject of a story."""
 
     noun: str
     kind: str  # "thing" | "place" | "creature" | "person" | "idea"
@@ -88,7 +88,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September",
           "October", "November", "December")  # fmt: skip
 
-#: Three or four bytes and several tokens each: they exercise partial characters in streams.
+#: Each has three or four bytes and several tokens, which tests partial characters in streams.
 EMOJI = ("📖", "🐦", "🌊", "🎶", "🕯", "⛵", "🌙", "🍞", "🌧", "🔔", "🐋", "🦉", "🌻", "☀", "❄")
 
 _PLURALS = {
@@ -107,7 +107,7 @@ def a(noun: str) -> str:
 
 
 def plural(noun: str, count: int = 2) -> str:
-    """`noun` in the form that follows the number `count`."""
+    """The form of `noun` after the number `count`."""
     return noun if count == 1 else _PLURALS.get(noun, noun + "s")
 
 
@@ -117,7 +117,7 @@ def cap(text: str) -> str:
 
 
 def listing(items: list[str] | tuple[str, ...]) -> str:
-    """Join `items` as English does: "a, b and c"."""
+    """Join `items` in English: "a, b and c"."""
     if len(items) == 1:
         return items[0]
     return ", ".join(items[:-1]) + " and " + items[-1]

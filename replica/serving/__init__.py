@@ -1,1 +1,1 @@
-"""The Ray shell around one engine."""
+"""The Serve deployment around one engine."""

@@ -1,4 +1,4 @@
-"""The replica as a Serve deployment: the thin Ray shell around one engine.
+"""The replica's Serve deployment: a thin layer around one engine.
 
 ```
  router ──generate(Submit)──▶ future of the request ◀── finish ──┐
@@ -7,10 +7,9 @@
  router ──abort(ids)────────▶ engine.abort
 ```
 
-The unary call `generate` stays open as long as its request lives, so Serve's own machinery sees the work
-(cancellation, drain, autoscaling, death); the tokens travel in the attach stream's frames. Every way in which a
-request can lose its reader ends it: cancelled call, explicit abort, end of the router's attach stream, and where all
-of these fail, the end of its lease.
+The unary call `generate` stays open until its request ends, so Serve knows about the work (cancellation, drain,
+autoscaling, death). The tokens travel in the frames of the attach stream. A request ends when it loses its reader: its
+call is cancelled, it is aborted, the router's attach stream ends or, if all of these fail, its lease expires.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from quire.replica.serving.ray_metrics import RayMetrics
 from quire.replica.serving.replica_metrics import ReplicaMetrics
 
 logger = logging.getLogger("ray.serve")
-_LEASE_CHECKS = 10  # in the time of a lease
+_LEASE_CHECKS = 10  # per `LEASE_S`
 
 
 class Replica:
@@ -58,7 +57,7 @@ class Replica:
     engine_args
         Fields of `EngineArgs`.
     heartbeat_ms
-        An idle replica reports to each router after this many milliseconds, backing off to 1000.
+        Milliseconds after which an idle replica reports to each router; the interval grows up to 1000.
     """
 
     engine_class: type[Engine] = Engine
@@ -80,10 +79,10 @@ class Replica:
             )
         assert self._engine.recorder is not None
         self._engine.recorder.catch_fatal_signals()
-        # What is loaded stays: no collection walks torch and the model again in the middle of a step.
+        # Loaded objects stay alive: exclude torch and the model from collections, which would delay steps.
         gc.collect()
         gc.freeze()
-        # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
+        # Collect again: CPython starts a full collection only after new objects exceed 25% of the last survivors.
         gc.collect()
         self._attachments = Attachments(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
@@ -102,10 +101,10 @@ class Replica:
     # -- the bus -----------------------------------------------------------------------------------------
 
     async def attach(self, router_id: str, *, route: list[str]) -> AsyncIterator[bytes | Part]:
-        """`Hello`, then a snapshot of the cache, then a frame per step until the router goes away; a long one in parts.
+        """Stream `Hello`, a snapshot of the cache, and one frame per step until the router leaves; long ones in parts.
 
-        `route` is read by `router.serve_router`. Serve may pass over the replica it names: then `Hello` is all,
-        since a second attachment would end the one that this router has here already.
+        `serve_router` reads `route`, the id of the replica. Serve may send the call to another replica; that one sends
+        `Hello` only, because a second attachment would end the router's existing one.
         """
         yield self._engine.hello(self._replica_id, self._node).encode()
         if route != [self._replica_id]:
@@ -122,12 +121,14 @@ class Replica:
             await frames.aclose()
 
     def _frames(self, router_id: str) -> AsyncGenerator[bytes, None]:
-        """What a router's attach stream carries; tests that inject faults (`faulty_actor.py`) override it."""
+        """Frames of a router's attach stream; tests that inject faults (`faulty_actor.py`) override it."""
         return self._attachments.stream(router_id, self._engine.load)
 
     async def resync(self, router_id: str, from_seq: int, *, route: list[str]) -> None:
-        """Send in the router's attach stream the cache events after `from_seq`, or a snapshot when they
-        are no longer kept or would not do (-1)."""
+        """Send the cache events after `from_seq` in the router's attach stream.
+
+        Sends a snapshot instead if these events are no longer stored, or if `from_seq` is -1.
+        """
         events = await asyncio.wrap_future(
             self._engine.call(lambda scheduler: scheduler.events.since(from_seq))
         )
@@ -170,16 +171,18 @@ class Replica:
         *,
         route: list[str],
     ) -> None:
-        """The router lives and wants these streams for another `LEASE_S`; so many seconds of prefill that wait
-        there are this replica's share."""
+        """Extend the leases of a router and its streams by `LEASE_S`.
+
+        `queued_prefill_s` is this replica's share of the prefill queued at the router, in seconds.
+        """
         if router_id in self._attachments:
             self._router_queues[router_id] = queued_prefill_s
         self._leases.renew(router_id, stream_ids, time.monotonic())
 
     async def grant(self, router_id: str, credit: dict[int, int], *, route: list[str]) -> bool:
-        """Let the router's streams run further: stream id to output tokens that it may have.
+        """Give the router's streams more credit: stream id to the total number of output tokens allowed.
 
-        False when Serve has brought the call to another replica than that of the streams.
+        Returns False if Serve sent the call to another replica than that of the streams.
         """
         if route != [self._replica_id]:
             return False
@@ -187,15 +190,15 @@ class Replica:
         return True
 
     async def ping(self, *, route: list[str]) -> None:
-        """Answer: the first call through a handle makes Serve tell it the running replicas."""
+        """Do nothing: the first call through a handle makes Serve send it the list of running replicas."""
 
     async def abort(self, router_id: str, stream_ids: list[int], *, route: list[str]) -> None:
-        """End these requests if they are still alive."""
+        """Abort these requests if they have not ended."""
         for stream_id in stream_ids:
             self._engine.abort((router_id, stream_id))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's way to change a deployment in place: `user_config` names `LIGHT_FIELDS` of the engine."""
+        """Change light options in place; Serve calls this with values of `LIGHT_FIELDS`."""
         await asyncio.to_thread(self._engine.reconfigure, user_config)
 
     # -- what Serve calls --------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ class Replica:
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `cluster/autoscaling.py` scales on; Serve asks a few times in its look-back period."""
+        """Values for `cluster/autoscaling.py`; Serve collects them a few times per look-back period."""
         load = self._engine.load()
         queued_s = load.queued_prefill_tokens * load.prefill_s_per_token
         return {
@@ -247,13 +250,13 @@ class Replica:
         }
 
     async def metrics_page(self, labels: dict[str, str], *, route: list[str]) -> tuple[str, Page]:
-        """This replica's id and its metrics, with these labels and its own."""
+        """This replica's id and its metrics, labelled with `labels` and the replica's id."""
         return self._replica_id, self._metrics.page({**labels, "replica": self._replica_id})
 
     # -- from the engine's thread and back ---------------------------------------------------------------
 
     def _on_output(self, output: LoopOutput) -> None:
-        """Engine's thread: one hop to the event loop for each step."""
+        """Called in the engine's thread; schedules one call in the event loop per step."""
         self._event_loop.call_soon_threadsafe(self._publish, output)
 
     def _publish(self, output: LoopOutput) -> None:
@@ -267,30 +270,32 @@ class Replica:
                     future.set_result(_completion(delta))
 
     def _end_process(self, complaint: str) -> None:
-        """A device that hangs cannot be helped from here. Serve sees the actor die, at once, and starts another."""
+        """End the process after a hang of the device; Serve notices it immediately and starts another replica."""
         assert self._engine.recorder is not None
         self._engine.recorder.report(complaint)
-        logger.error("%s: this process ends", complaint)
+        logger.error("%s: ending this process", complaint)
         faulthandler.dump_traceback(all_threads=True)
         os._exit(1)
 
     def _on_detach(self, router_id: str) -> None:
-        """A router is gone: nobody can read its streams any more."""
+        """Abort the requests of a detached router, because their streams have no reader."""
         self._router_queues.pop(router_id, None)
         for key in list(self._finished):
             if key[0] == router_id:
                 self._engine.abort(key)
 
     async def _reap(self) -> None:
-        """End what no router wants any more."""
+        """Detach silent routers and abort streams with expired leases."""
         while True:
             await asyncio.sleep(LEASE_S / _LEASE_CHECKS)
             for router_id in self._leases.expire_routers():
                 if router_id in self._attachments:
-                    logger.warning("%s has been silent for %.0f s: detached", router_id, LEASE_S)
+                    logger.warning("detached %s: it has been silent for %.0f s", router_id, LEASE_S)
                     self._attachments.detach(router_id)
             for key in self._leases.expired_streams():
-                logger.warning("stream %s has not been renewed for %.0f s: aborted", key, LEASE_S)
+                logger.warning(
+                    "aborted stream %s: its lease has not been renewed for %.0f s", key, LEASE_S
+                )
                 self._engine.abort(key)
 
     async def _send_snapshot(self, router_id: str) -> None:
@@ -301,7 +306,7 @@ class Replica:
 
 
 def _flight_folder() -> Path:
-    """Beside the logs of this Ray session, so that it goes when they go; without Ray a temporary folder."""
+    """A folder in the directory of this Ray session, which is removed with it; a temporary folder without Ray."""
     if not ray.is_initialized():
         return Path(tempfile.mkdtemp(prefix="quire-"))
     return Path(ray._private.worker._global_node.get_session_dir_path()) / "quire"

@@ -1,4 +1,4 @@
-"""The order of calls that belong together: Serve does not promise to deliver them as they were sent."""
+"""The order of related calls: Serve may deliver calls in another order than they were sent."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Hashable
 
-# A request that has come this long before its fork needs no waiting for: it is among the live ones or has ended.
+# Number of recent requests to remember. An earlier request has been submitted already, so its fork need not wait.
 MAX_REMEMBERED = 4096
-# Two calls that one router sends at once arrive within a few milliseconds of each other, or by different ways.
+# Two calls that a router sends together arrive within a few milliseconds, unless they take different paths.
 WAIT_S = 0.05
 
 
 class Arrivals:
-    """Which requests have arrived lately, so that a fork is not submitted before its parent.
+    """Recently arrived requests, so that a fork is not submitted before its parent.
 
     Lives in one event loop; not thread-safe.
 
     Parameters
     ----------
     wait_s
-        How long a fork waits for a parent that has not come; then it goes on alone.
+        Maximum seconds for which a fork waits for its parent; then it runs without one.
     """
 
     def __init__(self, wait_s: float = WAIT_S):
@@ -29,7 +29,7 @@ class Arrivals:
         self._awaited: dict[Hashable, asyncio.Event] = {}
 
     def tell(self, key: Hashable) -> None:
-        """A request has arrived and is submitted before anything else runs in this loop."""
+        """Record a request, which the caller submits before anything else runs in this loop."""
         self._arrived[key] = None
         if len(self._arrived) > MAX_REMEMBERED:
             self._arrived.popitem(last=False)
@@ -38,7 +38,7 @@ class Arrivals:
             event.set()
 
     async def wait(self, key: Hashable) -> bool:
-        """Return when the request has arrived; False when it did not come in time."""
+        """Wait for a request; False if it does not arrive in time."""
         if key in self._arrived:
             return True
         event = self._awaited.setdefault(key, asyncio.Event())

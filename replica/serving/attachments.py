@@ -1,4 +1,4 @@
-"""The replica's side of the bus: who is attached, and the frames each of them gets.
+"""The replica's side of the bus: the attached routers and their frames.
 
 ```
  engine thread                          event loop of the actor
@@ -6,10 +6,9 @@
                                                        └▶ queue of router B ─▶ attach stream B
 ```
 
-One frame per step and router carries that router's tokens and everybody's cache events. A router that gets none
-still hears a heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the load
-changes, backing off to `max_heartbeat_s` while nothing happens. So a lost event heals, and a router knows that the
-replica lives.
+Each step sends each router one frame with that router's tokens and all cache events. A router without news gets a
+heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the load changes, up to
+`max_heartbeat_s` while nothing happens. Heartbeats show that the replica is alive and reveal lost events.
 """
 
 from __future__ import annotations
@@ -28,26 +27,25 @@ from quire.protos.wire import CacheEvents, Frame, Load, TokenColumns, TokenDelta
 from quire.replica.core.request import DeltaBatch
 from quire.replica.loop import LoopOutput
 
-SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB a frame
-MAX_QUEUED_FRAMES = (
-    4_096  # 80 s of 20 ms steps: a router this far behind is cut off and attaches anew
-)
+SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB per frame
+# A router that is further behind is detached and attaches again. 80 s of steps of 20 ms.
+MAX_QUEUED_FRAMES = 4_096
 
 
 class _ColumnFilter:
-    """Picks one attachment's rows out of the columns of every step.
+    """Selects one attachment's rows from the columns of each step.
 
-    While the same rows decode, their sources are one array, which is looked through once.
+    While the same rows decode, the array of their sources is the same object, so the filter is computed once.
     """
 
     def __init__(self, source: int):
         self._source = source
-        self._sources: np.ndarray | None = None  # looked through last
-        self._mine: np.ndarray | None = None  # [n] bool; None: all of them
+        self._sources: np.ndarray | None = None  # the array that `_mine` was computed for
+        self._mine: np.ndarray | None = None  # [n] bool; None: all rows
         self._count = 0
 
     def take(self, deltas: DeltaBatch) -> TokenColumns | None:
-        """The single tokens of the attachment's streams; None if there are none."""
+        """The single tokens of the attachment's streams, or None."""
         sources = deltas.sources
         if sources is not self._sources:
             mine = sources == self._source
@@ -63,7 +61,7 @@ class _ColumnFilter:
 
 
 class _Attachment:
-    """The frames on their way to one router, and when it gets a heartbeat if there are none."""
+    """The queue of frames for one router, and the time of its next heartbeat."""
 
     def __init__(
         self,
@@ -100,13 +98,13 @@ class _Attachment:
         self._ready.set()
 
     def touch(self) -> None:
-        """The load changed: no later than `heartbeat_s` after the last frame the router shall know."""
+        """Report a changed load at most `heartbeat_s` after the last frame."""
         if self._wait_s > self._heartbeat_s:
             self._wait_s = self._heartbeat_s
             self._ready.set()
 
     async def next(self) -> Frame | None:
-        """The next frame, or None when a heartbeat is due or it is closed."""
+        """Wait for the next frame; None if a heartbeat is due or the attachment is closed."""
         while not self._frames and not self.closed:
             self._ready.clear()
             left_s = self._sent_s + self._wait_s - self._clock()
@@ -114,7 +112,8 @@ class _Attachment:
                 async with asyncio.timeout(left_s):
                     await self._ready.wait()
             except TimeoutError:
-                if self._frames:  # at the same time; a heartbeat before it would tell of its events
+                # A frame that arrived at the same time goes first: a heartbeat would already count its events.
+                if self._frames:
                     break
                 self._sent_s = self._clock()
                 self._wait_s = min(2 * self._wait_s, self._max_heartbeat_s)
@@ -132,11 +131,11 @@ class Attachments:
     Parameters
     ----------
     epoch
-        The engine's incarnation, in every frame.
+        Id of the engine instance, in every frame.
     on_detach
-        Called with a router's id when its attachment ends, for whatever reason: all requests that it has sent
-        so far have lost their reader. When a second attachment ends the first it is called before the second
-        begins, so requests sent after that are not meant.
+        Called with a router's id when its attachment ends for any reason; the requests sent until then have lost their
+        reader. If a second attachment replaces the first, the call precedes the second and does not affect its
+        requests.
     """
 
     def __init__(
@@ -164,15 +163,16 @@ class Attachments:
         return len(self._by_router)
 
     def source(self, router_id: str) -> int:
-        """The number of a router's attachment: what requests are marked with that it sends from now on
-        (`Request.source`), so that the tokens of an earlier attachment's requests reach nobody."""
+        """Number of a router's current attachment, the `Request.source` of its new requests.
+
+        Tokens of requests from an earlier attachment match no attachment and are dropped.
+        """
         return self._by_router[router_id].source
 
     def publish(self, output: LoopOutput) -> None:
-        """Queue what a step did: to each router its own deltas, to all of them the events and the load.
+        """Queue the results of a step: each router gets its own deltas, and all get the events and the load.
 
-        Deltas carry keys (router_id, stream_id); those of a router that is gone are dropped, its requests
-        have been aborted.
+        Deltas have keys (router_id, stream_id). Deltas of a detached router are dropped; its requests were aborted.
         """
         self._last = output
         by_router: dict[str, list[TokenDelta]] = {}
@@ -204,26 +204,28 @@ class Attachments:
                 self._detach(router_id, attachment)
 
     def send_events(self, router_id: str, events: list[CacheEvents]) -> None:
-        """Queue event batches that the router missed; nothing when the router is gone."""
+        """Queue event batches that the router has missed; does nothing if the router is detached."""
         attachment = self._by_router.get(router_id)
         if attachment is not None:
             attachment.put(self._frame([], events))
 
     def send_snapshot(self, router_id: str, seq: int, gpu: np.ndarray, host: np.ndarray) -> None:
-        """Queue pages of the hashes held in the tiers `gpu` and `host` at event `seq`, [n] and [m] uint64;
-        nothing when the router is gone."""
+        """Queue pages of the hashes in the two tiers at event `seq`, [n] and [m] uint64.
+
+        Does nothing if the router is detached.
+        """
         attachment = self._by_router.get(router_id)
         if attachment is not None:
             for frame in self._snapshot_frames(seq, gpu, host):
                 attachment.put(frame)
 
     async def stream(self, router_id: str, load: Callable[[], Load]) -> AsyncGenerator[bytes, None]:
-        """Encoded frames for one router until it goes away; a second attachment ends the first.
+        """Encoded frames for one router until it detaches; a second attachment ends the first.
 
         Parameters
         ----------
         load
-            Called for a heartbeat's load; must be cheap and safe outside the engine's thread.
+            Returns the load for a heartbeat; must be cheap and safe to call outside of the engine's thread.
         """
         attachment = self._by_router.get(router_id)
         if attachment is not None:
@@ -242,14 +244,14 @@ class Attachments:
             self._detach(router_id, attachment)
 
     def _detach(self, router_id: str, attachment: _Attachment) -> None:
-        """End an attachment; nothing when it has ended before."""
+        """End an attachment; does nothing if it has already ended."""
         attachment.close()
         if self._by_router.get(router_id) is attachment:
             del self._by_router[router_id]
             self._on_detach(router_id)
 
     def detach(self, router_id: str) -> None:
-        """End a router's attachment from here; nothing when it has none."""
+        """End a router's attachment; does nothing if it has none."""
         attachment = self._by_router.get(router_id)
         if attachment is not None:
             self._detach(router_id, attachment)
@@ -276,7 +278,7 @@ class Attachments:
         )
 
     def _shared(self, load: Load) -> Load:
-        """With the number of routers that are told."""
+        """`load` with the number of attached routers."""
         num_routers = len(self._by_router)
         return load if num_routers <= 1 else load._replace(num_routers=num_routers)
 

@@ -1,4 +1,4 @@
-"""Failures of a start that another attempt cannot cure, marked so that Ray Serve makes none."""
+"""Failures of a start that would fail again, marked so that Ray Serve does not retry."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 from quire.replica.checkpoint.checkpoint import DownloadError
 
-MARK = "CannotStart: "  # begins the reason in the text of a traceback
+MARK = "CannotStart: "  # precedes the reason in the text of a traceback
 
 
 class CannotStart(Exception):
-    """The same start would fail again; the message says why, for the user."""
+    """The same start would fail again; the message is the reason, for the user."""
 
 
 @contextlib.contextmanager
 def final_errors(part: str) -> Iterator[None]:
     """Turn errors of configuration, checkpoint and size into `CannotStart`, with the node's name.
 
-    All of them are ValueErrors. A download that failed is one too, but may succeed later.
+    All of these are ValueErrors. So is a failed download, but that may succeed later.
     """
     try:
         yield
@@ -30,6 +30,6 @@ def final_errors(part: str) -> Iterator[None]:
 
 
 def reason_of(text: str) -> str | None:
-    """What a traceback's text says after the mark, or None where it has none."""
+    """The reason after the mark in a traceback's text, or None without a mark."""
     _, mark, reason = text.rpartition(MARK)
     return reason.strip() if mark else None

@@ -1,11 +1,12 @@
-"""Leases: who still wants what this replica computes.
+"""Leases of streams and routers.
 
-A router that dies takes its calls and its attach stream along, as a rule; Serve's cancellation is best effort, and
-streams that nobody reads would hold their blocks for ever. So every router says again and again which of its streams
-it still wants, and what it has not named for `LEASE_S` ends, as does the attachment of a router that says nothing.
+The calls and the attach stream of a router usually end when it dies, but Serve's cancellation is best effort, and
+streams without a reader would hold their blocks indefinitely. So each router renews the leases of its streams
+periodically. A stream that has not been renewed for `LEASE_S` ends, and so does the attachment of a router without
+renewals.
 
-The clock of a lease runs only while some router is heard. A replica that drains hears none, because Serve leads no
-more calls to it, and its streams shall end in peace; where all routers died, the first one of the new is heard.
+Leases expire only while some router sends renewals. A draining replica receives none, because Serve sends it no calls,
+and its streams must be able to finish. If all routers die, the first renewal of a new router expires the old leases.
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ StreamKey = tuple[str, int]  # (router id, stream id)
 
 
 class Leases:
-    """When each router, and each of its streams, was last wanted. Times are the caller's monotonic clock.
+    """Times of the last renewal of each router and stream, by the caller's monotonic clock.
 
     Parameters
     ----------
     lease_s
-        Seconds for which a stream or a router is good without being renewed.
+        Seconds for which a stream or a router is valid without a renewal.
     """
 
     def __init__(self, lease_s: float):
         self._lease_s = lease_s
-        self._heard_s = 0.0  # the last renewal, whoever's
-        self._routers: dict[str, float] = {}  # last heard, in seconds
-        self._streams: dict[StreamKey, float] = {}  # last wanted, in seconds
+        self._heard_s = 0.0  # time of the last renewal by any router
+        self._routers: dict[str, float] = {}  # time of the last renewal
+        self._streams: dict[StreamKey, float] = {}  # time of the last renewal
 
     def attach(self, router_id: str, now_s: float) -> None:
-        """A router has attached itself, perhaps anew."""
+        """Add a router that has attached, or attached again."""
         self._routers[router_id] = now_s
 
     def begin(self, key: StreamKey, now_s: float) -> None:
-        """A stream is wanted from now on."""
+        """Add a stream."""
         self._streams[key] = now_s
 
     def end(self, key: StreamKey) -> None:
-        """A stream has ended; unknown ones are ignored."""
+        """Remove a stream that has ended; ignores unknown ones."""
         self._streams.pop(key, None)
 
     def renew(self, router_id: str, stream_ids: Iterable[int], now_s: float) -> None:
-        """The router lives and wants these streams; those that are not here are ignored."""
+        """Renew a router and these streams of it; ignores unknown streams."""
         self._heard_s = now_s
         if router_id in self._routers:
             self._routers[router_id] = now_s
@@ -53,15 +54,14 @@ class Leases:
                 self._streams[key] = now_s
 
     def expire_routers(self) -> list[str]:
-        """Forget the routers that have said nothing for longer than the lease, and name them; also those that
-        had left before."""
+        """Remove and return the routers with expired leases, detached ones included."""
         silent = [router for router, at_s in self._routers.items() if self._is_over(at_s)]
         for router in silent:
             del self._routers[router]
         return silent
 
     def expired_streams(self) -> list[StreamKey]:
-        """Streams that nobody has wanted for longer than the lease, until they `end`."""
+        """Streams with expired leases that have not ended."""
         return [key for key, at_s in self._streams.items() if self._is_over(at_s)]
 
     def _is_over(self, wanted_s: float) -> bool:

@@ -1,7 +1,7 @@
-"""Counters and gauges in Ray's own metrics, for those who scrape Ray's agents already. Ray shell.
+"""Copies of counters and gauges in Ray's own metrics, for deployments that scrape Ray's agents.
 
-`GET /metrics` has everything. Here are no histograms: Ray's own take 10 us for a value, and copies of finished ones
-would be gauges. The names are the same behind Ray's prefix `ray_`.
+`GET /metrics` has all metrics. Histograms are not copied: Ray's histograms need 10 us per value, and copies of complete
+histograms would be gauges. The names are the same after Ray's prefix `ray_`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _PERIOD_S = 1.0
 
 
 class RayMetrics:
-    """Copies the counters and gauges of a `MetricSet` to Ray once a second, which adds application, deployment and
-    replica. Call it in the event loop that changes them."""
+    """Copies the counters and gauges of a `MetricSet` to Ray once a second.
+
+    Ray adds the labels application, deployment and replica. Must run in the event loop that changes the values.
+    """
 
     def __init__(self, source: MetricSet) -> None:
         self._source = source
@@ -26,7 +28,7 @@ class RayMetrics:
         for family in source.families.values():
             options = {"description": family.help, "tag_keys": family.labels}
             if family.kind == COUNTER:
-                # Ray's exporter appends it.
+                # Ray's exporter appends `_total`.
                 name = family.name.removesuffix("_total")
                 self._counters[family.name] = metrics.Counter(name, **options)
             elif family.kind == GAUGE:
@@ -35,7 +37,7 @@ class RayMetrics:
         self._timer = asyncio.create_task(self._run())
 
     def copy(self) -> None:
-        """Bring Ray's to the present values."""
+        """Update Ray's metrics to the current values."""
         for family, labels, value in self._source.scalars():
             tags = dict(zip(family.labels, labels, strict=True))
             if family.kind != COUNTER:

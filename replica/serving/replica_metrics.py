@@ -27,12 +27,12 @@ _GAUGES = (  # name, field of `Load`, help
     (
         "quire_queued_prefill_tokens",
         "queued_prefill_tokens",
-        "Tokens that are still to be prefilled, of waiting and of running requests.",
+        "Tokens that waiting and running requests still have to prefill.",
     ),
-    ("quire_kv_blocks_free", "blocks_free", "KV blocks that hold nothing."),
-    ("quire_kv_blocks_cached", "blocks_cached", "KV blocks that only the prefix cache holds."),
+    ("quire_kv_blocks_free", "blocks_free", "Free KV blocks."),
+    ("quire_kv_blocks_cached", "blocks_cached", "KV blocks that only the prefix cache uses."),
     ("quire_kv_blocks_in_use", "blocks_in_use", "KV blocks of live requests."),
-    ("quire_host_blocks_free", "host_blocks_free", "Blocks of the host tier that hold nothing."),
+    ("quire_host_blocks_free", "host_blocks_free", "Free blocks of the host tier."),
     (
         "quire_host_blocks_cached",
         "host_blocks_cached",
@@ -46,14 +46,14 @@ _GAUGES = (  # name, field of `Load`, help
     (
         "quire_engine_stalled_seconds",
         "stalled_s",
-        "Seconds since the last step ended while there is one to run; 0 if there is none.",
+        "Seconds since the last step ended while there is work; 0 when idle.",
     ),
 )
 _TOTALS = (  # name, field of `Load`, help
     (
         "quire_preemptions_total",
         "num_preemptions",
-        "Running requests whose row and blocks were taken away.",
+        "Running requests that were preempted.",
     ),
     (
         "quire_offloads_total",
@@ -63,22 +63,22 @@ _TOTALS = (  # name, field of `Load`, help
     (
         "quire_restores_total",
         "num_restores",
-        "Preempted requests that came back from the host tier.",
+        "Preempted requests whose blocks were restored from the host tier.",
     ),
 )
 _COUNTERS = (
     ("quire_prompt_tokens_total", "Prompt tokens of finished requests."),
     ("quire_output_tokens_total", "Tokens that the engine generated."),
-    ("quire_prefix_queried_tokens_total", "Prompt tokens that were looked up in the prefix cache."),
-    ("quire_prefix_hit_tokens_total", "Prompt tokens that were found in the prefix cache."),
+    ("quire_prefix_queried_tokens_total", "Prompt tokens looked up in the prefix cache."),
+    ("quire_prefix_hit_tokens_total", "Prompt tokens found in the prefix cache."),
     (
         "quire_prefix_host_hit_tokens_total",
-        "Prompt tokens found in the prefix cache that were copied back from the host tier.",
+        "Prompt tokens found in the prefix cache and restored from the host tier.",
     ),
-    ("quire_kv_evictions_total", "Cached KV blocks that were dropped to make room."),
+    ("quire_kv_evictions_total", "Cached KV blocks that were evicted."),
     (
         "quire_host_evictions_total",
-        "Cached blocks of the host tier that were dropped to make room.",
+        "Cached blocks of the host tier that were evicted.",
     ),
 )
 REPLICA_FAMILIES = (
@@ -86,30 +86,29 @@ REPLICA_FAMILIES = (
     Family(
         "quire_cache_info",
         GAUGE,
-        "The KV cache: tokens of a block, blocks, blocks of the host tier, tokens of the whole, number format; "
-        "always 1.",
+        "The KV cache: tokens per block, blocks, blocks of the host tier, total tokens, number format; always 1.",
         _CACHE_FACTS,
     ),
     *(Family(name, GAUGE, text) for name, _, text in _GAUGES),
     Family(
         "quire_kv_usage_ratio",
         GAUGE,
-        "The part of the KV blocks that live requests hold, from 0 to 1.",
+        "Fraction of the KV blocks in use by live requests, from 0 to 1.",
     ),
-    Family("quire_kv_block_tokens", GAUGE, "Tokens that one KV block holds."),
+    Family("quire_kv_block_tokens", GAUGE, "Tokens per KV block."),
     *(Family(name, COUNTER, text) for name, _, text in _TOTALS),
     *(Family(name, COUNTER, text) for name, text in _COUNTERS),
     Family(
         "quire_engine_step_seconds",
         HISTOGRAM,
-        "Seconds of a step, from its launch to its tokens on the host.",
+        "Seconds from a step's launch to its tokens on the host.",
         boundaries=STEP_BOUNDARIES_S,
     ),
 )
 
 
 class ReplicaMetrics:
-    """Counts the engine's outputs, and reads everything else from the engine for a scrape."""
+    """Counts the engine's outputs; reads all other values from the engine at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -148,7 +147,7 @@ class ReplicaMetrics:
         self._output.value += num_tokens
 
     def page(self, labels: Mapping[str, str]) -> Page:
-        """The text of all families; `labels` say which replica it is."""
+        """The text of all families; `labels` identify the replica."""
         return self.metrics.page(labels)
 
     def _read(self) -> dict[str, float]:

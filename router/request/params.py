@@ -1,8 +1,7 @@
-"""Every bound on a request, once for HTTP and gRPC: the client's values to the engine's
-`SamplingParams`.
+"""Check a client's request and convert it to the engine's `SamplingParams`, for both HTTP and gRPC.
 
-`check` is all that can be said before the prompt is tokenised, `resolve` the rest. An error names
-the field, its bound and the value.
+`check` runs before the prompt is tokenized, `resolve` after it, with the facts of the model. Errors name the field, its
+bound and the value. `protos/sampling_bounds.py` has the bounds that routers and replicas share.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ _NUMBERS = {name: bounds for name, bounds in CLIENT_RANGES.items() if name != "m
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that are a choice of the server, not of the model."""
+    """Bounds that the server chooses, independent of the model."""
 
     max_stop_strings: int = 16
     max_stop_string_bytes: int = 256
     max_label_bytes: int = 256  # tenant, session
     max_choices: int = 32  # n
-    max_prompt_choices: int = 256  # prompts of one request times n
+    max_prompt_choices: int = 256  # number of prompts in one request, multiplied by n
     max_messages: int = 4096
-    max_message_parts: int = 4096  # of all messages together
+    max_message_parts: int = 4096  # parts of all messages together
     max_prompt_ids: int = 512 * 1024
 
 
@@ -55,7 +54,7 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What holds when the client gives no value."""
+    """Values for fields that the client does not give."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -71,7 +70,7 @@ class GenerationDefaults:
 
     @classmethod
     def load(cls, folder: str | Path) -> GenerationDefaults:
-        """Those of a checkpoint's `generation_config.json`; values that it lacks keep theirs.
+        """Load a checkpoint's `generation_config.json`; missing values keep their defaults.
 
         Raises
         ------
@@ -89,14 +88,14 @@ class GenerationDefaults:
 
 
 def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
-    """Refuse what is wrong whatever the model is.
+    """Check everything that does not depend on the model.
 
     Raises
     ------
     InvalidRequest
-        A value of a wrong type or out of its bounds.
+        A value has a wrong type or is out of its bounds.
     DeadlineExceeded
-        No time is left.
+        The deadline has passed.
     """
     _check_prompt(request, limits)
     _check_template_fields(request)
@@ -142,19 +141,19 @@ def resolve(
 ) -> SamplingParams:
     """Check a request that has passed `check` against the model, and fill in what the client left open.
 
-    A seed is drawn where the client gives none. Report it back: with it the client gets the same stream again. It comes
-    from the system's generator, so that one client's seeds do not tell another's.
+    Draws a seed if the client gives none; the answer reports it, so that the client can repeat the stream. The seed
+    comes from the system's generator, so that a client cannot predict the seeds of others.
 
     Parameters
     ----------
     num_prompt_tokens
-        Length of the prompt with chat template and special tokens.
+        Length of the prompt, including chat template and special tokens.
     max_model_len
-        Prompt and output tokens together.
+        Maximum number of prompt and output tokens together.
     vocab_size
         Token ids are in [0, vocab_size).
     bad_word_ids
-        `bad_words` as token sequences: see `tokenizer.bad_word_ids`.
+        `bad_words` as token sequences, from `Tokenizer.bad_word_ids`.
     special_stop_ids
         Ids of the special tokens among the stop strings.
 
@@ -163,7 +162,7 @@ def resolve(
     InvalidRequest
         A wrong prompt, or token ids that the model does not have.
     ContextLengthExceeded
-        The prompt leaves no room for a token, or for `max_tokens`.
+        The prompt leaves no room for one token, or for `max_tokens`.
     """
     _check_prompt(request, limits)
     _check_prompt_len(num_prompt_tokens, max_model_len)
@@ -239,14 +238,14 @@ def _check_prompt(request: GenerationRequest, limits: Limits) -> None:
     adds = request.add_special_tokens
     if prompt == "" and adds is False:
         raise InvalidRequest(
-            "an empty prompt is its special tokens alone: prompt must have at least 1 character with "
+            "an empty prompt consists of special tokens only: prompt must have at least 1 character with "
             "add_special_tokens false, got 0",
             field="prompt",
         )
 
 
 def _check_prompts(request: GenerationRequest, limits: Limits) -> None:
-    """A list of prompts; what each of them is, its own request says."""
+    """Check the list of prompts; each prompt is checked in its own request."""
     if not isinstance(request.prompts, tuple):
         raise invalid("prompts", "a list of prompts", request.prompts)
     num_choices = len(request.prompts) * request.n
@@ -279,7 +278,7 @@ def _check_max_tokens(request: GenerationRequest) -> None:
 
 
 def _check_template_fields(request: GenerationRequest) -> None:
-    """What says how messages become a prompt."""
+    """Check the fields that control how messages become a prompt."""
     add_prompt, continues = request.add_generation_prompt, request.continue_final_message
     if type(continues) is not bool:
         raise invalid("continue_final_message", "a boolean", continues)
@@ -295,12 +294,12 @@ def _check_template_fields(request: GenerationRequest) -> None:
     for name, value in fields.items():
         if request.messages is None and value is not None:
             raise InvalidRequest(
-                f"a prompt passes no chat template: {name} must only be given with messages, got {shown(value)}",
+                f"a prompt uses no chat template: {name} must only be given with messages, got {shown(value)}",
                 field=name,
             )
     if add_prompt and continues:
         raise InvalidRequest(
-            "the last message is either continued or answered: continue_final_message must not be true together with "
+            "a message can either be continued or answered: continue_final_message must not be true together with "
             "add_generation_prompt, got true for both",
             field="continue_final_message",
         )
@@ -309,7 +308,7 @@ def _check_template_fields(request: GenerationRequest) -> None:
 
 
 def _check_messages(messages: tuple[Any, ...], limits: Limits) -> None:
-    """Their number. What is in them is for the chat template."""
+    """Check the number of messages and parts; the chat template checks their content."""
     at_most("messages", len(messages), limits.max_messages, "messages")
     contents = (m.get("content") for m in messages if isinstance(m, dict))
     num_parts = sum(len(content) for content in contents if isinstance(content, (list, tuple)))

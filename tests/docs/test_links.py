@@ -70,3 +70,22 @@ def test_the_files_that_are_named_exist(path: Path):
 def test_a_file_that_does_not_exist_is_found():
     text = "`policy/cost.py`, `order.py`, `no_such_module.py`"
     assert unknown_files(text) == ["no_such_module.py"]
+
+
+CLASSES = {
+    name
+    for folder in ("cluster", "kernels", "protos", "replica", "router")
+    for path in (ROOT / folder).rglob("*.py")
+    for name in re.findall(r"^class (\w+)", path.read_text("utf-8"), re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("folder", ["cluster", "kernels", "replica", "router"])
+def test_the_owners_of_a_folder_are_classes(folder: str):
+    _, _, table = (ROOT / folder / "README.md").read_text("utf-8").partition("## Ownership")
+    owners = {
+        name
+        for row in re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE)
+        for name in re.findall(r"`([A-Z]\w+)`", row)
+    }
+    assert owners and owners <= CLASSES, owners - CLASSES

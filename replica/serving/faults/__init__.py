@@ -1,1 +1,1 @@
-"""Faults on demand, for tests."""
+"""Injected faults, for tests."""

@@ -1,33 +1,33 @@
-"""Faults on demand, for tests: a replica that does what a request's label tells it to.
+"""Fault injection for tests: a request's label selects a fault of its replica.
 
-The application makes `faulty_actor.FaultyReplica` instead of `Replica` where `fault_injection` is set, and nowhere
-else; nothing in the serving path knows of it. A request whose `x-request-id` (HTTP) or `request_id` (gRPC) is
+The application uses `faulty_actor.FaultyReplica` instead of `Replica` only if `fault_injection` is set; no other code
+of the serving path refers to it. A request with this `x-request-id` (HTTP) or `request_id` (gRPC):
 
 ```
  fault:KIND[:NUMBER][!]@INDEX
 ```
 
-has the fault happen when its output token INDEX is computed or sent: in attempts that begin with the first token, or
-with `!` in every one, so that it follows the request from replica to replica.
+causes the fault when its output token INDEX is computed or sent. The fault happens in attempts that begin with the
+first token; with `!` it happens in every attempt, so it follows the request from replica to replica.
 
-| kind | NUMBER | what happens |
+| kind | NUMBER | effect |
 |---|---|---|
-| `kill` | | SIGKILL in the middle of the step: a kill from outside |
-| `crash` | | a segmentation fault in the step: a death of its own making |
-| `hang` | seconds | the step does not return for so long |
-| `slow` | milliseconds | this step and those after it take so much longer |
+| `kill` | | SIGKILL during the step, as if the process were killed from outside |
+| `crash` | | a segmentation fault during the step |
+| `hang` | seconds | the step does not return for this time |
+| `slow` | milliseconds | this step and later steps with the request take this much longer |
 | `fail` | | the step raises |
 | `oom` | | an allocation fails in the step |
-| `drag` | milliseconds | this step and every one after it, whoever is in it, takes so much longer |
-| `crawl` | milliseconds | as `drag`, and the engine measures it as the time of its steps: a slower device |
-| `leak` | KiB | this step and every one after it, whoever is in it, keeps so much memory for ever |
-| `clock` | seconds | the engine's clock jumps, also back |
-| `forget` | seconds | so long after the step began the cache is cleared, whether or not anything runs |
+| `drag` | milliseconds | this step and all later steps take this much longer |
+| `crawl` | milliseconds | as `drag`, and the engine measures the time as part of its steps, as on a slower device |
+| `leak` | KiB | this step and all later steps leak this much memory |
+| `clock` | seconds | the engine's clock jumps by this time, which may be negative |
+| `forget` | seconds | the cache is cleared this long after the step began |
 | `drop` | | the frame with the token is not sent |
-| `lose` | | the frame is sent without the request's token, but with those of the others |
-| `duplicate` | | it is sent twice, and the one before it once more |
-| `delay` | seconds | it and all after it are sent so much later |
-| `corrupt` | | one of its bits is flipped |
+| `lose` | | the frame is sent without the request's token, with the tokens of other requests |
+| `duplicate` | | the frame is sent twice, followed by the frame before it |
+| `delay` | seconds | this frame and all later ones are sent this much later |
+| `corrupt` | | one bit of the frame is flipped |
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _LABEL = re.compile(r"fault:([a-z]+)(?::(-?[0-9.]+))?(!?)@([0-9]+)")
 
 @dataclass(slots=True)
 class Fault:
-    """One fault that waits for its token."""
+    """One fault that has not happened yet or is in effect."""
 
     kind: str
     number: float
@@ -82,7 +82,7 @@ class Fault:
     fired: bool = False
 
     def is_in(self, plan: StepPlan) -> bool:
-        """Whether the step computes the token, or a later one for what lasts."""
+        """Whether the step computes the fault's token, or for a lasting fault a later one."""
         sampling = plan.sampling
         mine = (sampling.seed == np.uint64(self.seed)) & (sampling.choice == 0)
         if self.kind == "slow":
@@ -91,12 +91,12 @@ class Fault:
 
 
 def parse(submit: Submit) -> Fault | None:
-    """The fault that a request asks for, if this is the attempt for it.
+    """The fault that a request's label selects in this attempt, or None.
 
     Raises
     ------
     ValueError
-        The label asks for a fault that is none.
+        The label names no known fault.
     """
     if not submit.request_id.startswith("fault:") or submit.params.choice:
         return None
@@ -119,13 +119,13 @@ def parse(submit: Submit) -> Fault | None:
 
 @dataclass(slots=True)
 class Faults:
-    """Those that wait, and the clock that one of them turns. Armed in the event loop, fired in both threads."""
+    """Armed faults and their lasting effects. Faults are armed in the event loop and happen in both threads."""
 
     waiting: list[Fault] = field(default_factory=list)
     clock_offset_s: float = 0.0
-    drag_s: float = 0.0  # of each step
-    crawl_s: float = 0.0  # of each step, and counted as such
-    leak_bytes: int = 0  # in each step
+    drag_s: float = 0.0  # added to each step
+    crawl_s: float = 0.0  # added to each step and to its measured duration
+    leak_bytes: int = 0  # per step
     leaked: list[bytes] = field(default_factory=list)
 
     def arm(self, fault: Fault) -> None:
@@ -136,14 +136,14 @@ class Faults:
         return time.monotonic() + self.clock_offset_s
 
     def of_step(self, plan: StepPlan) -> Iterator[Fault]:
-        """Those that happen in this step."""
+        """Faults that happen in this step."""
         for fault in list(self.waiting):
             if fault.kind in IN_STEP and not fault.fired and fault.is_in(plan):
                 fault.fired = fault.kind != "slow"
                 yield fault
 
     def of_frame(self, router_id: str, frame: Frame) -> Fault | None:
-        """The one that happens to this frame."""
+        """The fault that happens to this frame, or None."""
         for fault in self.waiting:
             if fault.kind in IN_STREAM and fault.router_id == router_id and not fault.fired:
                 for delta in frame.token_deltas():
@@ -155,12 +155,12 @@ class Faults:
 
 
 class FaultyRunner:
-    """A `StepRunner` to which faults happen.
+    """A `StepRunner` with injected faults.
 
     Parameters
     ----------
     clear_cache
-        Called in a thread of its own for `forget`.
+        Called in a new thread for `forget`.
     """
 
     def __init__(self, runner: StepRunner, faults: Faults, clear_cache: Callable[[], None]):
@@ -178,7 +178,7 @@ class FaultyRunner:
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "crash":
-                signal.raise_signal(signal.SIGSEGV)  # in this thread: the step does not go on
+                signal.raise_signal(signal.SIGSEGV)  # in this thread, so the step does not continue
             elif fault.kind == "hang":
                 time.sleep(fault.number)
             elif fault.kind == "slow":
@@ -200,7 +200,7 @@ class FaultyRunner:
         if self._faults.drag_s:
             time.sleep(self._faults.drag_s)
         if self._faults.leak_bytes:
-            # Not zeros, which the kernel would give no memory for.
+            # Not zeros, because the kernel would not allocate memory for them.
             self._faults.leaked.append(b"\xff" * self._faults.leak_bytes)
         return self._runner.launch(plan)
 
@@ -226,7 +226,7 @@ class FaultyRunner:
 
 
 class FaultyEngine(Engine):
-    """An engine to whose steps faults happen."""
+    """An engine with injected faults in its steps."""
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
         self.faults = Faults()
@@ -237,7 +237,7 @@ class FaultyEngine(Engine):
 
 
 def disturbed(fault: Fault, data: bytes, before: bytes) -> list[bytes]:
-    """What is sent instead of a frame, after the frame before it."""
+    """The frames to send instead of a frame, given the frame before it."""
     kind = fault.kind
     if kind == "drop":
         return []

@@ -1,4 +1,4 @@
-"""The Serve shell of `faults.py`: a replica that does what a request's label tells it to. Only for tests."""
+"""The Serve deployment for `faults.py`: a replica with injected faults, for tests only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class FaultyReplica(Replica):
-    """A replica to which faults happen."""
+    """A replica with injected faults."""
 
     engine_class = FaultyEngine
     _engine: FaultyEngine
