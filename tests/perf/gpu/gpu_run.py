@@ -24,7 +24,7 @@ from quire.cluster.bench.results import report
 if TYPE_CHECKING:
     from tests.perf.gpu.gpu_session import Part, Point, Row, Session
 
-REHEARSAL_PATIENCE = 10.0  # factor of the budget in a rehearsal, whose machine may be busy
+REHEARSAL_PATIENCE = 10.0  # factor of the budget in a rehearsal, because its machine may be busy
 WRITE_PERIOD_S = 5.0  # a killed part loses at most the rows of this time
 _CELL = 24  # widest cell of a table, in characters
 

@@ -39,7 +39,7 @@ class Start:
 
 
 def parts(folder: Path) -> list[Part]:
-    """The parts: write the checkpoints to this folder, then start with one of them."""
+    """The parts: write the checkpoints to this folder, then start with one."""
     return [
         Part("checkpoints", checkpoint_points, partial(write_checkpoint, folder), budget_s=200),
         Part("start", start_points, partial(measure_start, folder), start_bars, budget_s=160),

@@ -49,7 +49,7 @@ NEW_TOKENS = 48
 
 
 def tokens_points(rehearsal: bool) -> list[Point]:
-    """Every architecture with every setting in both dtypes; a few of them in a rehearsal.
+    """Every architecture with every setting in both dtypes; only a few in a rehearsal.
 
     Points of one setting follow each other, so that every architecture has some rows if the time ends early.
     """

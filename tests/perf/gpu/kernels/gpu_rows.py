@@ -1,4 +1,4 @@
-"""Parts of the GPU benchmark for norm, activation and KV write, whose roof is the copy bandwidth."""
+"""Parts of the GPU benchmark for norm, activation and KV write; their roof is the copy bandwidth."""
 
 from __future__ import annotations
 

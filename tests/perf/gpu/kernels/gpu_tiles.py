@@ -191,7 +191,7 @@ def _is_right(candidate: Row) -> bool:
 def best_overall(rows: list[Row]) -> tuple[str, float]:
     """The candidate with the best mean over the rows, and its speed relative to the current configuration.
 
-    A candidate must be correct in every row. The mean is geometric, so long and short rows count the same.
+    A candidate must be correct in every row. The geometric mean weighs long and short rows equally.
     """
     gains = {}
     for name in rows[0]["candidates"]:
