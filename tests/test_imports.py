@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -76,6 +77,14 @@ LAYERS = (
     "cluster.bench",
     "cluster",
 )
+# Entries that load no torch but hold no policy.
+NO_POLICY = {
+    "replica.checkpoint",
+    "replica.config",
+    "replica.embedded_model",
+    "replica.machine",
+    "router.transport",
+}
 # Folders and modules that may load ray: Serve deployments and clients of Serve.
 RAY = (
     "quire.cluster.app",
@@ -224,6 +233,14 @@ def test_a_folder_has_few_modules(folder: Path):
 @pytest.mark.parametrize("module", [name for name in MODULES if "_pb2" not in name])
 def test_a_module_is_short(module: str):
     assert len(MODULES[module].read_text().splitlines()) <= MAX_LINES
+
+
+def test_mypy_is_strict_where_policy_is():
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    (strict,) = [one["module"] for one in overrides if one.get("disallow_untyped_defs")]
+    without_torch = LAYERS[: LAYERS.index("replica.sampling")]
+    policy = {name for name in without_torch if name.startswith(("router.", "replica."))}
+    assert set(strict) == {f"quire.{name}.*" for name in {"protos", *policy} - NO_POLICY}
 
 
 @pytest.mark.parametrize("module", MODULES)
