@@ -1,4 +1,4 @@
-"""What all tests share: one thread per process, no downloads, reproducible property tests in CI."""
+"""Settings and fixtures of all tests: one thread per process, no downloads, reproducible property tests in CI."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for `tests.perf` and tests that share parts
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `tests.perf` and modules that tests share
 
-# Before torch, transformers or ray are imported, here or in a child process.
+# Set before torch, transformers or ray are imported, here or in a child process.
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "GRPC_VERBOSITY": "ERROR",  # its notices of connections that end, as they shall
+    "GRPC_VERBOSITY": "ERROR",  # no messages about closed connections
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -34,14 +34,14 @@ settings.load_profile("ci" if "CI" in os.environ else "default")
 
 @pytest.fixture(autouse=True)
 def fatal_errors_reach_the_terminal(pytestconfig: pytest.Config) -> Iterator[None]:
-    """A replica that runs in this process has such errors written to its own crash report from then on."""
+    """Restore faulthandler's output: a replica in this process redirects it to its crash report."""
     yield
     faulthandler.enable(file=pytestconfig.stash[fault_handler_stderr_fd_key])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton reads this variable where a kernel is defined, so before any test module is imported.
+    """Set TRITON_INTERPRET before any test module is imported, because Triton reads it when a kernel is defined.
 
     Without a GPU the kernels run in Triton's interpreter; `pytest -m gpu`, or `--device cuda`, runs them on the GPU.
     """
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the folders' own conftest files: pytest wants them here."""
+    """Add options for the folders' conftest files; pytest accepts them only here."""
     parser.addoption(
         "--device",
         choices=("cpu", "cuda"),
@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """torch's threads during a test, one and then two."""
+    """Run a test with one torch thread, then with two."""
     import torch
 
     before = torch.get_num_threads()
@@ -81,7 +81,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def free_ports() -> tuple[int, int]:
-    """Two TCP ports that nobody listens on and that no connection is given meanwhile."""
+    """Two TCP ports that are free, and that the system does not give to connections."""
     from quire.cluster.local import ports
 
     return tuple(ports.free_ports(2))
@@ -89,9 +89,9 @@ def free_ports() -> tuple[int, int]:
 
 @pytest.fixture
 def ray_environment() -> Iterator[dict[str, str]]:
-    """Environment of a child process whose Ray keeps to a folder and a home of its own.
+    """Environment of a child process with its own home and its own folder for Ray.
 
-    The folder's path is short: Ray puts sockets in it, whose paths may have 107 bytes.
+    The folder's path is short, because Ray's sockets are in it, and their paths may have at most 107 bytes.
     """
     folder = tempfile.mkdtemp(prefix="q-", dir="/tmp")
     home = os.path.join(folder, "home")

@@ -1,8 +1,8 @@
-"""Who may import what: the policy code needs neither torch nor ray nor triton.
+"""Rules of the package's structure: imports between folders, heavy libraries, sizes, unsafe code, device checks.
 
-Two views of the same rule. The sources are read for the imports that run when a module is imported,
-which names the culprit and the chain; a child process then imports every light module and looks at
-what was really loaded.
+Policy folders must import neither torch nor ray nor triton. Two tests check that: one reads the import statements, so
+it can name the chain of modules; the other imports every light module in a child process and looks at the loaded
+libraries.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,12 +20,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_MODULES = 15  # in a folder, `__init__` and generated code aside
 MAX_LINES = 500  # in a module
-# Folders that are being split.
+# Folders with more modules, to be split.
 LARGE_FOLDERS = {"replica/runner", "replica/scheduler"}
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
-# From the bottom up: a module imports from its own folder and from those above it in this list. `replica.config` and
-# `replica.machine` are modules.
+# From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`
+# and `replica.machine` are modules.
 LAYERS = (
     "protos",
     "kernels",
@@ -51,7 +52,7 @@ LAYERS = (
     "replica.request_table",
     "replica.scheduler",
     "replica.checkpoint",
-    # Torch begins here.
+    # Entries below may import torch.
     "replica.sampling",
     "replica.device",
     "replica.model",
@@ -61,7 +62,7 @@ LAYERS = (
     "replica.runner",
     "replica.startup",
     "replica",
-    # Ray begins here.
+    # Entries below may import ray.
     "replica.serving",
     "replica.serving.faults",
     "cluster.api_common",
@@ -76,7 +77,15 @@ LAYERS = (
     "cluster.bench",
     "cluster",
 )
-# Folders and modules that may load ray: Serve deployments and what talks to Serve.
+# Entries that load no torch but hold no policy.
+NO_POLICY = {
+    "replica.checkpoint",
+    "replica.config",
+    "replica.embedded_model",
+    "replica.machine",
+    "router.transport",
+}
+# Folders and modules that may load ray: Serve deployments and clients of Serve.
 RAY = (
     "quire.cluster.app",
     "quire.cluster.config.serve_config",
@@ -113,7 +122,7 @@ MODULES = sources()
 
 
 def top_level_imports(tree: ast.Module) -> Iterator[str]:
-    """Names imported when the module is: not in functions, not under `if TYPE_CHECKING`."""
+    """Names that are imported with the module, so not in functions and not under `if TYPE_CHECKING`."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop()
@@ -171,7 +180,7 @@ def layer(module: str) -> str:
 
 @cache
 def all_imports(module: str) -> frozenset[str]:
-    """Modules of Quire that a module names anywhere: in functions and under `if TYPE_CHECKING`, too."""
+    """Modules of Quire that a module imports anywhere, also in functions and under `if TYPE_CHECKING`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -197,7 +206,7 @@ def test_nothing_imports_upward(module: str):
 
 
 def test_no_modules_import_one_another():
-    """Not even for types: what each module needs can be read without the modules that need it."""
+    """There are no cycles, not even of imports for types."""
     waiting = {module: set(all_imports(module)) for module in MODULES}
     while free := {module for module, needs in waiting.items() if not needs}:
         waiting = {m: needs - free for m, needs in waiting.items() if m not in free}
@@ -224,6 +233,14 @@ def test_a_folder_has_few_modules(folder: Path):
 @pytest.mark.parametrize("module", [name for name in MODULES if "_pb2" not in name])
 def test_a_module_is_short(module: str):
     assert len(MODULES[module].read_text().splitlines()) <= MAX_LINES
+
+
+def test_mypy_is_strict_where_policy_is():
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    (strict,) = [one["module"] for one in overrides if one.get("disallow_untyped_defs")]
+    without_torch = LAYERS[: LAYERS.index("replica.sampling")]
+    policy = {name for name in without_torch if name.startswith(("router.", "replica."))}
+    assert set(strict) == {f"quire.{name}.*" for name in {"protos", *policy} - NO_POLICY}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -254,14 +271,16 @@ for name in {light}:
 
 
 def test_kernels_init_holds_only_a_version():
-    """`serve run` puts the repository root on sys.path, where it is taken for the `kernels` package
-    that transformers looks for: it must have a version below any real one and import nothing."""
+    """`serve run` puts the repository on sys.path, where transformers takes the folder for its `kernels` package.
+
+    The folder's version must therefore be below any real one, and its `__init__` must import nothing.
+    """
     tree = ast.parse((ROOT / "kernels/__init__.py").read_text())
     assert [ast.unparse(node) for node in tree.body] == ["__version__ = '0.0.0'"]
 
 
 # --------------------------------------------------------------------------------------------------
-# What no module may do
+# Unsafe code and environment variables
 # --------------------------------------------------------------------------------------------------
 
 UNSAFE_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -277,18 +296,18 @@ UNSAFE_CALLS = {
     "yaml.unsafe_load",
     "yaml.full_load",
 }
-# Ray's own settings, for the process that `quire serve` starts and for its REST API.
-# report reads the commit of a copy without git.
+# They read Ray's settings, for the process that `quire serve` starts and for its REST API; `report` reads the commit of
+# a copy without git.
 MAY_READ_ENVIRONMENT = {
     "quire.cluster.bench.results.report",
     "quire.cluster.local.local_serve",
     "quire.cluster.local.serve_api",
-    "quire.cluster.proxies.ray_proxies",  # `controller_options` has nothing but variables
+    "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables
 }
 
 
 def unsafe(tree: ast.AST) -> Iterator[str]:
-    """Code that runs code: unpickling, evaluation, shells, a checkpoint's own Python."""
+    """Find code that runs code: unpickling, evaluation, shells, a checkpoint's Python."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -348,12 +367,12 @@ def test_the_environment_is_read_by_the_configuration_only(module: str):
 
 
 # --------------------------------------------------------------------------------------------------
-# Who may ask which device it is
+# Modules that may check the kind of device
 # --------------------------------------------------------------------------------------------------
 
 DEVICE_NAMES = {"cpu", "cuda", "triton"}
 DEVICE_FLAGS = {"is_immediate", "is_cuda", "is_cpu", "is_on_gpu", "is_available"}
-# Each chooses an object once, but for the last three. Modules named `cpu_`, `cuda_` and `gpu_` serve one kind of
+# Each chooses an object once, except for the last three. Modules named `cpu_`, `cuda_` and `gpu_` serve one kind of
 # device.
 DEVICE_CHECKS = {
     "quire.replica.device.open_device": 2,  # the device, and memory of the KV pool on it
@@ -368,7 +387,7 @@ DEVICE_CHECKS = {
 
 
 def device_checks(tree: ast.AST) -> list[str]:
-    """Comparisons with the name of a device or backend, and flags of a device."""
+    """Comparisons with the name of a device or backend, and uses of a device's flags."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):

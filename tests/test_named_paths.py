@@ -1,4 +1,4 @@
-"""What code and documents say of files is true: every path that they name exists."""
+"""Every path that code and documents name exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUFFIXES = (".py", ".md", ".yaml", ".c", ".h", ".proto")
 
 
 def sources() -> list[Path]:
-    """Files outside of tests/, whose own data may look like paths, and documents everywhere."""
+    """All documents, and code outside of tests/ (test data may look like paths)."""
     if (ROOT / ".git").exists():
         command = ["git", "-C", str(ROOT), "ls-files"]
         names = subprocess.run(

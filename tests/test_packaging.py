@@ -1,4 +1,4 @@
-"""The distribution: what is in it, and that it works where the repository is not."""
+"""The distribution: its files, and its use without the repository."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NOT_PACKAGED = {"tests", "k8s", "build", "dist"}
-# For readers of the repository, and what the wheel's library is compiled from.
+# Documents, and sources of the compiled libraries.
 NOT_SHIPPED = (".md", ".pyc", ".c", ".h", ".so")
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 LIBRARIES = {f"quire/{folder}/_native{_SUFFIX}" for folder in ("kernels/cpu", "router")}
@@ -29,7 +29,7 @@ HAS_COMPILER = shutil.which(os.environ.get("CC", "cc")) is not None
 
 
 def package_folders() -> dict[str, Path]:
-    """`quire.x.y` to its folder, for every folder with an `__init__.py`."""
+    """Map `quire.x.y` to its folder, for every folder with an `__init__.py`."""
     found = {}
     for init in ROOT.glob("[a-z]*/**/__init__.py"):
         parts = init.relative_to(ROOT).parts[:-1]
@@ -51,7 +51,7 @@ def packaged_files() -> set[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A copy of what a build reads, so that building leaves nothing in the repository."""
+    """A copy of the sources of a build, so that a build writes nothing into the repository."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / name).exists():
@@ -64,7 +64,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def pip(*arguments: object, **environment: str) -> None:
-    """Run pip without a network: with the setuptools of this environment, without an index."""
+    """Run pip with this environment's setuptools and without an index."""
     command = [sys.executable, "-m", "pip", *map(str, arguments)]
     result = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **environment}
@@ -74,8 +74,8 @@ def pip(*arguments: object, **environment: str) -> None:
 
 @pytest.fixture(scope="module")
 def quick_compiler(tmp_path_factory) -> dict[str, str]:
-    """Environment variables for a compiler that optimises less: the environment of the tests was compiled as users'
-    are, which takes a minute."""
+    """Environment variables for a compiler with less optimisation: the full build takes a minute, and the tests'
+    environment has it already."""
     compiler = tmp_path_factory.mktemp("compiler") / "cc"
     compiler.write_text('#!/bin/bash\nexec "$REAL_CC" "${@/#-O[23]/-O1}"\n')
     compiler.chmod(0o755)
@@ -94,8 +94,8 @@ def wheel(source: Path, tmp_path_factory, quick_compiler) -> Path:
 def empty_environment(folder: Path) -> Path:
     """An environment that has the dependencies of this one but not its `quire`.
 
-    A .pth file adds this environment's site-packages as a plain folder, whose own .pth files (an
-    editable install is one) are then not read.
+    A .pth file adds this environment's site-packages as a plain folder, so Python does not read the .pth files in it,
+    among them that of an editable installation.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -113,7 +113,7 @@ def run(python: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory) -> Iterator[Path]:
-    """The Python of an environment with the wheel."""
+    """The Python of an environment in which the wheel is installed."""
     python = empty_environment(tmp_path_factory.mktemp("environment") / "venv")
     pip("--python", python, "install", "--no-deps", "--no-index", wheel)
     yield python
@@ -268,7 +268,7 @@ def test_generated_code_runs_with_the_oldest_allowed_protobuf_and_grpcio():
 
 
 def test_what_the_package_imports_is_a_dependency(installed: Path):
-    """By the distribution that owns each imported module, so that nothing comes in by luck."""
+    """Check the distribution of each imported module, so that no import works by accident."""
     code = """
 import ast, importlib.metadata, pathlib, sys
 import quire.cluster
@@ -289,7 +289,7 @@ for path in root.rglob("*.py"):
     assert result.returncode == 0, result.stderr
     project = PYPROJECT["project"]
     declared = _names(project["dependencies"])
-    # Layers of a declared dependency that its users are meant to import.
+    # Parts of a declared dependency that are meant to be imported.
     declared |= {"starlette", "uvicorn", "pydantic-core"}
     for line in result.stdout.splitlines():
         path, module, *owners = line.split()

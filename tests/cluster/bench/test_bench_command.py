@@ -1,4 +1,4 @@
-"""`quire bench` as a user runs it."""
+"""`quire bench` from its command line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_offline_prints_a_table_and_writes_json_and_plots(tmp_path):
     assert first["num_requests"] == 4 and first["output_tokens"] == 32
     assert first["seconds"]["turns"] == 2 and 0 < first["percent_of_floor"] < 100
     assert first["hit_percent"] == 0
-    # One of four computes the two blocks that all share.
+    # One of four requests computes the two shared blocks.
     assert shared["cached_tokens"] == 3 * 64
     assert result["settings"]["num_blocks"] == 64 and result["commit"] and result["hardware"]["cpu"]
     assert str(tmp_path) not in json.dumps(result)

@@ -1,4 +1,4 @@
-"""The clients speak to real sockets, in whatever pieces the bytes come."""
+"""The clients read from real sockets, in pieces of any size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def chunk(data: bytes) -> bytes:
 
 
 async def answered(pieces: list[bytes], head: bytes, **options):
-    """The client's answer to a server that sends these pieces, and the body that the server got."""
+    """The client's answer from a server that sends these pieces, and the request's body."""
     bodies = []
 
     async def serve(reader, writer):
@@ -82,7 +82,7 @@ def test_arrivals_are_those_of_the_pieces():
 
 
 def test_tokens_that_the_usage_counts_are_counted():
-    """Servers that send several tokens in one piece and no ids."""
+    """Some servers send several tokens in one piece and no ids."""
     text = event(choices=[{"text": "abc"}]) + event(choices=[], usage=USAGE)
     answer, _ = asyncio.run(answered([text], b"HTTP/1.1 200 OK\r\n\r\n"))
     assert answer.num_tokens == 4
@@ -90,7 +90,7 @@ def test_tokens_that_the_usage_counts_are_counted():
 
 
 def test_tokens_without_text_come_with_the_usage():
-    """An answer of control tokens alone is one all the same."""
+    """An answer may consist of control tokens only."""
     text = event(choices=[{"text": ""}]) + event(choices=[], usage=USAGE)
     answer, _ = asyncio.run(answered([text], b"HTTP/1.1 200 OK\r\n\r\n"))
     assert answer.num_tokens == 4 and len(answer.arrivals_s) == 1
@@ -111,7 +111,7 @@ def test_a_failure_has_the_servers_words(head, pieces, message):
 
 
 def found_model(answer: bytes, path: str = "") -> tuple[str, str]:
-    """What is found of a server with this answer, and the request's first line."""
+    """The model that `served_model` finds with this response, and the request's first line."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         lines: list[bytes] = []
 

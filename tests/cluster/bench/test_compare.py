@@ -1,4 +1,4 @@
-"""Engines in processes of their own: they answer, stand still, fail by name, and their turns can be kept."""
+"""Engines in their own processes: answers, stopping, failures by name, and kept turns."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_one_engine_that_fails_does_not_end_the_others(tmp_path):
         ("quire", "2x4->3", 1),
     ]
     assert all(turn.rates.memory_gb_per_s > 0 for turn in found.turns)
-    assert all(turn.first_token_s is None for turn in found.turns)  # of several requests
+    assert all(turn.first_token_s is None for turn in found.turns)  # workloads of several requests
     assert compare.read([tmp_path / "kept"]) == found
 
 
@@ -97,7 +97,7 @@ def test_the_table_has_ratios_their_spread_and_the_floor():
     assert peer["cpu_ratio"]["median"] == 2.5 and own["cpu_s"]["median"] == 3.0
     assert peer["ratio"] == {"median": 2.5, "min": 2.0, "max": 3.0, "turns": 2}
     assert own["percent_of_floor"] == pytest.approx(100 * own["floor_s"] / 1.5, abs=0.1)
-    assert "percent_of_floor_beside" not in own  # turns of a run that did not measure it
+    assert "percent_of_floor_beside" not in own  # turns of a run without that measurement
     text = compare.table(summary, "quire")
     assert "2.50x (2.00 to 3.00)" in text and "10 GB/s, 100 GFLOP/s" in text
 
@@ -106,7 +106,7 @@ def test_the_floor_beside_a_turn_is_that_of_its_minute():
     workload = Workload.parse("2x4->3")
     shape = ModelShape(2, 4, 2, 16, 1_000_000, 500_000, 4)
     found = turns(("quire", "2x4->3", 0, 1.0), ("quire", "2x4->3", 1, 2.0))
-    # The second turn took twice as long at half the speed: the same share of what the machine did.
+    # The second turn took twice as long at half the machine's speed, which is the same percentage.
     found.turns = [
         dataclasses.replace(turn, rates=Rates(8.0 / turn.seconds, 80.0 / turn.seconds))
         for turn in found.turns
@@ -146,7 +146,7 @@ def test_an_engine_of_its_own_environment():
     text = 'ov={"engine": "openvino", "python": "/opt/ov/bin/python", "env": {"A": "1", "B": "/x"}}'
     spec = EngineSpec.parse(text, model="/some/folder/m", dtype="bfloat16", threads=2)
     assert (spec.name, spec.engine, spec.python) == ("ov", "openvino", "/opt/ov/bin/python")
-    # What is written down has no paths of the machine.
+    # The file has no paths of this machine.
     assert spec.to_json()["model"] == "m" and spec.to_json()["env"] == {"A": "1"}
     assert not any("/" in str(value) for value in spec.to_json().values())
     assert Path(spec.model).name == "m"

@@ -1,4 +1,4 @@
-"""The load generator charges the server for every wait, and says how late it was itself."""
+"""The load generator counts latency from the due time, and reports its own delay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVICE_S = 0.05
 
 
 class SerialServer:
-    """Answers one request after the other, two tokens each, in a fixed time."""
+    """A server that answers one request at a time, with two tokens in a fixed time."""
 
     def __init__(self, token_ids: bool = True):
         self._lock = asyncio.Lock()
@@ -58,7 +58,7 @@ def requests(*times_s, prompt=(1,)):
 
 
 def test_waiting_behind_others_counts_from_the_time_the_request_was_due():
-    """All are due at once; a generator that waited for answers would report one service time for each."""
+    """All requests are due at once; a generator that waits for answers would report one service time for each."""
     run = asyncio.run(open_loop(SerialServer(), requests(*[0.0] * 6)))
     waits = sorted(record.ttft_s for record in run.records)
     for i, wait_s in enumerate(waits, 1):

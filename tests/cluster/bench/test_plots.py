@@ -1,4 +1,4 @@
-"""A plot shows data, or it is not drawn and a sentence says why."""
+"""A plot without data is not drawn, and a sentence gives the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def row(*records: Record) -> dict:
 
 
 def frames(path: Path) -> int:
-    """In a figure that was written: each is 7 inches wide, at 110 dots."""
+    """Number of panels of a figure: each is 7 inches wide at 110 dpi."""
     width = int.from_bytes(path.read_bytes()[16:20], "big")
     assert width % 770 == 0
     return width // 770

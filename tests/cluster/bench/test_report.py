@@ -96,7 +96,7 @@ def test_the_commit_is_one_of_this_repository_or_unknown(monkeypatch):
 
 
 def test_a_copy_without_git_has_the_commit_of_the_variable_or_of_its_export(tmp_path, monkeypatch):
-    """A repository that a folder above belongs to is not the one that is measured."""
+    """A parent folder's repository is not the measured one."""
     git = ("git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b")
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "other"], check=True)
@@ -106,7 +106,7 @@ def test_a_copy_without_git_has_the_commit_of_the_variable_or_of_its_export(tmp_
     monkeypatch.delenv(report.COMMIT_VARIABLE, raising=False)
     assert report.commit() == "unknown"
     exported = copy / ".git_archival.txt"
-    exported.write_text("$Format:%H$\n")  # as it is where `git archive` has not filled it in
+    exported.write_text("$Format:%H$\n")  # the content without `git archive`
     assert report.commit() == "unknown"
     exported.write_text("0123456789abcdef" + "0" * 24 + "\n")
     assert report.commit() == "0123456789ab"

@@ -1,4 +1,4 @@
-"""Readings of an engine's telemetry: what lies between two of them, and what is printed."""
+"""Differences of an engine's telemetry, and their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked: reproducible, new in every repetition, and refused by name where it makes no sense."""
+"""Workloads are reproducible and differ between repetitions; invalid ones are refused by name."""
 
 from __future__ import annotations
 

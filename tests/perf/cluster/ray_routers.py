@@ -9,7 +9,7 @@ unique text. Each request asks for one token, so the benchmark compares placemen
 `data_plane`).
 
 In `spread` a replica's cache holds a third of the prefixes, so placement decides the hit rate. In `hot` it soon holds
-all of them and every router hits, so the cost of a decision shows.
+all prefixes and every router hits, so the cost of a decision shows.
 
 A turn is a closed loop (requests per second at `--concurrency` users) and an open loop at 60% of the rate that
 power-of-two reached in the warm-up (time to first token). Each round has one turn of each system, in an order that

@@ -1,4 +1,4 @@
-"""The paced device keeps its time, streams are read whole however they are cut, and CPU time is per token."""
+"""The data-plane benchmark: the paced device's times, parsing of arbitrarily cut streams, CPU time per token."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_paced_engine_says_its_text_one_token_a_step():
     assert took_s >= 60 * STEP_S
     assert ids[0] == ids[1]
     assert tokenizer.backend.decode(ids[0]) in 3 * TEXT
-    # Every token is an event with a text of its own.
+    # Every token is an event with its own text.
     text_ids = tokenizer.encode(TEXT, add_special_tokens=False).tolist()
     assert "".join(tokenizer.backend.decode([i]) for i in text_ids) == TEXT
 
@@ -85,7 +85,7 @@ def test_events_are_found_however_bytes_are_cut(size):
     events += [b": keep-alive\n\n", USAGE, b"data: [DONE]\n\n"]
     rng = random.Random(size)
     body = b"".join(events)
-    cuts = sorted(rng.sample(range(1, len(body)), 9))  # chunks that end anywhere
+    cuts = sorted(rng.sample(range(1, len(body)), 9))  # chunks with arbitrary ends
     parts = [body[a:b] for a, b in zip([0, *cuts], [*cuts, len(body)], strict=True)]
     data = HEAD + chunked(*parts) + b"0\r\n\r\n"
     pieces = [(float(i), data[i : i + size]) for i in range(0, len(data), size)]
@@ -93,14 +93,14 @@ def test_events_are_found_however_bytes_are_cut(size):
     assert stream.num_tokens == len(stream.arrivals_s) == 3
     assert stream.arrivals_s == sorted(stream.arrivals_s)
     assert stream.ttft_s == stream.arrivals_s[0] + 1.0
-    if size == 1:  # the arrival of an event is that of its last byte
+    if size == 1:  # an event arrives with its last byte
         joined = HEAD + chunked(*parts)
         first = next(i for i in range(len(joined)) if parsed_tokens(joined[: i + 1]) == 1)
         assert stream.arrivals_s[0] == first
 
 
 def parsed_tokens(data: bytes) -> int:
-    """Texts in whole events of a response so far."""
+    """Texts of the complete events so far."""
     with pytest.raises(StreamFailed, match=r"ended after \d+ tokens") as error:
         parse_sse(0.0, [(0.0, data)])
     return int(str(error.value).split()[-2])
@@ -173,6 +173,6 @@ def test_streams_that_are_not_whole_end_the_run():
 
 
 def test_a_server_of_grpcio_alone_sends_what_was_asked_for_in_its_own_process():
-    """Whatever is missing or comes together ends the run with an error; its processor time is no more than all."""
+    """A missing token, or several in one piece, ends the run with an error; its CPU time is at most the process'."""
     us = asyncio.run(data_plane.measure_alone(8, 60))
     assert 0 < us < 1e6 * STEP_S / 8 * os.cpu_count()

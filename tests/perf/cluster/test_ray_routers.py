@@ -1,4 +1,4 @@
-"""What is compared is alike: the same prompts, engines that answer the same, routers that see what they look for."""
+"""The router comparison is fair: the same prompts, equal answers, and the attributes that Ray's routers look for."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_table_has_medians_and_the_bar_is_of_ratios_within_rounds(capsys):
 
 
 def test_everybody_takes_each_turn_with_the_same_requests():
-    """Who is first in one round is last in the next; the rate is a part of the baseline's own speed."""
+    """The order reverses in every round; the open loop's rate is a part of the baseline's speed."""
     asked: list[tuple[str, int]] = []
 
     class Fake:

@@ -1,4 +1,4 @@
-"""Wrong credit is found in decisions, requests are told apart in the records, and the bars say what was counted."""
+"""The truth benchmark: wrong credit in decisions, the request of each record, and the bars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NONE = np.empty(0, np.uint64)
 
 
 class LoggingRouter:
-    """A table that two replicas report to, and its decisions on disk."""
+    """A replica table with two replicas, and its decisions on disk."""
 
     def __init__(self, folder, monkeypatch):
         self.now_s = EVENT_S
@@ -117,7 +117,7 @@ def test_the_pooled_cache_serves_in_the_order_in_which_requests_were_sent():
     requests = [TimedRequest(1.0, long, 4), TimedRequest(1.0, short, 4), TimedRequest(2.0, long, 4)]
     records = [record(2.0, 2.0, 100, 0, 0), record(1.0, 1.2, 100, 0, 0), record(1.0, 1.1, 70, 0, 0)]
     assert in_order_of_due(requests, records) == [requests[2], requests[0], requests[1]]
-    # The short one first: nothing. Then two blocks of 32 of the long one, then three.
+    # First the short prompt: no hit. Then two blocks of 32 of the long prompt, then three.
     assert pooled_tokens(requests, records) == 64 + 96
     earlier = [records[0], record(1.0, 1.0, 100, 0, 0), records[2]]
     assert pooled_tokens(requests, earlier) == 64 + 96

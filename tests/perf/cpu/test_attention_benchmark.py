@@ -1,4 +1,4 @@
-"""The attention benchmark measures candidates that agree, and counts what they read and compute."""
+"""The attention benchmark: equal candidates, and correct counts of bytes and operations."""
 
 from __future__ import annotations
 

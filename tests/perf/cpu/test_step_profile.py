@@ -1,4 +1,4 @@
-"""Where a step's time goes: every part has its row, however the layers run, and nothing is left behind."""
+"""The step profile has a row for each part in every form of the layers, and removes its hooks."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ MAX_RESIDUAL = 0.15  # of the linear series: deviation from the fitted line, fro
 
 
 class CacheHost:
-    """A scheduler with a stubbed forward pass whose prefix cache is filled step by step.
+    """A scheduler with a stubbed forward pass and a prefix cache that is filled step by step.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class CacheHost:
     """
 
     PROMPT = 4096  # tokens of a prompt that fills the cache
-    HIT = 1024  # tokens of the prompt whose admission is timed
+    HIT = 1024  # tokens of the prompt for the timed admission
 
     def __init__(self, num_blocks: int):
         self._rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The guard sees a real regression, is not moved by a neighbour, and runs in CI as everybody runs it."""
+"""The guard detects a real regression, tolerates load on the machine, and runs in CI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_median_below_the_floor_by_more_than_the_spread_fails():
     assert verdict(2.5, 2.6, 2.4, 2.5, 2.5).holds
     assert not verdict(1.5, 1.6, 1.4, 1.5, 1.5).holds
     assert "FAILED" in str(verdict(1.5, 1.5, 1.5))
-    # Just below the floor, by less than this run can tell.
+    # Below the floor by less than this run's spread.
     assert verdict(1.8, 1.9, 1.95, 2.4, 2.6).holds
 
 
@@ -62,7 +62,7 @@ def test_an_engine_that_lost_its_batch_fails(tmp_path):
     """A real regression: the same engine, one request at a time."""
     floors = tmp_path / "floors.json"
     committed = json.loads(FLOORS.read_text())["floors"]
-    name = next(iter(committed))  # a batch that decodes
+    name = next(iter(committed))  # a decode workload
     floors.write_text(json.dumps({"floors": {name: committed[name]}}))
     options = json.dumps({"max_running_requests": 1})
     done = guard("--turns", "1", "--floors", str(floors), "--quire-options", options)

@@ -1,4 +1,4 @@
-"""The overhead benchmarks measure what they say: full batches, whole frames, every stream served."""
+"""The overhead benchmarks run full batches, whole frames and all streams."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ def test_every_step_of_the_stubbed_engine_decodes_all_rows(waiting):
     assert len(times_ms) == 40
     assert min(times_ms) > 0
     assert host.scheduler.load().num_decode_tokens == before + 6 * 40
-    assert host.scheduler.events.seq > 0  # blocks that filled up were told
+    assert host.scheduler.events.seq > 0  # full blocks were reported
     host.scheduler.check()
 
 

@@ -1,4 +1,4 @@
-"""The scaling benchmark fills caches with real blocks, and sees growth where there is some."""
+"""The scaling benchmark fills the cache with real blocks and detects growth."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_new_process_is_measured_from_outside():
 
 
 def keep_turns(folder, w1_seconds: dict[str, float]) -> Comparison:
-    """A turn of W1 for each engine, and the model's configuration, where `cpu_workloads` reads them."""
+    """Files for `cpu_workloads`: a turn of W1 for each engine, and the model's configuration."""
     found = Comparison({name: {"engine": "x", "model": "m"} for name in w1_seconds})
     found.rates = [Rates(33.0, 410.0)]
     for engine, seconds in w1_seconds.items():
@@ -85,7 +85,9 @@ def test_the_reference_floor_is_that_of_the_run_that_set_the_goals(tmp_path, mon
     for workload, seconds in {"W2": 2 * 10.5, "W3": 40.5, "W4": 5.8}.items():
         found.turns.append(Turn("quire", workload, 0, seconds, seconds, 0.0, 100.0))
     found.turns.append(Turn("quire", "W5", 0, 0.5 + 127 * 0.0293, 4.2, 0.0, 1.0, first_token_s=0.5))
-    found.rates = [Rates(66.0, 410.0)]  # twice the reference's memory: its own floor is another
+    found.rates = [
+        Rates(66.0, 410.0)
+    ]  # twice the reference's memory bandwidth, so the run's floor differs
     found.write(tmp_path / "turns")
     pytest.importorskip("matplotlib")
     out = tmp_path / "result.json"
@@ -100,7 +102,7 @@ def test_the_reference_floor_is_that_of_the_run_that_set_the_goals(tmp_path, mon
         for workload, share in {"W1": 100, "W2": 50, "W3": 100, "W4": 100, "W5": 100}.items()
     }
     assert bars["cpu/W5_percent_of_floor"] < 60
-    # Another processor's seconds are no share of that floor.
+    # The reference floor does not apply to another processor.
     monkeypatch.setattr(cpu_workloads.report, "hardware", lambda: facts | {"cpu": "another"})
     cpu_workloads.main(command)
     names = [bar["name"] for bar in json.loads(out.read_text())["bars"]]

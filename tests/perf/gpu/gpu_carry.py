@@ -1,8 +1,8 @@
-"""What goes from one GPU machine to the next: results that a later run resumes, and Triton's cache of kernels.
+"""Files that are carried between GPU machines: results that a later run resumes, and Triton's kernel cache.
 
 ```
  carry/  gpu_kernels.json  gpu_engine.json ──▶ out/ ──▶ --resume
-         tc.tar.xz ──▶ the cache's folder ──▶ kernels that are compiled already ──▶ out/tc.tar.xz
+         tc.tar.xz ──▶ the cache's folder ──▶ kernels that need no compilation ──▶ out/tc.tar.xz
 ```
 """
 
@@ -20,15 +20,15 @@ from tests.perf.gpu.gpu_run import differs
 RESULTS = ("gpu_kernels.json", "gpu_engine.json")
 CACHE = "tc.tar.xz"
 XZ_PRESET = 2
-# A launch needs the binary, its description and the launcher. The rest is five times as large and for readers.
+# A launch needs the binary, its description and the launcher. The other files are five times as large.
 _FOR_READERS = frozenset({".source", ".ttir", ".ttgir", ".llir", ".ptx"})
 _GROUP = "__grp__"  # Triton's files that list the files of a kernel, with their paths
 
 
 def carry_results(carry: Path, out: Path, rehearsal: bool) -> Iterator[str]:
-    """Copy the results that a run here can resume; yields a line about each result that is there.
+    """Copy the results that a run here can resume; yields a line for each result.
 
-    A result in `out` that it can't resume gets another name, so it isn't overwritten.
+    A result in `out` that cannot be resumed is renamed, so that it is not overwritten.
     """
     for name in RESULTS:
         for folder in dict.fromkeys((out, carry)):
@@ -61,7 +61,7 @@ def _free_name(path: Path) -> Path:
 def unpack_cache(archive: Path, folder: Path) -> int:
     """Add the files of an archive to Triton's cache; returns their number, 0 without an archive.
 
-    Triton lists a kernel's files by their paths on the machine that compiled it; they get their paths here.
+    Triton lists a kernel's files with the paths of the compiling machine; the paths are changed to this machine's.
     """
     if not archive.exists():
         return 0
@@ -72,14 +72,14 @@ def unpack_cache(archive: Path, folder: Path) -> int:
     for group in folder.glob(f"*/{_GROUP}*"):
         listed = json.loads(group.read_text())
         here = {name: (group.parent / name).absolute() for name in listed["child_paths"]}
-        # Newer versions of Triton compile again if one of the files is missing.
+        # Newer versions of Triton recompile if a listed file is missing.
         listed["child_paths"] = {name: str(path) for name, path in here.items() if path.exists()}
         group.write_text(json.dumps(listed))
     return len(members)
 
 
 def pack_cache(folder: Path, archive: Path) -> int:
-    """Write what launches need of Triton's cache; returns the number of files."""
+    """Write the files of Triton's cache that launches need to an archive; returns their number."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and _is_needed(path))
     partial = archive.with_suffix(".partial")
     with tarfile.open(partial, "w:xz", preset=XZ_PRESET) as written:

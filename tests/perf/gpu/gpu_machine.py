@@ -1,4 +1,4 @@
-"""The first part of the GPU benchmarks: how fast is the machine itself?"""
+"""First part of the GPU benchmarks: the machine's own bandwidth and rate of products."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ GEMM_SIZE = 8192
 
 
 def machine_points(rehearsal: bool) -> list[Point]:
-    """A copy and a matrix product."""
+    """The points: a copy and a matrix product."""
     if rehearsal:
         return [{"roof": "copy", "bytes": 1 << 20}, {"roof": "gemm", "size": 64}]
     return [{"roof": "copy", "bytes": COPY_BYTES}, {"roof": "gemm", "size": GEMM_SIZE}]
 
 
 def measure_machine(session: Session, point: Point) -> Row:
-    """The roofs; the session keeps them. A copy's bytes count twice, read and written."""
+    """Measure the roofs, which the session keeps. A copy's bytes count twice, as read and written."""
     if point["roof"] == "copy":
         source = session.normal(point["bytes"] // 2)
         calls = [partial(torch.empty_like(source).copy_, source)]

@@ -1,12 +1,13 @@
 """Thirty minutes on a GPU in three commands of at most ten minutes: `make gpu-1`, `gpu-2`, `gpu-3`.
 
 ```
- carry/ ──▶ out/: results to resume        step 1 ─▶ step 2 ─▶ step 3 ─▶ table     a step that fails stops no other
+ carry/ ──▶ out/: results to resume        step 1 ─▶ step 2 ─▶ step 3 ─▶ table     a failed step does not stop the
+ others
         ──▶ work/triton: compiled kernels       └── out/gpu-N.log, JSON ──┘ └─▶ out/tc.tar.xz
 ```
 
-`docs/measuring_on_a_gpu.md` says what to look at after each command and what to do then. Neither an installation nor
-pip, Ray, a network or git is needed. At most eight files lie in `out` afterwards, each below 16 MiB.
+`docs/measuring_on_a_gpu.md` explains how to read the results of each command. The commands need neither an installation
+nor pip, Ray, a network or git. They leave at most eight files in `out`, each below 16 MiB.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from tests.perf.gpu.gpu_carry import CACHE, carry_results, pack_cache, unpack_ca
 from tests.perf.gpu.gpu_run import REHEARSAL_PATIENCE
 from tests.perf.gpu.processes import hear_interrupts, wait_or_interrupt
 
-LIMIT_S = 600.0  # of a command
-RESERVE_S = 30.0  # of it for the caches and the driver itself
-START_S = 25.0  # of a step: imports, the last write; its parts get the rest
-GRACE_S = 20.0  # that a step has to end after SIGINT; within its limit
-SHOWN_LINES, SHOWN_COLUMNS = 36, 170  # of a step's output, on the terminal
-LOG_BYTES = 4 << 20  # most that the log keeps of a step
+LIMIT_S = 600.0  # per command
+RESERVE_S = 30.0  # of LIMIT_S, for the caches and the driver itself
+START_S = 25.0  # of a step's limit, for imports and the last write; the parts get the rest
+GRACE_S = 20.0  # of a step's limit, to end after SIGINT
+SHOWN_LINES, SHOWN_COLUMNS = 36, 170  # of a step's output that the terminal shows
+LOG_BYTES = 4 << 20  # largest part of the log for one step
 TEST_FOLDERS = ("tests/kernels", "tests/replica")  # with tests that need a GPU
 THROUGHPUT = "throughput-Qwen3-0.6B"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One benchmark, in a process of its own."""
+    """One benchmark in its own process."""
 
     name: str
     benchmark: str  # `python -m tests.perf NAME`
-    result: str  # its file in `out`
+    result: str  # name of its file in `out`
     limit_s: float
     look_at: str
-    parts: tuple[str, ...] = ()  # empty: all
-    without: tuple[str, ...] = ()  # of all parts
+    parts: tuple[str, ...] = ()  # empty: all parts
+    without: tuple[str, ...] = ()  # parts to leave out
     resumes: bool = False
     has_checkpoints: bool = False
 
     def arguments(self, out: Path, work: Path, rehearsal: bool) -> list[str]:
-        """Of `python -m tests.perf`."""
+        """Arguments of `python -m tests.perf`."""
         found = [self.benchmark, "--out", str(out / self.result)]
         found += ["--budget-s", f"{self.limit_s - START_S - GRACE_S:g}"]
         if self.has_checkpoints:
@@ -101,15 +102,15 @@ def _engine(name: str, limit_s: float, look_at: str, *parts: str) -> Step:
 
 
 PLANS: dict[int, tuple[Step, ...]] = {
-    # Does it run, is it right, which tiles?
+    # Does the engine run, are the kernels correct, which tiles are the fastest?
     1: (SMOKE, TESTS, _engine("compiles", 100, "compiles is 0 in every row", "compiles"), TUNE),
-    # Where a step's time goes, and the numbers of the kernels.
+    # Profile of a decode step, and the kernels' measurements.
     2: (
         PROFILE,
         KERNELS,
         _engine("decode", 200, "percent_of_floor, gap_us, host_percent", "decode"),
     ),
-    # The engine's truth.
+    # The engine's tokens and throughput.
     3: (
         _engine("tokens", 190, "different and beyond_margin are 0", "tokens"),
         _engine("transfer", 180, "percent_of_gemm, percent_of_link", "prefill", "offload"),
@@ -123,7 +124,7 @@ class Outcome:
     """How a step ended."""
 
     step: Step
-    status: int | None  # None: its time was over
+    status: int | None  # None: the step ran out of time
     seconds: float
 
     def line(self) -> str:
@@ -133,7 +134,7 @@ class Outcome:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where a step failed or had no time."""
+    """Run the command line; returns the exit status: 1 if a step failed or ran out of time."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -144,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
     options = parser.parse_args(arguments)
     out, carry, work = (path.absolute() for path in (options.out, options.carry, options.work))
-    # A shell that runs this in the background makes it ignore SIGINT, and its steps would inherit that.
+    # A shell's background job ignores SIGINT, and the steps would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for folder in (out, work):
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run_step(
     step: Step, command: list[str], environment: dict[str, str], log: Path, limit_s: float
 ) -> Outcome:
-    """Run a step with its output in the log, and show the end of it."""
+    """Run a step with its output in the log, and print the end of the output."""
     _say(log, "", f"== {step.name}: {' '.join(command[1:])}")
     begins = log.stat().st_size
     began_s = time.monotonic()
@@ -203,7 +204,7 @@ def run_step(
 
 
 def _cut(log: Path, begins: int) -> None:
-    """Keep the first and the last part of a step's output, where it is long."""
+    """Keep only the first and the last part of a long output."""
     held = log.read_bytes()
     printed = held[begins:]
     if len(printed) > LOG_BYTES:
@@ -220,7 +221,7 @@ def _say(log: Path, *lines: str) -> None:
 
 
 def _facts(work: Path) -> list[str]:
-    """The machine in a few lines, before anything can go wrong."""
+    """Describe the machine in a few lines, before the first step."""
     query = "--query-gpu=name,driver_version,memory.total"
     free_gb = shutil.disk_usage(work).free / 1e9
     shared_gb = shutil.disk_usage("/dev/shm").free / 1e9 if Path("/dev/shm").exists() else 0.0

@@ -1,6 +1,6 @@
-"""Rehearse `make gpu-1`, `gpu-2` and `gpu-3` without a GPU, as a machine with a GPU and without network runs them.
+"""Rehearse `make gpu-1`, `gpu-2` and `gpu-3` without a GPU, under the GPU machine's conditions (no network, no git).
 
-    make gpu-rehearse                                        # in an environment with that machine's libraries
+    make gpu-rehearse                                        # in an environment with the GPU machine's libraries
 
 ```
  tracked files ──copy──▶ a new folder without .git ──▶ import kernels/ and replica/
@@ -30,9 +30,9 @@ from tests.perf.gpu.gpu_carry import CACHE
 from tests.perf.gpu.gpu_plan import PLANS, TEST_FOLDERS
 
 REQUIREMENTS = Path(__file__).with_name("gpu_requirements.txt")
-MAX_FILES = 8  # that a command may leave
+MAX_FILES = 8  # that a command may write
 PACKAGES = ("kernels", "replica")
-# Nothing listens there.
+# No process listens on this port.
 _NO_NETWORK = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "all_proxy")}
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
 _IMPORT = """
@@ -49,12 +49,12 @@ for name in sys.argv[1:]:
 
 
 class RehearsalError(Exception):
-    """A command did not do what it has to."""
+    """A command failed, or its results are incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of the tracked files, and where a command there runs."""
+    """A copy of the tracked files, in which commands run."""
 
     root: Path
     out: Path
@@ -62,14 +62,14 @@ class Copy:
     environment: Mapping[str, str]
 
     def make(self, target: str, **variables: object) -> subprocess.CompletedProcess[str]:
-        """Run a target there without a network."""
+        """Run a make target in the copy without a network."""
         settings = {"GPU_REHEARSE": 1, "GPU_PYTHON": self.python, "GPU_OUT": self.out, **variables}
         command = ["make", "--no-print-directory", target]
         command += [f"{name}={value}" for name, value in settings.items()]
         return self._run(command, {})
 
     def import_all(self) -> str:
-        """Import every module of `PACKAGES`; returns the names of those that need a missing library, a line each."""
+        """Import every module of `PACKAGES`; returns a line for each module that needs a missing library."""
         names = [
             ".".join(("quire", *path.relative_to(self.root).with_suffix("").parts))
             for package in PACKAGES
@@ -109,12 +109,12 @@ class Copy:
         )
 
     def check(self, number: int, done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
-        """The results of a command that ended.
+        """Check the results of a finished command, and return them.
 
         Raises
         ------
         RehearsalError
-            It failed, or a result is missing or not a rehearsal's of this commit.
+            The command failed, a result is missing, or a result is not from a rehearsal of this commit.
         """
         if done.returncode:
             raise RehearsalError(f"gpu-{number}: {done.stdout}{done.stderr}")
@@ -142,7 +142,7 @@ def copy_tracked(
     Parameters
     ----------
     environment
-        Further variables of the commands; a few come from this process.
+        More environment variables of the commands; some come from this process.
     """
     root, out = folder / "tree", folder / "out"
     listed = subprocess.run(
@@ -150,7 +150,7 @@ def copy_tracked(
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
         source, target = report.ROOT / name, root / name
-        if source.is_file():  # a deleted file is still listed
+        if source.is_file():  # git still lists deleted files
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
     variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
@@ -160,7 +160,7 @@ def copy_tracked(
 
 
 def _without_network() -> list[str]:
-    """A prefix for commands: a network namespace of their own, where the system allows it."""
+    """Prefix of commands that gives them an empty network namespace, if the system allows it."""
     prefix = ["unshare", "--map-root-user", "--net"]
     try:
         works = subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
@@ -170,7 +170,7 @@ def _without_network() -> list[str]:
 
 
 def wrong_versions() -> list[str]:
-    """Libraries that this environment lacks or has in other versions."""
+    """Libraries that are missing in this environment or have other versions."""
     found = []
     for line in REQUIREMENTS.read_text().splitlines():
         name, _, version = line.partition("#")[0].strip().partition("==")
@@ -197,7 +197,7 @@ def _problems() -> Iterable[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where something differs from that machine, or a command fails."""
+    """Run the command line; returns the exit status: 1 if the environment differs or a command fails."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

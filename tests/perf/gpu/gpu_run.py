@@ -1,7 +1,7 @@
-"""What the GPU benchmarks share: their options, a session, rows that are kept from part to part, and the run itself.
+"""Shared by the GPU benchmarks: options, the session, the rows of all parts, and the run itself.
 
 ```
- options ──▶ session (device, roofs, time) ──▶ part by part: points that are open ──▶ rows ──▶ the result file
+ options ──▶ session (device, roofs, time) ──▶ part by part: open points ──▶ rows ──▶ the result file
                                                      ▲                                             │
                                                      └────────────── --resume ─────────────────────┘
 ```
@@ -24,23 +24,23 @@ from quire.cluster.bench.results import report
 if TYPE_CHECKING:
     from tests.perf.gpu.gpu_session import Part, Point, Row, Session
 
-REHEARSAL_PATIENCE = 10.0  # times the budget: nothing is measured, and the machine may be busy
-WRITE_PERIOD_S = 5.0  # a part that is killed loses at most the rows of so many seconds
-_CELL = 24  # characters of the widest cell of a table
+REHEARSAL_PATIENCE = 10.0  # factor of the budget in a rehearsal, because its machine may be busy
+WRITE_PERIOD_S = 5.0  # a killed part loses at most the rows of this time
+_CELL = 24  # widest cell of a table, in characters
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One GPU benchmark, as the command line and its result name it."""
+    """One GPU benchmark with its command line and result."""
 
-    command: str  # how to run it
-    method: str  # how its numbers come about
+    command: str  # command that runs it
+    method: str  # how its numbers are measured
     result: Path
-    shows_rows: bool = False  # print a table of every part's rows, not its bars alone
+    shows_rows: bool = False  # print a table of every part's rows, not only its bars
 
 
 def option_parser(benchmark: Benchmark, description: str) -> argparse.ArgumentParser:
-    """The options that all GPU benchmarks have."""
+    """The options of all GPU benchmarks."""
     parser = argparse.ArgumentParser(
         prog=benchmark.command,
         description=description,
@@ -65,14 +65,14 @@ def main(
     make_parts: Callable[[], list[Part]],
     summarise: Callable[[Session, dict[str, list[Row]]], str] | None = None,
 ) -> int:
-    """Run what the options ask for; returns the exit status: 1 where a row has an error or a test failed.
+    """Run the chosen parts; returns the exit status: 1 if a row has an error or a test failed.
 
     Parameters
     ----------
     make_parts
-        All parts, in the order in which they run; called when the session has decided whether Triton interprets.
+        Makes all parts in the order in which they run; called after the session has chosen Triton's mode.
     summarise
-        Text about all rows, printed last.
+        Makes a text about all rows, printed last.
     """
     try:
         session = open_session(options.rehearse)
@@ -107,7 +107,7 @@ def _chosen(parts: list[Part], wanted: list[str] | None, without: list[str]) -> 
 
 
 def _share(parts: list[Part], chosen: set[str], budget_s: float | None) -> tuple[list[Part], float]:
-    """The parts with the seconds that each may take, and those of the run (None: what the parts ask for)."""
+    """The parts with their time limits, and the limit of the run (None: the sum of the parts')."""
     wanted_s = sum(part.budget_s for part in parts if part.name in chosen)
     if budget_s is None:
         return parts, wanted_s
@@ -121,7 +121,7 @@ def open_session(rehearsal: bool) -> Session:
     Raises
     ------
     RuntimeError
-        There is no GPU, and this is no rehearsal.
+        There is no GPU, and this is not a rehearsal.
     """
     if rehearsal:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -140,9 +140,9 @@ def open_session(rehearsal: bool) -> Session:
 
 
 def differs(found: dict[str, Any], rehearsal: bool) -> str:
-    """Why a run here cannot go on with that result; empty where it can.
+    """Why a run here cannot resume a result; empty if it can.
 
-    A new machine may have another processor beside the same card, so the cards are compared where there are any.
+    With GPUs only the cards are compared: another machine may have the same card with another CPU.
     """
     if found["rehearsal"] != rehearsal:
         return f"is {'a rehearsal' if found['rehearsal'] else 'of measurements'}"
@@ -157,16 +157,16 @@ def _card(hardware: dict[str, Any]) -> Any:
 
 
 class Results:
-    """The rows of a run, part by part, and the file that they are kept in.
+    """The rows of a run by part, and their file.
 
     Parameters
     ----------
     path
-        Written after each part.
+        File that is written after each part.
     rehearsal
-        Whether the numbers mean nothing.
+        Whether this is a rehearsal without measurements.
     benchmark
-        What the file says of how it came about.
+        The benchmark that the file names.
     """
 
     def __init__(self, path: Path, rehearsal: bool, benchmark: Benchmark):
@@ -176,12 +176,12 @@ class Results:
         self.rows: dict[str, list[Row]] = {}
 
     def load(self) -> None:
-        """Take over the rows of an earlier run, if it was of the same commit on the same card.
+        """Load the rows of an earlier run of the same commit on the same card.
 
         Raises
         ------
         ValueError
-            It was not, with what differs.
+            The run had another commit or card; the message has the difference.
         """
         if not self._path.exists():
             return
@@ -192,7 +192,7 @@ class Results:
         self.rows = {name: part["rows"] for name, part in found["parts"].items()}
 
     def check_overwrite(self) -> None:
-        """Raise rather than let a rehearsal replace what was measured on a GPU."""
+        """Refuse to replace GPU measurements with a rehearsal."""
         if self._rehearsal and self._path.exists():
             if not json.loads(self._path.read_text()).get("rehearsal"):
                 raise ValueError(
@@ -200,7 +200,7 @@ class Results:
                 )
 
     def write(self, parts: list[Part], *, show: bool, **facts: Any) -> None:
-        """Write all rows and the bars that follow from them."""
+        """Write all rows and their bars."""
         bars = [bar for part in parts for bar in part.bars(self.rows.get(part.name, []))]
         rows = self.rows
         if self._rehearsal:
@@ -235,7 +235,7 @@ def run(session: Session, results: Results, parts: list[Part], chosen: set[str])
         points = part.points(session.rehearsal)
         kept = [row for row in results.rows.get(part.name, []) if is_final(row)]
         if part.name == "machine":
-            kept = []  # the session needs its numbers
+            kept = []  # `machine` always runs, because the session needs its rates
         new: list[Row] = []
         written_s = session.clock()
         for row in part.run(session, _without_row(points, kept)):
@@ -267,7 +267,7 @@ def _without_row(points: list[Point], rows: list[Row]) -> list[Point]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as lines for a terminal; a column for each key that any of them has."""
+    """Format rows as a table with a column for each key of any row."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     lines = [keys, *([_cell(row.get(key)) for key in keys] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(keys))]

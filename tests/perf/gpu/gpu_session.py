@@ -1,7 +1,7 @@
-"""One run of the GPU benchmark: the machine, its measured roof, its memory and the time that is left.
+"""One run of the GPU benchmark: the machine, its measured roofs, its memory and the remaining time.
 
-A *part* measures one kernel. Its *points* are the shapes, its *rows* what was found at them: the point's own entries
-and either numbers or `skipped`, with the reason. Rows are plain data, so a run can stop anywhere and be resumed.
+A *part* measures one kernel. Its *points* are the shapes; its *rows* are the results: the point's entries with either
+numbers or the reason in `skipped`. Rows are plain data, so a run can stop at any time and be resumed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ Point = dict[str, Any]
 Row = dict[str, Any]
 
 NO_TIME = "time"
-POOL_FRACTION = 0.6  # of the device's free memory: the rest is for what a point allocates
-MAX_POOL_BYTES = 72 << 30  # 512 rows of 32k tokens, 4 KiB a token and layer, and a little
-LAYER_BYTES = 256_000_000  # that the calls of a candidate move together
+POOL_FRACTION = 0.6  # of the device's free memory; points allocate the rest
+MAX_POOL_BYTES = (
+    72 << 30
+)  # slightly more than 512 rows of 32k tokens with 4 KiB per token and layer
+LAYER_BYTES = 256_000_000  # moved by all calls of a candidate together
 MAX_LAYERS = 32
 
 
 class OutOfRoom(Exception):
-    """A point needs more memory than the device has for it."""
+    """A point needs more memory than the device has."""
 
 
 @dataclass
 class Session:
-    """What the parts measure with.
+    """State that all parts share.
 
     The copy bandwidth and GEMM rate come from the part `machine`, which runs first in every session.
     """
@@ -52,29 +54,29 @@ class Session:
         self.timer = Timer(self.device)
 
     def left_s(self) -> float:
-        """Seconds until the run has to end."""
+        """Seconds until the run's deadline."""
         return self.deadline_s - self.clock()
 
     def end_s(self, budget_s: float) -> float:
-        """When a part that begins now with this budget has to end, on `clock`."""
+        """Deadline on `clock` of a part that starts now with this budget."""
         patience = REHEARSAL_PATIENCE if self.rehearsal else 1.0
         return min(self.deadline_s, self.clock() + patience * budget_s)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Random numbers: zeros would let matrix units and memory run faster than they do in service."""
+        """Random numbers; with zeros the matrix units and the memory would run faster than in service."""
         return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
 
     def ids(self, values: Any) -> torch.Tensor:
-        """int32 vector or matrix on the device."""
+        """An int32 vector or matrix on the device."""
         return torch.as_tensor(values, dtype=torch.int32).to(self.device)
 
     def pool(self, count: int) -> torch.Tensor:
-        """[count] bfloat16 random numbers, the same memory at every call.
+        """[count] bfloat16 random numbers in the same memory for every call.
 
         Raises
         ------
         OutOfRoom
-            The device has no room for that many.
+            The device does not have enough memory.
         """
         if self._pool is None or (self.device.type == "cpu" and self._pool.numel() < count):
             self._pool = torch.empty(
@@ -92,28 +94,28 @@ class Session:
         return min(int(free * POOL_FRACTION), MAX_POOL_BYTES) // 2
 
     def percent_of_copy(self, num_bytes: float, ms: float) -> float:
-        """Share of the measured copy bandwidth at which so many bytes moved in that time."""
+        """Percent of the measured copy bandwidth, for these bytes in this time."""
         return 100.0 * num_bytes / (ms * 1e-3) / self.copy_bytes_per_s
 
     def layers(self, num_bytes: float) -> int:
-        """Calls with operands of their own that a candidate should make."""
+        """Number of calls with separate operands that a candidate should make."""
         return 1 if self.rehearsal else min(max(int(LAYER_BYTES / num_bytes), 1), MAX_LAYERS)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One kernel: its shapes, how to measure one, and what the issue asks of the results."""
+    """One kernel: its points, the measurement of a point, and the bars of the rows."""
 
     name: str
     points: Callable[
         [bool], list[Point]
-    ]  # of a rehearsal, or of a measurement; the important first
+    ]  # points of a rehearsal or a measurement, the important ones first
     measure: Callable[[Session, Point], Row]
     bars: Callable[[list[Row]], list[report.Bar]] = lambda rows: []
     budget_s: float = 60.0
 
     def run(self, session: Session, points: list[Point]) -> Iterator[Row]:
-        """Rows of these points; those for which no time is left are skipped."""
+        """Measure these points; points without remaining time are skipped."""
         end_s = session.end_s(self.budget_s)
         for point in points:
             if session.clock() >= end_s:
@@ -126,29 +128,29 @@ class Part:
             except Exception as error:
                 if session.rehearsal:
                     raise
-                # The other points may still be measured; the run reports it and fails at its end.
+                # The other points are still measured; the run reports the error and fails at its end.
                 yield point | {"error": describe(error)}
 
 
 def is_final(row: Row) -> bool:
-    """Whether a resumed run can keep the row: it was measured, or its machine can never measure it."""
+    """Whether a resumed run keeps the row: it was measured, or this machine cannot measure it."""
     return row.get("skipped") != NO_TIME and "error" not in row
 
 
 def significant(value: float) -> float:
-    """A number as it is written down."""
+    """A number rounded to significant digits."""
     return float(f"{value:.4g}")
 
 
 def free_memory() -> None:
-    """What has gone out of use goes back to the device: engines are sized by what is free there."""
+    """Free unused memory of the device, because engines are sized by its free memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def describe(error: Exception) -> str:
-    """One line of an error, for a row."""
+    """One line that describes an error, for a row."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
@@ -156,10 +158,10 @@ def describe(error: Exception) -> str:
 def worst(
     name: str, rows: list[Row], key: str, unit: str, goal: float, *, at_most: bool = False
 ) -> report.Bar:
-    """The bar that all rows must reach: the worst of them, and where it was.
+    """The bar that all rows must reach: the value of the worst row, and its point.
 
-    Rows that the device has no memory for do not count. While rows are missing, for lack of time or after an error,
-    a bar that all others reach is not decided: its value is None and the details have what was found.
+    Rows without enough device memory do not count. While rows are missing (no time, or an error), a bar that all other
+    rows reach stays undecided: its value is None, and its details have the worst row so far.
     """
     found = [row for row in rows if key in row]
     missing = sum(not is_final(row) for row in rows)

@@ -3,9 +3,9 @@
     python -m tests.perf gpu-smoke                          # two minutes; or a part of: make gpu-1
     python -m tests.perf gpu-smoke --rehearse               # no GPU: a few engines on the CPU
 
-Each point starts an engine and serves the same prompts twice greedily, then with log-probs, penalties and a truncated
-draw. A row says how the engine runs: with graphs or why not, the number of steps that were replayed, the kernels that
-were compiled after the start, the modules that were fused and those that were not. `findings` lists the faults.
+Each point starts an engine and serves the same prompts twice greedily, then with log-probs, penalties and truncated
+sampling. A row describes the engine: graphs or the reason why there are none, replayed steps, kernels compiled after
+the start, fused and unfused modules. `findings` lists the faults.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BENCHMARK = gpu_run.Benchmark(
     shows_rows=True,
 )
 BUDGET_S = 150.0
-# Random weights make flat logits. A wide initialisation makes the largest one a real choice.
+# Random weights give flat logits. A wide initialisation separates the largest logit from the others.
 INITIALIZER_RANGE = 0.25
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -46,9 +46,9 @@ _COMMON: dict[str, Any] = dict(
     cpu_offload_gib=0.05,
     max_running_requests=32,
 )
-PROMPTS = (5, 40, 33, 170, 64, 90)  # tokens
+PROMPTS = (5, 40, 33, 170, 64, 90)  # lengths in tokens
 NEW_TOKENS = 24
-# What asks for other kernels than greedy requests do.
+# Options that need other kernels than greedy requests.
 _SAMPLING: tuple[dict[str, Any], ...] = (
     dict(temperature=0.8, top_p=0.9, seed=1),
     dict(temperature=0.0, logprobs=3),
@@ -57,7 +57,7 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
 
 
 def points(rehearsal: bool) -> list[Point]:
-    """One architecture with all options, then the others."""
+    """The points: one architecture with all options, then the other architectures."""
     from tests.perf.gpu.gpu_tiny_models import NAMES
 
     if rehearsal:
@@ -93,7 +93,7 @@ def measure(session: Session, point: Point) -> Row:
 
 
 def serve(engine: Engine, max_tokens: int) -> int:
-    """Serve every kind of request; returns how many of the greedy answers differ at the second time."""
+    """Serve every kind of request; returns the number of greedy answers that differ in the second run."""
     from quire.protos.wire import SamplingParams
     from tests.perf.gpu.engine.gpu_crowd import random_prompts
     from tests.perf.gpu.gpu_tiny_models import VOCAB_SIZE
@@ -111,7 +111,7 @@ def serve(engine: Engine, max_tokens: int) -> int:
 
 
 def describe(engine: Engine, different: int) -> Row:
-    """What the engine says about itself."""
+    """Columns that describe the engine."""
     told = engine.telemetry()
     graphs = told.get("graphs", {})
     return {
@@ -128,7 +128,7 @@ def describe(engine: Engine, different: int) -> Row:
 
 
 def findings(row: Row, options: dict[str, Any], device: str) -> list[str]:
-    """The faults of an engine that says this, a line each."""
+    """The faults in an engine's columns, one line each."""
     found = []
     if not row["same_twice"]:
         found.append("the same prompts were answered with other tokens")
@@ -149,7 +149,7 @@ def bars(rows: list[Row]) -> list[report.Bar]:
 
 
 def summary(session: Session, rows: dict[str, list[Row]]) -> str:
-    """The findings and errors of all rows, a line each."""
+    """The findings and errors of all rows, one line each."""
     lines = []
     for row in rows.get("serve", []):
         where = f"{row['model']}, {row['options']}: "
@@ -169,7 +169,7 @@ def option_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where an engine fails or something is wrong."""
+    """Run the command line; returns the exit status: 1 if an engine failed or a row has findings."""
     return gpu_run.main(BENCHMARK, option_parser().parse_args(arguments), all_parts, summary)
 
 

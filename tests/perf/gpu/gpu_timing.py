@@ -1,8 +1,8 @@
-"""Timing of kernels on a GPU: cold caches, no launch overhead, candidates in turns.
+"""Timing of kernels on a GPU: cold caches, no launch overhead, alternating candidates.
 
-A candidate is a list of calls, each with operands of its own, as the layers of a model have: together they take long
-enough to be timed and none finds its operands in the L2 cache. They are captured in one CUDA graph, since a Triton
-launch costs the host more than a small kernel takes. Each replay is timed by a pair of events::
+A candidate is a list of calls with separate operands, like the layers of a model. Together they take long enough to be
+timed, and no call finds its operands in the L2 cache. They are captured in one CUDA graph, because a Triton launch
+takes the host longer than a small kernel runs. Each replay is timed by a pair of events::
 
     [ flush | E | call 0 | call 1 | ... | E | flush | E | ...        time of a call = (E - E) / number of calls
 
@@ -22,10 +22,10 @@ from quire.cluster.bench.results import report
 Call = Callable[[], object]
 
 ROUNDS = 3
-TURN_MS = 6.0  # of replays, for each candidate in each round
-MAX_REPLAYS = 40  # in a turn
+TURN_MS = 6.0  # replays of one candidate in one round
+MAX_REPLAYS = 40  # per turn
 MIN_REPLAYS = 3
-FLUSH_L2 = 4  # sizes of the L2 cache
+FLUSH_L2 = 4  # size of the flushed buffer, in sizes of the L2 cache
 DEFAULT_L2_BYTES = 64 << 20
 
 
@@ -35,7 +35,7 @@ class Timer:
     Parameters
     ----------
     device
-        A CUDA device, or the CPU to rehearse.
+        A CUDA device, or the CPU for a rehearsal.
     """
 
     def __init__(self, device: torch.device):
@@ -47,12 +47,12 @@ class Timer:
             self._flush_result = torch.zeros((), dtype=torch.int32, device=device)
 
     def compare(self, candidates: Mapping[str, Sequence[Call]]) -> dict[str, report.Spread]:
-        """Milliseconds of one call of each candidate, in alternation.
+        """Milliseconds per call of each candidate; candidates alternate.
 
         Raises
         ------
         Exception
-            As `capture`; nothing is measured then.
+            See `capture`; then nothing is measured.
         """
         turns = {name: self._turn(calls) for name, calls in candidates.items()}
         rounds = ROUNDS if self._device.type == "cuda" else 1
@@ -60,16 +60,16 @@ class Timer:
         return {name: report.Spread.of(times) for name, times in found.items()}
 
     def one(self, calls: Sequence[Call]) -> report.Spread:
-        """`compare` of a single candidate."""
+        """`compare` for a single candidate."""
         return self.compare({"": calls})[""]
 
     def capture(self, calls: Sequence[Call]) -> Call:
-        """One replay of all calls, each made once before: that compiles what has to be compiled.
+        """Capture one replay of all calls, after calling each once to compile its kernels.
 
         Raises
         ------
         Exception
-            What a call raises, or that it cannot be captured.
+            A call failed or cannot be captured.
         """
         for call in calls:
             call()

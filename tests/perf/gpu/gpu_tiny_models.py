@@ -1,6 +1,6 @@
-"""Tiny models with random weights, one of every architecture that Quire serves, to be written to a folder.
+"""Tiny models with random weights for every architecture that Quire serves.
 
-Their heads have 64 numbers, as many models' do, so engines of different architectures share compiled kernels.
+All have a head dimension of 64, so engines of different architectures share compiled kernels.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def config_of(name: str, **changes: Any) -> transformers.PretrainedConfig:
 
 
 def write(name: str, folder: Path, dtype: torch.dtype, **changes: Any) -> None:
-    """Write the checkpoint into the folder; the same weights each time."""
+    """Write the checkpoint to a folder, with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(

@@ -1,8 +1,7 @@
-"""A plugin of pytest (`-p tests.perf.gpu.gpu_worker`): a test that leaves the GPU unusable ends its worker alone.
+"""pytest plugin (`-p tests.perf.gpu.gpu_worker`): a test that leaves the GPU unusable ends only its own worker.
 
-After an illegal address every later call of CUDA in the process fails, so its later tests would all fail for that one.
-pytest-xdist starts another worker in place of one that ended; the test is reported twice, with its own error and as
-the one that ended the worker.
+After an illegal address every later CUDA call of the process fails, and so would all its later tests. pytest-xdist
+replaces a worker that has ended. The test is reported twice: with its own error, and as the test that ended the worker.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ STATUS = 70
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """The test's reports are sent; end the process if no further test can run in it."""
+    """After the test's reports were sent, end the process if the device is unusable."""
     error = device_error()
     if error is not None and "PYTEST_XDIST_WORKER" in os.environ:
         print(
@@ -24,7 +23,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def device_error() -> Exception | None:
-    """What CUDA says when it is asked to finish its work; None where nothing uses it."""
+    """The error of a CUDA synchronisation; None without an error, or if CUDA is not in use."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

@@ -8,21 +8,21 @@ import subprocess
 
 
 def hear_interrupts() -> None:
-    """For `preexec_fn`: a shell's background job ignores SIGINT, and its children would inherit that."""
+    """Restore SIGINT in a child (`preexec_fn`): a shell's background job ignores it, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_or_interrupt(
     process: subprocess.Popen[bytes], limit_s: float, grace_s: float
 ) -> int | None:
-    """The status of a process; None when the limit is over.
+    """Wait for a process; returns its status, or None if the limit has passed.
 
-    After SIGINT the process has `grace_s` seconds to write what it knows. At the end no process of its group is left.
+    After SIGINT the process has `grace_s` seconds to write its results. Then all processes of its group are killed.
 
     Parameters
     ----------
     process
-        Leads a process group of its own: `start_new_session=True`.
+        Leader of its own process group (`start_new_session=True`).
     """
     try:
         return process.wait(limit_s)

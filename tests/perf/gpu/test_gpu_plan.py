@@ -1,4 +1,4 @@
-"""The three commands for a machine with a GPU and without network: each step is there, parses and runs in a copy."""
+"""The three commands for a GPU machine without network: each step exists, parses and runs in a copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.perf.gpu.kernels.gpu_kernels import BENCHMARK
 
 STEPS = [step for plan in PLANS.values() for step in plan]
 DOCUMENT = report.ROOT / "docs" / "measuring_on_a_gpu.md"
-# What the machine with a GPU lacks.
+# Libraries that the GPU machine lacks.
 FOREIGN = (
     "ray",
     "fastapi",
@@ -81,7 +81,7 @@ def test_the_document_names_every_step_and_result():
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> gpu_rehearse.Copy:
-    """Its processes cannot import what the machine with a GPU lacks."""
+    """A copy in which processes cannot import the libraries that the GPU machine lacks."""
     site = tmp_path_factory.mktemp("site")
     (site / "sitecustomize.py").write_text(
         f"import sys\nsys.modules.update(dict.fromkeys({FOREIGN}))\n"
@@ -101,14 +101,14 @@ def test_a_command_runs_in_a_copy_and_leaves_its_results(copy, number):
         measured = set(step.parts or parts_of(step, copy.out)) - set(step.without)
         points = {name: part["points"] for name, part in results[step.result]["parts"].items()}
         assert min(points[name] for name in measured) > 0
-        # The interpreter's times say nothing: none is written down, and no bar holds or fails.
+        # A rehearsal writes no times, and decides no bar.
         assert {bar["value"] for bar in results[step.result]["bars"]} <= {None}
         assert not any(part["rows"] for part in results[step.result]["parts"].values())
     shutil.rmtree(copy.out)
 
 
 def test_all_modules_of_kernels_and_replica_can_be_imported_there(copy):
-    """Only the Ray shell and the process that judges grammars need what is missing."""
+    """Only the Ray shell and the process that checks grammars need a missing library."""
     assert copy.import_all().splitlines() == [
         "quire.replica.grammar.check_process needs llguidance",
         "quire.replica.serving.actor needs ray",
@@ -118,7 +118,7 @@ def test_all_modules_of_kernels_and_replica_can_be_imported_there(copy):
 
 
 def test_the_tests_for_a_gpu_are_collected_there(copy):
-    """One module that cannot be collected would stop all of `make gpu`. The copy has no native library either."""
+    """An import error in one module would stop `make gpu`. The copy has no native library either."""
     assert not list(copy.root.rglob("*.so"))
     assert "tests collected" in copy.collect_tests()
 
@@ -199,7 +199,7 @@ def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path, monkeypatch):
     assert places == sorted(places) and text.endswith("x\nlast\n")
 
 
-# -- what travels --------------------------------------------------------------------------------------------
+# -- carried files --------------------------------------------------------------------------------------------
 
 
 def result(path: Path, rehearsal: bool = False, **changes: object) -> None:
@@ -290,7 +290,7 @@ def test_kernels_that_one_machine_compiled_are_not_compiled_by_the_next(tmp_path
     packed = pack_cache(first, archive)
     assert 0 < packed < sum(path.is_file() for path in first.rglob("*"))
     assert unpack_cache(archive, second) == packed
-    shutil.rmtree(first)  # Triton's own lists have its paths
+    shutil.rmtree(first)  # Triton's file lists have its paths
     printed = compile_with(second)
     assert printed.startswith("True") and "ptx" not in printed
     assert unpack_cache(tmp_path / "none", second) == 0
@@ -331,7 +331,7 @@ def test_a_test_that_breaks_the_device_ends_its_worker_alone(tmp_path):
     command += ["--dist", "worksteal", "-p", "tests.perf.gpu.gpu_worker", str(tmp_path)]
     command += ["-o", "junit_family=xunit1", f"--junit-xml={tmp_path / 'junit.xml'}"]
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer than the test
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins take longer to load than the test
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=report.ROOT)
     from tests.perf.gpu.kernels.gpu_numerics import read_counts
 

@@ -105,7 +105,7 @@ class Stack:
 
     def on_first(self, i: int, request: Any) -> None:
         self._table.answered(self._bookings[request.id], request.t_first + _NETWORK_S)
-        # As the replica measures it: the mean over prefilled tokens, so long prompts weigh more.
+        # As the replica measures it: the mean over prefilled tokens, in which long prompts weigh more.
         tokens = request.inp - request.hit
         hardware = self._hardware
         s_per_token = hardware.prefill_time(tokens, request.hit) / tokens

@@ -1,4 +1,4 @@
-"""The pooled cache hits what an engine of its size would, request after request, and never less."""
+"""The pooled cache hits as many tokens as an engine of its size, request by request, and never fewer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quire.replica.scheduler.scheduler import Scheduler
 from tests.perf.router.pooled_cache import PooledCache
 
 BLOCK = 8
-NUM_TOKENS = 5  # of every answer
+NUM_TOKENS = 5  # tokens of every answer
 MAX_LEN = 128
 
 
 def prompts(num: int, seed: int) -> list[list[int]]:
-    """Paths through a tree of blocks with two branches, most of them cut in the middle of a block."""
+    """Prompts along paths of a binary tree of blocks, most of which end within a block."""
     rng = random.Random(seed)
     found = []
     for _ in range(num):
@@ -31,7 +31,7 @@ def prompts(num: int, seed: int) -> list[list[int]]:
 
 
 def engine_hits(requests: list[list[int]], num_blocks: int) -> list[int]:
-    """Cached tokens of each request in the engine's own scheduler, one request after the other."""
+    """Cached tokens of each request in the engine's scheduler, one request after the other."""
     scheduler = Scheduler(
         EngineConfig(
             model_name="m",
@@ -55,7 +55,7 @@ def engine_hits(requests: list[list[int]], num_blocks: int) -> list[int]:
             num_threads=1,
         )
     )
-    answers = itertools.count(1000)  # nobody asks for what was answered
+    answers = itertools.count(1000)  # no prompt continues an answer
     hits = []
     for i, prompt in enumerate(requests):
         params = SamplingParams(max_tokens=NUM_TOKENS, seed=1)
@@ -84,7 +84,7 @@ def test_with_room_for_all_it_hits_what_the_engine_hits(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_where_blocks_are_given_up_it_hits_what_the_engine_hits_or_a_little_more(seed):
-    """The engine has one block more in use at a time: that of the tokens which fill none."""
+    """The engine uses one more block at a time, for tokens that do not fill a block."""
     requests = prompts(300, seed)
     ours, theirs = sum(pooled_hits(requests, 40)), sum(engine_hits(requests, 40))
     assert theirs <= ours <= 1.1 * theirs
@@ -92,7 +92,7 @@ def test_where_blocks_are_given_up_it_hits_what_the_engine_hits_or_a_little_more
 
 
 def test_more_blocks_never_hit_less():
-    """As it must be where the one used longest ago goes first."""
+    """A larger LRU cache never has fewer hits."""
     requests = prompts(300, 9)
     totals = [sum(pooled_hits(requests, n)) for n in (12, 20, 40, 80, 160, 4000)]
     assert totals == sorted(totals) and totals[0] < totals[-1]

@@ -1,4 +1,4 @@
-"""The benchmark of the router's index, at a size that takes a second."""
+"""The benchmark of the router's index, at a size that takes about a second."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.perf.router import router_index
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """The path of a result."""
+    """Path of a small run's result."""
     out = tmp_path_factory.mktemp("router_index") / "result.json"
     arguments = ["router_index", "--blocks", "3000", "--replicas", "5", "--decisions", "20"]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The router's stack as a plug-in of a simulator, and the tables made of its results."""
+"""The router's stack as a plug-in of a simulator, and the tables of its results."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_bookings_spread_a_burst_between_reports_and_come_back():
         plug_in.on_finish(i, one)
     fleet = plug_in._table.fleet([], 1, 3.0)
     assert not fleet.unanswered_work.any() and not plug_in._bookings
-    # What it measured is the simulated hardware's speed, less the decode steps in between.
+    # The measured speed is the simulated hardware's without the decode steps in between.
     assert fleet.prefill_s_per_work[0] == 0  # not yet in a report
     plug_in.choose(request(99, [1]), replicas(4.0), 4.0)
     assert plug_in._table.fleet([], 1, 4.0).prefill_s_per_work == pytest.approx(
@@ -79,7 +79,7 @@ def test_bookings_spread_a_burst_between_reports_and_come_back():
 
 
 class FoundRuns:
-    """As `Simulator`, with results that are given."""
+    """A `Simulator` with given results."""
 
     def run(self, workload, seed, policy):
         parts = {"own_prefill_s": 0.5, "wait_s": 1.5 + seed, "decode_s": 4.0}

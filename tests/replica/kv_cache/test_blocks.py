@@ -1,11 +1,12 @@
 from collections import Counter
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.replica.config import DEMOTION_ORDERS
+from quire.replica.config import DemotionOrder
 from quire.replica.kv_cache.block_eviction import EVICTION_ORDERS
 from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
 
@@ -88,7 +89,7 @@ def test_most_recent_gives_up_what_fell_out_of_a_window_before_its_chain():
 
 
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), order=st.sampled_from(DEMOTION_ORDERS))
+@given(data=st.data(), order=st.sampled_from(get_args(DemotionOrder)))
 def test_no_block_goes_before_one_that_continues_it(data, order):
     """Rows take prefixes of a tree of chains and extend them; whoever owns a block owns those before it."""
     parent, children, evicted = {}, Counter(), []
@@ -226,4 +227,4 @@ TestBlockMachine.settings = settings(max_examples=60, stateful_step_count=30, de
 
 
 def test_every_order_that_can_be_configured_evicts():
-    assert tuple(EVICTION_ORDERS) == DEMOTION_ORDERS
+    assert tuple(EVICTION_ORDERS) == get_args(DemotionOrder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from small_config import small_config
 
 from quire.protos.wire import SamplingParams
-from quire.replica.config import SCHEDULERS
+from quire.replica.config import SchedulerName
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.kv_cache.blocks import IntegrityError
@@ -80,6 +82,6 @@ def test_a_request_that_is_not_where_its_stage_says_is_found(stage):
 
 
 def test_every_scheduler_that_can_be_configured_has_a_policy():
-    assert tuple(POLICIES) == SCHEDULERS
-    for name in SCHEDULERS:
+    assert tuple(POLICIES) == get_args(SchedulerName)
+    for name in get_args(SchedulerName):
         assert isinstance(Scheduler(small_config(scheduler=name)).book, RequestBook)

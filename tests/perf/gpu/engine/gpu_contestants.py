@@ -1,13 +1,12 @@
-"""Two engines that are measured against each other on one GPU, each in a process of its own that has it alone.
+"""Two engines that are compared on one GPU; each runs in its own process and has the GPU for itself.
 
-Two 8B models with room for the caches that the workloads want do not fit one GPU, so the processes do not take turns
-as those of `quire bench compare` do: one is measured and ends, then the other. A process can be ended in the middle of
-a workload that takes it too long.
+Two 8B models with the caches that the workloads need do not fit one GPU, so the processes do not alternate as in `quire
+bench compare`: the second starts after the first has ended. A process that takes too long for a workload is ended in
+the middle of it.
 
-transformers' continuous batching is set up as well as it can be: FlashAttention where it is installed (without it there
-is neither its fast decode path nor a CUDA graph), the workload's sizes as hints, which dimension its block tables
-and its batch, a manager that is warmed up, no streaming. `settings` are the choices that depend on the workload; each
-is tried, and the fastest counts.
+transformers' continuous batching gets its best settings: FlashAttention if it is installed (without it there is neither
+the fast decode path nor a CUDA graph), the workload's sizes as hints for its block tables and batch, a warm manager, no
+streaming. `settings` lists the choices that depend on the workload; each is tried, and the fastest counts.
 """
 
 from __future__ import annotations
@@ -24,35 +23,35 @@ from tests.perf.gpu.engine.gpu_models import Checkpoint
 
 _WARM_UP = (8, 64, 4)  # requests, prompt tokens, new tokens
 _POLL_S = 1.0
-_NEVER_S = 1e6  # whoever waits for the process decides
+_NEVER_S = 1e6  # no limit here; the waiting process has one
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A workload, several times with other prompts."""
+    """A workload that is run several times with different prompts."""
 
-    turns: list[list[list[int]]]  # prompts of each
-    max_tokens: int  # new ones, of every request
-    at_s: list[float] | None = None  # when each request comes; None: all at once
+    turns: list[list[list[int]]]  # prompts of each turn
+    max_tokens: int  # new tokens of every request
+    at_s: list[float] | None = None  # send time of each request; None: all at once
     setting: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One turn; seconds after its start, by request."""
+    """One turn: seconds after its start, by request."""
 
     first_s: list[float]
     last_s: list[float]
-    facts: dict[str, Any] = field(default_factory=dict)  # of the engine
+    facts: dict[str, Any] = field(default_factory=dict)  # about the engine
 
     @property
     def seconds(self) -> float:
-        """To the last token of all."""
+        """Seconds to the last token of all requests."""
         return max(self.last_s)
 
 
 def fastest(turns: Sequence[Served]) -> Served:
-    """The turn that counts."""
+    """The fastest turn."""
     return min(turns, key=lambda served: served.seconds)
 
 
@@ -60,12 +59,12 @@ class Contestant(Protocol):
     """An engine with a model loaded."""
 
     def run(self, job: Job) -> Iterator[Served | None]:
-        """None when all is warm, and then every turn."""
+        """Yield None when the engine is warm, then every turn."""
         ...
 
 
 class Quire:
-    """The engine of this package. `options` are its arguments."""
+    """Quire. `options` are fields of `EngineArgs`."""
 
     def __init__(self, checkpoint: Checkpoint, device: str, options: dict[str, Any]):
         from tests.perf.gpu.engine.gpu_crowd import Crowd, random_prompts
@@ -75,7 +74,7 @@ class Quire:
         self._crowd.serve(random_prompts(count, length, checkpoint.vocab_size, 0), new_tokens)
 
     def run(self, job: Job) -> Iterator[Served | None]:
-        # Only where somebody waits for the next token need a prompt be cut for it.
+        # Prompts are split only for the sake of waiting clients, and a batch has none.
         self._crowd.engine.reconfigure({"max_prefill_ms": None if job.at_s is None else 100.0})
         yield None
         for prompts in job.turns:
@@ -85,7 +84,7 @@ class Quire:
 
 
 class Transformers:
-    """transformers' continuous batching. `options` go to its `ContinuousBatchingConfig`, before those of a job."""
+    """transformers' continuous batching. `options`: fields of its `ContinuousBatchingConfig`; a job's override them."""
 
     def __init__(self, checkpoint: Checkpoint, device: str, options: dict[str, Any]):
         import torch
@@ -100,7 +99,7 @@ class Transformers:
             attn_implementation=self.attention or "sdpa",
         ).to(device)
         if self.attention is None:
-            # It would look for kernels on the network otherwise. Before 5.23 the name says that it shall not.
+            # Otherwise it looks for kernels on the network. Before version 5.23 the name itself disables that.
             if "auto_switch_to_flash" in self._fields:
                 self._options["auto_switch_to_flash"] = False
             else:
@@ -152,8 +151,8 @@ class Transformers:
 
 
 class _Steps:
-    """Counts a manager's steps, and those of its fast decode path: a step with a prompt's token in it has no part in
-    that, nor has any step without FlashAttention."""
+    """Counts a manager's steps and those on its fast decode path. Steps with a prompt token, and all steps without
+    FlashAttention, do not use the fast path."""
 
     def __init__(self, manager: Any):
         self.num_steps = self.num_fast = 0
@@ -177,7 +176,7 @@ class _Steps:
 
 
 def flash_attention() -> str | None:
-    """transformers' name of the FlashAttention that is installed; None where none is."""
+    """transformers' name of the installed FlashAttention, or None."""
     for module, name in (("flash_attn_interface", "flash_attention_3"),
                          ("flash_attn", "flash_attention_2")):  # fmt: skip
         if importlib.util.find_spec(module):
@@ -186,10 +185,10 @@ def flash_attention() -> str | None:
 
 
 def settings(device: str) -> list[dict[str, Any]]:
-    """What of transformers' configuration to try, the likeliest first.
+    """The configurations of transformers to try, the most promising first.
 
-    Without FlashAttention the mask of a step grows with its tokens times all that are cached, so fewer tokens a step
-    may be faster, and what it reserves for the mask must leave room for the attention's own copies of keys and values.
+    Without FlashAttention the size of a step's mask is its tokens times the cached tokens. Fewer tokens per step may
+    then be faster, and the reserved mask must leave room for the attention's copies of keys and values.
     """
     if device == "cpu":
         return [{"num_blocks": 24, "max_batch_tokens": 256}]
@@ -201,12 +200,12 @@ def settings(device: str) -> list[dict[str, Any]]:
 def _serve(
     manager: Any, prompts: Sequence[list[int]], max_tokens: int, at_s: Sequence[float] | None
 ) -> Served:
-    """Seconds of every request, as the manager's own timestamps say.
+    """Seconds of every request from the manager's timestamps.
 
     Raises
     ------
     RuntimeError
-        Its thread has ended, a request failed, or an answer has another length.
+        The manager's thread has ended, a request failed, or an answer has another length.
     """
     began_s = time.perf_counter()
     options = dict(max_new_tokens=max_tokens, record_timestamps=True)
@@ -236,21 +235,21 @@ KINDS: dict[str, type] = {"quire": Quire, "transformers": Transformers}
 
 
 class ContestantProcess:
-    """A contestant in a process of its own; a context manager that ends it.
+    """A contestant in its own process; a context manager that ends the process.
 
     Parameters
     ----------
     kind
         One of `KINDS`.
     options
-        Of the contestant.
+        Options of the contestant.
     timeout_s
-        To be loaded in.
+        Longest time to load.
 
     Raises
     ------
     RuntimeError, TimeoutError
-        It could not be loaded, or not in time.
+        The contestant could not be loaded, or not in time.
     """
 
     def __init__(
@@ -280,7 +279,7 @@ class ContestantProcess:
         Raises
         ------
         RuntimeError, TimeoutError
-            It failed, with its message, or takes longer: the process is of no more use then.
+            The job failed or took too long; the process cannot be used after that.
         """
         self._connection.send(job)
         self._receive(timeout_s)
@@ -292,7 +291,7 @@ class ContestantProcess:
         return served
 
     def close(self) -> None:
-        """End the process, whatever it is at."""
+        """End the process at any time."""
         self._process.kill()
         self._process.join()
         self._connection.close()
@@ -318,7 +317,7 @@ class ContestantProcess:
 def _work(
     connection: Any, kind: str, checkpoint: Checkpoint, device: str, options: dict[str, Any]
 ) -> None:
-    """The process: loads, then does what it is sent. A string that it sends is an error's message."""
+    """Body of the process: load, then run the jobs that it receives. It reports an error as a string."""
     try:
         contestant: Contestant = KINDS[kind](checkpoint, device, options)
         connection.send(None)

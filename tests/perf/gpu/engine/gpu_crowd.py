@@ -1,9 +1,9 @@
-"""Requests that an engine in this process serves side by side, and when each of their tokens came.
+"""Concurrent requests of an engine in this process, with the time of each token.
 
 ```
- turns     t0    t1    t2    t3    ...    t9    of the engine's loop, each with the rows that got a token
+ turns     t0    t1    t2    t3    ...    t9    of the engine's loop, and the number of rows that got a token
  rows      2     5     8     8            8
-                       └── full turns ──┘       what is said about a step of 8 rows is said of these alone
+                       └── full turns ──┘       only these are measured as steps of 8 rows
 ```
 """
 
@@ -31,14 +31,14 @@ _HOST_PARTS = ("plan", "launch", "commit", "send")
 
 @dataclass(slots=True)
 class Turns:
-    """What the engine's loop sent out while a crowd was served."""
+    """Output of the engine's loop while a crowd was served."""
 
-    began_s: float = 0.0  # `time.perf_counter`, as all times
+    began_s: float = 0.0  # `time.perf_counter`, like all times here
     times_s: list[float] = field(default_factory=list)
-    keys: list[list[int]] = field(default_factory=list)  # of the requests that got a token, by turn
+    keys: list[list[int]] = field(default_factory=list)  # requests that got a token, by turn
 
     def arrivals_s(self, count: int) -> list[list[float]]:
-        """[count] of each request the times of its tokens, seconds after the start."""
+        """[count] times of each request's tokens, in seconds after the start."""
         found: list[list[float]] = [[] for _ in range(count)]
         for time_s, keys in zip(self.times_s, self.keys, strict=True):
             for key in keys:
@@ -60,9 +60,9 @@ class Crowd:
     Parameters
     ----------
     checkpoint
-        What to load.
+        The checkpoint to load.
     options
-        Further `EngineArgs`.
+        More fields of `EngineArgs`.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str, **options: Any):
@@ -90,20 +90,20 @@ class Crowd:
         on_full: Callable[[int], None] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Turns:
-        """Answer all prompts greedily, each with exactly so many tokens.
+        """Answer all prompts greedily, each with exactly `max_tokens` tokens.
 
         Parameters
         ----------
         at_s
-            Seconds after the start at which each is sent, ascending; all at once by default.
+            Send times in seconds after the start, ascending; by default all prompts are sent at once.
         on_full
-            Called in the engine's thread after each turn in which every request got a token, with the number of
-            such turns before it.
+            Called in the engine's thread after each full turn (every request got a token) with the number of earlier
+            full turns.
 
         Raises
         ------
         TimeoutError
-            It takes longer than `timeout_s`.
+            The crowd takes longer than `timeout_s`.
         QuireError
             A request failed.
         """
@@ -125,18 +125,18 @@ class Crowd:
         return self._turns
 
     def read(self) -> Reading:
-        """The counters now; in `on_full`, at the end of its turn."""
+        """Read the counters; within `on_full`, these are of the end of the turn."""
         return Reading(time.perf_counter(), self.engine.telemetry())
 
     def call(self, action: Callable[[Scheduler], Any]) -> Any:
-        """Run `action` between two steps; its result as a future."""
+        """Run `action` between two steps; returns its result as a future."""
         return self.engine.call(action)
 
     def close(self) -> None:
         self.engine.close()
 
     def _on_output(self, output: LoopOutput) -> None:
-        """Engine's thread."""
+        """Record a turn; runs in the engine's thread."""
         deltas = output.deltas
         keys = deltas.keys.tolist()
         keys += [delta.key for delta in deltas.whole for _ in delta.token_ids]
@@ -155,14 +155,14 @@ class Crowd:
 
 
 class Crowds:
-    """Keeps the engine that was used last, for the next point that wants the same: loading 8B takes seconds."""
+    """Keeps the last engine for the next point with the same options, because loading 8B takes seconds."""
 
     def __init__(self) -> None:
         self._key: tuple | None = None
         self._crowd: Crowd | None = None
 
     def get(self, checkpoint: Checkpoint, session: Session, **options: Any) -> Crowd:
-        """An engine with this checkpoint and these options; another one that is open is closed before."""
+        """An engine with this checkpoint and these options; another open engine is closed first."""
         key = (checkpoint.path, *sorted(options.items()))
         if key != self._key or self._crowd is None:
             self.close()
@@ -171,7 +171,7 @@ class Crowds:
         return self._crowd
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Close the engine and free the device's memory."""
         if self._crowd is not None:
             self._crowd.close()
             self._crowd = self._key = None
@@ -184,9 +184,10 @@ def random_prompts(rows: int, length: int, vocab_size: int, seed: int) -> list[l
 
 
 def between(first: Reading, last: Reading) -> Row:
-    """What the counters say of the steps between two readings; of the device only where work is queued.
+    """Means of the steps between two readings; the device's only if it queues its work.
 
-    `gap_us` is the device's idle time between two steps, `host_ms` what the engine's thread does in a step but wait.
+    `gap_us` is the device's idle time between two steps; `host_ms` is the engine thread's work per step without
+    waiting.
     """
     was, now = first.told, last.told
     num_steps = now["host"]["num_steps"] - was["host"]["num_steps"]
@@ -204,6 +205,6 @@ def between(first: Reading, last: Reading) -> Row:
 
 
 def _mean(was: dict[str, float], now: dict[str, float], mean: str, count: str) -> float:
-    """Of what came between two readings of a mean over all so far."""
+    """The mean between two readings of a running mean."""
     between = now[count] - was[count]
     return significant((now[mean] * now[count] - was[mean] * was[count]) / max(between, 1))

@@ -1,15 +1,15 @@
-"""The engine on a GPU: the right tokens, how near its steps are to the machine's roof, and how it compares.
+"""The engine on a GPU: correct tokens, steps relative to the machine's roof, comparison with transformers.
 
     python -m tests.perf gpu-engine                         # or: make gpu-engine
-    python -m tests.perf gpu-engine --parts decode          # one part; the others' rows are kept with --resume
-    python -m tests.perf gpu-engine --resume                # what an earlier run on this commit and GPU left open
+    python -m tests.perf gpu-engine --parts decode          # one part; --resume keeps the rows of the others
+    python -m tests.perf gpu-engine --resume                # the open points of an earlier run on this commit and GPU
     python -m tests.perf gpu-engine --rehearse              # no GPU: every part, tiny models on the CPU
 
-Parts take four minutes at most; what a part has no time for is left open. Models have published shapes and random
-weights (`gpu_models.py`), 34 GB in --checkpoints, and are written by the first part that wants them. The result is
-written after every part, so a run that is stopped leaves what it has. Neither Ray nor a network is used.
+A part takes four minutes at most; points without time stay open. Models have published shapes and random weights
+(`gpu_models.py`), 34 GB in --checkpoints; the first part that needs a model writes it. The result is written after
+every part, so an interrupted run keeps its finished parts. Neither Ray nor a network is needed.
 
-A rehearsal proves that the command runs. It measures nothing: its bars have no value and hold neither way.
+A rehearsal only shows that the command runs: its bars have no value.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ BENCHMARK = gpu_run.Benchmark(
 
 
 def all_parts(folder: Path) -> list[Part]:
-    """In the order in which they run.
+    """All parts, in the order in which they run.
 
     Parameters
     ----------
     folder
-        Where checkpoints of random weights are kept.
+        Folder for checkpoints with random weights.
     """
     from tests.perf.gpu import gpu_machine
     from tests.perf.gpu.engine import (
@@ -73,7 +73,7 @@ def option_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where a part raises."""
+    """Run the command line; returns the exit status: 1 if a part raised an error."""
     options = option_parser().parse_args(arguments)
     return gpu_run.main(BENCHMARK, options, partial(all_parts, options.checkpoints))
 

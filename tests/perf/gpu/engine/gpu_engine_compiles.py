@@ -1,7 +1,7 @@
-"""A part of the engine's GPU benchmark: is anything compiled while the engine serves?
+"""Part of the engine's GPU benchmark: kernels that are compiled while the engine serves.
 
-A kernel that is first asked for by a step is compiled in that step, for a second or so, and every row waits. So warm-up
-asks for all of them. The engine counts what is compiled afterwards.
+A kernel's first launch compiles it for about a second, and every row of that step waits. The warm-up therefore launches
+all kernels. The engine counts later compilations; the goal is none.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def compiles_points(rehearsal: bool) -> list[Point]:
-    """One model with every setting; what the CPU has in a rehearsal."""
+    """One model with every setting; in a rehearsal, the settings that the CPU supports."""
     settings = ["default"] if rehearsal else list(SETTINGS)
     return [{"model": SMALL, "setting": setting} for setting in settings]
 
 
 @dataclass(frozen=True)
 class Compiles:
-    """What the part measures with."""
+    """Owns what the part measures with."""
 
-    folder: Path  # of checkpoints
+    folder: Path  # for checkpoints
 
     def measure(self, session: Session, point: Point) -> Row:
-        """Serve requests of all kinds."""
+        """Serve requests of all kinds; returns the number of compilations."""
         model = checkpoint(self.folder, point["model"], session)
         rows = 8 if session.rehearsal else ROWS
         num_requests = 0
@@ -49,7 +49,7 @@ class Compiles:
             dtype=model.dtype,
             max_running_requests=rows,
             max_model_len=MAX_MODEL_LEN,
-            # Small: the session's own memory is beside it.
+            # Small, because the session holds memory too.
             kv_cache_gib=0.25 if session.rehearsal else 4.0,
             cpu_offload_gib=0.0,
             **SETTINGS[point["setting"]],
@@ -70,6 +70,6 @@ def compiles_bars(rows: list[Row]) -> list[report.Bar]:
 
 
 def parts(folder: Path) -> list[Part]:
-    """The part, of a model in that folder."""
+    """The part, for a model in this folder."""
     measure = Compiles(folder).measure
     return [Part("compiles", compiles_points, measure, compiles_bars, budget_s=100)]

@@ -1,4 +1,4 @@
-"""Part of the engine's GPU benchmark: what `deterministic: true` costs, as a share of the throughput without it."""
+"""Part of the engine's GPU benchmark: throughput that `deterministic: true` costs, in percent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.perf.gpu.engine.gpu_models import LARGE, SMALL, checkpoint
 from tests.perf.gpu.gpu_session import Point, Row, Session, significant, worst
 
 MAX_COST_PERCENT = 15
-TURNS = 2  # the faster one counts
+TURNS = 2  # the faster turn counts
 MODELS = (LARGE[0], SMALL)
 _WORKLOADS = (
     Workload("256x128->256", 256, 0, 128, 256),
@@ -24,13 +24,13 @@ _REHEARSED = (Workload("4x16->6", 4, 0, 16, 6),)
 
 
 def part(folder: Path) -> EnginePart:
-    """Workloads of the models in that folder, with and without."""
+    """The workloads of each model, with and without the option."""
     measure = Deterministic(folder, Crowds())
     return EnginePart("deterministic", points, measure, bars, budget_s=200, crowds=measure.crowds)
 
 
 def points(rehearsal: bool) -> list[Point]:
-    """The two engines of a model follow each other."""
+    """The points; the two engines of a model follow each other."""
     workloads = _REHEARSED if rehearsal else _WORKLOADS
     return [
         {"model": model, "deterministic": deterministic, "workload": workload.name}
@@ -42,13 +42,13 @@ def points(rehearsal: bool) -> list[Point]:
 
 @dataclass(frozen=True)
 class Deterministic:
-    """What the part measures with."""
+    """Owns what the part measures with."""
 
     folder: Path
     crowds: Crowds
 
     def __call__(self, session: Session, point: Point) -> Row:
-        """The time of a workload, from its start to its last token; its prompts are new in each turn."""
+        """Time of a workload from its start to its last token; each turn has new prompts."""
         workloads = _REHEARSED if session.rehearsal else _WORKLOADS
         workload = next(w for w in workloads if w.name == point["workload"])
         model = checkpoint(self.folder, point["model"], session)
@@ -74,7 +74,7 @@ class Deterministic:
 
 
 def costs(rows: list[Row]) -> list[Row]:
-    """Of each workload that ran both ways: the share of its tokens per second that is lost, percent."""
+    """Lost tokens per second in percent, for each workload that ran with and without the option."""
     by_point = {(r["model"], r["workload"], r["deterministic"]): r for r in rows}
     found = []
     for (model, workload, deterministic), row in by_point.items():
@@ -87,7 +87,7 @@ def costs(rows: list[Row]) -> list[Row]:
 
 
 def bars(rows: list[Row]) -> list[report.Bar]:
-    """The workload that loses most; rows without a pair leave it open."""
+    """The bar of the workload with the largest loss; it stays open while a pair is incomplete."""
     alone = [row for row in rows if "seconds" not in row]
     name = "gpu/engine/deterministic_cost_percent"
     return [worst(name, costs(rows) + alone, "cost_percent", "%", MAX_COST_PERCENT, at_most=True)]

@@ -1,13 +1,13 @@
-"""A part of the engine's GPU benchmark: blocks that go to the host's memory and come back.
+"""Part of the engine's GPU benchmark: blocks that are offloaded to host memory and restored.
 
 ```
  round_trip   blocks ──save──▶ host ──restore──▶ other blocks      bit for bit the same, at the link's speed?
  beside       rows decode:  | quiet | moving | quiet | moving | quiet |        how much slower while blocks move?
 ```
 
-The link's speed is that of one large copy between pinned memory and the device, in the same run. `beside` plans its
-copies as the scheduler plans those of a victim that is parked and returns, for blocks that no row uses: whatever the
-decoding rows lose, they lose to the copies.
+The link's speed is that of one large copy between pinned memory and the device, in the same run. `beside` plans copies
+like those of a preempted and restored request, but for blocks that no row uses, so the copies alone slow the decoding
+rows.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ ROUND_TRIP_BLOCKS = 256  # 2 GiB of an 8B model
 REPEATS = 3
 ROWS = 64
 CONTEXT = 1024
-WINDOW = 48  # full turns
+WINDOW = 48  # full turns per window
 _NUM_WINDOWS = 5  # quiet, moving, quiet, moving, quiet
 _SLACK = 40
 
 
 def parts(folder: Path) -> list[Part]:
-    """Of the models in that folder."""
+    """The parts, for the models in this folder."""
     offload = Offload(folder, Crowds())
     return [
         EnginePart("offload", points, offload.measure, bars, budget_s=160, crowds=offload.crowds)
@@ -56,7 +56,7 @@ def parts(folder: Path) -> list[Part]:
 
 
 def points(rehearsal: bool) -> list[Point]:
-    """`every` steps a victim of so many tokens is parked, and half as many later it returns."""
+    """The points: every `every` steps a request of this length is preempted, and restored half as many steps later."""
     model = SMALL if rehearsal else "Llama-3.1-8B"
     blocks = 6 if rehearsal else ROUND_TRIP_BLOCKS
     beside = ((2 * BLOCK_SIZE, 2),) if rehearsal else ((1024, 2), (8192, 16))
@@ -71,7 +71,7 @@ def points(rehearsal: bool) -> list[Point]:
 
 @dataclass(frozen=True)
 class Offload:
-    """What the part measures with."""
+    """Owns what the part measures with."""
 
     folder: Path
     crowds: Crowds
@@ -79,17 +79,17 @@ class Offload:
     def measure(self, session: Session, point: Point) -> Row:
         model = checkpoint(self.folder, point["model"], session)
         if point["what"] == "round_trip":
-            self.crowds.close()  # its cache would leave no room
+            self.crowds.close()  # to free the memory of its cache
             return round_trip(session, model, point["blocks"])
         return self.beside(session, model, point)
 
     def beside(self, session: Session, model: Checkpoint, point: Point) -> Row:
-        """The decode throughput that rows lose while a victim's blocks move.
+        """Decode throughput that rows lose while a preempted request's blocks are copied.
 
         Raises
         ------
         RuntimeError
-            The rows never decoded side by side for long enough, or no block moved.
+            The rows did not decode together for long enough, or no block was copied.
         """
         rows, context, window = (2, 32, 6) if session.rehearsal else (ROWS, CONTEXT, WINDOW)
         num_blocks = point["victim_tokens"] // BLOCK_SIZE
@@ -100,7 +100,8 @@ class Offload:
             block_size=BLOCK_SIZE,
             max_model_len=max_model_len,
             max_running_requests=rows,
-            # Room for the victim beside all rows and what is left of their first turn, and on the host.
+            # Room for the preempted request, for all rows, and for the remaining blocks of their first turn; also on
+            # the host.
             num_blocks=rows * (-(-max_model_len // BLOCK_SIZE) + 2) + num_blocks,
             cpu_offload_gib=1.5 * num_blocks * block_bytes / (1 << 30),
         )
@@ -126,16 +127,16 @@ class Offload:
 
 
 class Mover:
-    """Plans a victim's copies in every other window of full turns.
+    """Plans a preempted request's copies in every other window of full turns.
 
     Parameters
     ----------
     num_blocks
-        That are parked and return.
+        Blocks of the request.
     every
-        Steps from one parking to the next; they return half as many later.
+        Steps between two preemptions; the blocks are restored half as many steps later.
     window
-        Full turns.
+        Full turns of a window.
     """
 
     def __init__(self, crowd: Crowd, num_blocks: int, every: int, window: int):
@@ -145,10 +146,10 @@ class Mover:
         self._host_blocks: list[int] = []
         self._futures: list[Future[None]] = []
         self._readings: list[Reading] = []
-        self.num_moved = 0  # blocks, both ways
+        self.num_moved = 0  # copied blocks, both directions
 
     def on_full(self, number: int) -> None:
-        """Engine's thread: what is posted here runs before the next plan."""
+        """Post the copies before the next plan; runs in the engine's thread."""
         index, place = divmod(number, self._window)
         if place == 0 and index <= _NUM_WINDOWS:
             self._readings.append(self._crowd.read())
@@ -163,7 +164,7 @@ class Mover:
                 self._post(self._restore)
 
     def seconds(self) -> list[float]:
-        """Of each window."""
+        """Throughput of each window."""
         if len(self._readings) < _NUM_WINDOWS + 1:
             raise RuntimeError(
                 f"the rows decoded side by side for fewer than {_NUM_WINDOWS * self._window} steps"
@@ -191,7 +192,7 @@ class Mover:
         self.num_moved += len(self._device_blocks)
 
     def _restore(self, scheduler: Scheduler) -> None:
-        # A restore takes one reference with it, as that of a request which returns does.
+        # A restore takes a reference, like that of a restored request.
         scheduler.memory.host.blocks.retain(self._host_blocks)
         for block, copy in zip(self._device_blocks, self._host_blocks, strict=True):
             scheduler.memory.host.restore(copy, block)
@@ -203,7 +204,7 @@ class Mover:
 
 
 def round_trip(session: Session, model: Checkpoint, num_blocks: int) -> Row:
-    """Save blocks of random bits, restore them elsewhere, compare; each way beside the link's speed."""
+    """Save blocks of random bits, restore them to other blocks and compare; report both speeds and the link's."""
     wrong, moved, save_s, restore_s = _move_and_compare(session, model, num_blocks)
     save_rate, restore_rate = moved / save_s, moved / restore_s
     link_save, link_restore = link_rates(session)
@@ -222,7 +223,7 @@ def round_trip(session: Session, model: Checkpoint, num_blocks: int) -> Row:
 def _move_and_compare(
     session: Session, model: Checkpoint, num_blocks: int
 ) -> tuple[int, int, float, float]:
-    """Blocks that differ, bytes moved each way, seconds of the fastest save and restore."""
+    """Run round trips. Returns differing blocks, bytes per direction, seconds of the fastest save and restore."""
     device: Device = CpuDevice() if session.rehearsal else CudaDevice(session.device)
     pool = KVPool(
         2 * num_blocks, _groups(model), BLOCK_SIZE, getattr(torch, model.dtype), session.device.type
@@ -234,7 +235,7 @@ def _move_and_compare(
     copies, nothing = rng.permutation(num_blocks), np.empty((0, 2), np.int64)
     saves, restores = np.stack([sources, copies], 1), np.stack([copies, targets], 1)
     bits = pool.data.view(torch.int16)
-    bits.random_(-(2**15), 2**15)  # any bits, those of NaN too
+    bits.random_(-(2**15), 2**15)  # arbitrary bits, NaN included
     expected = bits[torch.from_numpy(sources)].clone()
     save_s, restore_s = [], []
     for _ in range(REPEATS):
@@ -248,7 +249,7 @@ def _move_and_compare(
 
 
 def link_rates(session: Session) -> tuple[float, float]:
-    """Bytes a second of one large copy: to the host, and from it. Fastest of several."""
+    """Bytes per second of one large copy to the host, and from it; the fastest of several."""
     size = 1 << 20 if session.rehearsal else LINK_BYTES
     device: Device = CpuDevice() if session.rehearsal else CudaDevice(session.device)
     there = torch.ones(size, dtype=torch.uint8, device=session.device)
@@ -267,7 +268,7 @@ def _seconds(device: Device, work: Callable[[], Any]) -> float:
 
 
 def _groups(model: Checkpoint) -> tuple[LayerGroup, ...]:
-    """Those of the shape: all of its layers see everything."""
+    """Layer groups of the model's shape; all its layers have full attention."""
     shape = model.shape
     return group_layers([(None, None, shape.num_kv_heads, shape.head_dim)] * shape.num_layers)
 

@@ -1,10 +1,10 @@
-"""A part of the engine's GPU benchmark: from a new process to the first token of a checkpoint that is on the disk.
+"""Part of the engine's GPU benchmark: from a new process to the first token of a checkpoint on the disk.
 
     python -m tests.perf.gpu.engine.gpu_engine_start CHECKPOINT --device cuda --dtype bfloat16   # the measured process
 
-The clock runs from before the process starts: the interpreter, torch and transformers, the weights, graphs, the cache,
-the first prompt. Each point starts it twice and reports the second: the first one compiles the Triton kernels, which
-then lie in Triton's own cache on the disk, as they do on a machine that has served before.
+The clock starts before the process, so it covers the interpreter, the imports of torch and transformers, the weights,
+the graphs, the cache and the first prompt. Each point starts the process twice and reports the second start. The first
+start compiles the Triton kernels into Triton's cache on the disk, where a machine that has served before has them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import Any
 from quire.cluster.bench.results import report
 from tests.perf.gpu.gpu_session import OutOfRoom, Part, Point, Row, Session, significant, worst
 
-MAX_HELD = 0.1  # of files that count as dropped
-TIMEOUT_S = {"cuda": 100.0, "cpu": 1200.0}  # a rehearsal's machine may be busy
+MAX_HELD = 0.1  # cached share of files that count as dropped
+TIMEOUT_S = {"cuda": 100.0, "cpu": 1200.0}  # the machine of a rehearsal may be busy
 PROMPT = tuple(range(3, 19))
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One process."""
+    """Times of one process."""
 
     seconds: float  # to the first token
-    phases_s: dict[str, float]  # in their order
+    phases_s: dict[str, float]  # in the order of the phases
 
 
 def parts(folder: Path) -> list[Part]:
-    """Writing the checkpoints into that folder, and starting with one of them."""
+    """The parts: write the checkpoints to this folder, then start with one."""
     return [
         Part("checkpoints", checkpoint_points, partial(write_checkpoint, folder), budget_s=200),
         Part("start", start_points, partial(measure_start, folder), start_bars, budget_s=160),
@@ -47,14 +47,14 @@ def parts(folder: Path) -> list[Part]:
 
 
 def checkpoint_points(rehearsal: bool) -> list[Point]:
-    """All models, before anything is measured with them."""
+    """All models, written before the measurements."""
     from tests.perf.gpu.engine.gpu_models import NAMES
 
     return [{"model": name} for name in NAMES]
 
 
 def write_checkpoint(folder: Path, session: Session, point: Point) -> Row:
-    """Write random weights to the disk; nothing to do where they are already."""
+    """Write a checkpoint with random weights, unless it exists."""
     from tests.perf.gpu.engine.gpu_models import checkpoint, num_bytes
 
     began_s = session.clock()
@@ -69,7 +69,7 @@ def write_checkpoint(folder: Path, session: Session, point: Point) -> Row:
 
 
 def start_points(rehearsal: bool) -> list[Point]:
-    """With the files in the page cache, and after they have been put out of it, where that is possible."""
+    """The points: with the files in the page cache and, where possible, after dropping them from it."""
     from tests.perf.gpu.engine.gpu_models import LARGE, SMALL
 
     model = SMALL if rehearsal else LARGE[1]
@@ -77,7 +77,7 @@ def start_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_start(folder: Path, session: Session, point: Point) -> Row:
-    """The second start, in all and by phase, and how long the first one took."""
+    """Measure the second start, in total and by phase, and the first start's total."""
     from tests.perf.gpu.engine.gpu_models import checkpoint, num_bytes
 
     model = checkpoint(folder, point["model"], session)
@@ -105,9 +105,9 @@ def start(path: Path, device: str, dtype: str) -> Start:
     Raises
     ------
     RuntimeError
-        It ended without one; the message has the end of what it printed.
+        The process ended without a token; the message has the end of its output.
     TimeoutError
-        It takes too long.
+        The process takes too long.
     """
     command = ["env", f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}"]
     command += [sys.executable, "-m", "tests.perf.gpu.engine.gpu_engine_start", str(path)]
@@ -132,7 +132,7 @@ def start(path: Path, device: str, dtype: str) -> Start:
 
 
 def child(path: str, device: str, dtype: str) -> None:
-    """The process that is measured: prints one JSON line at its first token."""
+    """The measured process: prints a JSON line at its first token."""
     began_s = time.perf_counter()
     from quire.protos.wire import SamplingParams
     from quire.replica.engine import Engine
@@ -148,7 +148,7 @@ def child(path: str, device: str, dtype: str) -> None:
 
 
 def drop_from_page_cache(path: Path) -> None:
-    """Write the files of a folder back and let the kernel forget them, so that the next reader goes to the disk."""
+    """Write a folder's files back and drop them from the page cache, so that the next reader reads the disk."""
     for file in path.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -159,7 +159,7 @@ def drop_from_page_cache(path: Path) -> None:
 
 
 def cached_fraction(path: Path) -> float:
-    """The part of a folder's files that is in the page cache. A tmpfs has nowhere else to keep them."""
+    """Share of a folder's files that is in the page cache; on a tmpfs always all of it."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     held = pages = 0
@@ -168,12 +168,12 @@ def cached_fraction(path: Path) -> float:
         if not num_bytes:
             continue
         with file.open("rb") as opened:
-            # A private mapping may be written to, which ctypes asks for to give its address.
+            # ctypes gives only the address of writable memory, which a private mapping is.
             view = mmap.mmap(opened.fileno(), num_bytes, access=mmap.ACCESS_COPY)
         states = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
         first = ctypes.c_char.from_buffer(view)
         failed = libc.mincore(ctypes.addressof(first), num_bytes, states)
-        del first  # before the mapping ends
+        del first  # before the mapping is closed
         view.close()
         if failed:
             raise OSError(ctypes.get_errno(), "mincore", str(file))

@@ -1,4 +1,4 @@
-"""Parts of the engine's GPU benchmark: a decode step against the memory's roof, and prefill against the products'."""
+"""Parts of the engine's GPU benchmark: decode steps against the memory's roof, prefill against the products' roof."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROWS = (1, 64, 128, 256)
 CONTEXT = 1024  # tokens
 PREFILL_TOKENS = 8192
 SKIPPED, MEASURED = 8, 64  # full turns
-_SLACK = 48  # tokens: the rows begin within so many turns
-HOST_ROWS = 256  # where the small model shows the host
-# All rows at once, nothing kept back, no copies to the host's memory beside them.
+_SLACK = 48  # tokens; all rows begin within this number of turns
+HOST_ROWS = 256  # rows of the small model at which the host's time counts
+# All rows at once, no reserve, no offloading.
 DECODE_OPTIONS: dict[str, Any] = dict(
     safety_margin=0.0, resume_margin=0.0, max_prefill_ms=None, cpu_offload_gib=0.0
 )
@@ -27,7 +27,7 @@ DECODE_OPTIONS: dict[str, Any] = dict(
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePart(Part):
-    """A part whose points use engines in this process, which are gone when it ends."""
+    """A part whose engines run in this process and are closed when it ends."""
 
     crowds: Crowds
 
@@ -39,7 +39,7 @@ class EnginePart(Part):
 
 
 def parts(folder: Path) -> list[Part]:
-    """Decode and prefill, of the models in that folder."""
+    """The decode and prefill parts, for the models in this folder."""
     steps = Steps(folder, Crowds())
     return [
         EnginePart(
@@ -57,7 +57,7 @@ def parts(folder: Path) -> list[Part]:
 
 
 def decode_points(rehearsal: bool) -> list[Point]:
-    """The small model first: its steps show the host."""
+    """The points, the small model first: its steps show the host's time."""
     if rehearsal:
         return [{"model": SMALL, "rows": 2, "context": 32}]
     names = (SMALL, *(name for name in NAMES if name != SMALL))
@@ -65,13 +65,13 @@ def decode_points(rehearsal: bool) -> list[Point]:
 
 
 def prefill_points(rehearsal: bool) -> list[Point]:
-    """One prompt that fills a step."""
+    """The points: one prompt that fills a step."""
     names, tokens = ((SMALL,), 64) if rehearsal else (LARGE, PREFILL_TOKENS)
     return [{"model": name, "tokens": tokens} for name in names]
 
 
 class Window:
-    """Readings at the first and the last of so many full turns, some turns after the first."""
+    """Reads the counters at the first and the last measured full turn, after some skipped turns."""
 
     def __init__(self, crowd: Crowd, skipped: int, measured: int):
         self._crowd = crowd
@@ -85,18 +85,18 @@ class Window:
 
 @dataclass(frozen=True)
 class Steps:
-    """What the two parts measure with."""
+    """Owns what the two parts measure with."""
 
     folder: Path
     crowds: Crowds
 
     def decode(self, session: Session, point: Point) -> Row:
-        """The time of a step in which all rows decode, beside reading weights and KV at the copy's speed.
+        """Time of a step in which all rows decode, relative to reading weights and KV at the copy's speed.
 
         Raises
         ------
         RuntimeError
-            The rows never decoded side by side for long enough.
+            The rows did not decode together for long enough.
         """
         rows, context = point["rows"], point["context"]
         skipped, measured = (2, 6) if session.rehearsal else (SKIPPED, MEASURED)
@@ -111,9 +111,7 @@ class Steps:
             **DECODE_OPTIONS,
         )
         prompts = random_prompts(rows, context, model.vocab_size, rows)
-        crowd.serve(
-            prompts, 2
-        )  # from here on the prompts are cached: all rows begin within a few turns
+        crowd.serve(prompts, 2)  # now the prompts are cached, so all rows begin within a few turns
         window = Window(crowd, skipped, measured)
         crowd.serve(prompts, max_tokens, on_full=window.on_full)
         if len(window.readings) < 2:
@@ -123,9 +121,9 @@ class Steps:
         first, last = window.readings
         step_ms = 1e3 * (last.at_s - first.at_s) / measured
         shape = model.shape
-        seen = context + skipped + measured / 2  # keys of a row, on average
+        seen = context + skipped + measured / 2  # mean keys per row
         num_bytes = shape.weight_bytes + shape.kv_bytes_per_token * rows * seen
-        # A copy reads and writes: its bandwidth counts both.
+        # The bandwidth of a copy counts bytes read and bytes written.
         floor_ms = 1e3 * num_bytes / session.copy_bytes_per_s
         row = {
             "ms": significant(step_ms),
@@ -136,7 +134,7 @@ class Steps:
         return row
 
     def prefill(self, session: Session, point: Point) -> Row:
-        """From a prompt's submission to its first token, as a share of the measured matrix product's rate."""
+        """Rate from a prompt's submission to its first token, relative to the measured matrix product."""
         length = point["tokens"]
         model = checkpoint(self.folder, point["model"], session)
         crowd = self.crowds.get(
@@ -153,7 +151,7 @@ class Steps:
             prompts = random_prompts(1, length, model.vocab_size, seed)
             turns = crowd.serve(prompts, 1)
             seconds.append(turns.times_s[-1] - turns.began_s)
-        median_s = statistics.median(seconds[1:])  # the first one warms up
+        median_s = statistics.median(seconds[1:])  # the first is the warm-up
         shape = model.shape
         flops = 2 * (shape.layer_parameters * length + shape.head_parameters)
         flops += shape.attention_flops(length**2 / 2)  # causal
@@ -170,7 +168,7 @@ def decode_bars(rows: list[Row]) -> list[report.Bar]:
     return [
         worst("gpu/engine/decode_percent_of_floor", rows, "percent_of_floor", "%", 85),
         worst("gpu/engine/decode_gap_us", rows, "gap_us", "us", 50, at_most=True),
-        # Below 100 the engine's thread waits for the device in every step, not the device for it.
+        # Below 100 the engine's thread waits for the device in every step, and the device never waits.
         worst("gpu/engine/host_percent_of_step", host, "host_percent", "%", 100, at_most=True),
     ]
 

@@ -1,12 +1,11 @@
-"""Parts of the engine's GPU benchmark: whole workloads beside transformers' continuous batching, in one run.
+"""Parts of the engine's GPU benchmark: whole workloads against transformers' continuous batching, in one run.
 
-Both engines get the same prompts. A batch's requests are all there at once; `online` has them come as a Poisson
-process, at the rate at which the floor of the same requests as a batch would serve them: neither engine can keep up
-with that, and the time to the last token says what it can do when prompts come while others decode. `online, half`
-has half of that rate and compares latencies.
+Both engines get the same prompts. The requests of a batch are sent at once. In `online` they arrive as a Poisson
+process at the rate of the batch's floor. No engine can keep up with that rate, so the time to the last token measures
+the throughput while prompts arrive. `online, half` has half of that rate and compares latencies.
 
-What is asked: twice the speed of transformers, or 65% of the floor where that is less; and four times where it has
-no fast decode path, that is, where most of its steps gather the whole cache (`varlen`).
+Goals: twice the speed of transformers, or 65% of the floor if that is less; and four times its speed where it has no
+fast decode path, because most of its steps then gather the whole cache (`varlen`).
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from tests.perf.gpu.gpu_session import (
 )
 
 RATIO, VARLEN_RATIO, PERCENT_OF_FLOOR = 2.0, 4.0, 65.0
-TURNS = 2  # the faster one counts
-LONG_S = 4.0  # of a turn on our side: then there is one
-# transformers is stopped when it takes so many times as long: enough is known then.
+TURNS = 2  # the faster turn counts
+LONG_S = 4.0  # if Quire's first turn takes longer, it is the only one
+# transformers is stopped when it takes this many times as long; the ratio is then a lower bound.
 STOP_RATIO = 5.0
 MIN_STOP_S = 20.0
-_OWN_SHARE = 0.45  # of a part's time, after which no workload is started on our side
-_MIN_LEFT_S = 25.0  # to start transformers with another workload
+_OWN_SHARE = 0.45  # share of a part's time, after which no workload starts on Quire
+_MIN_LEFT_S = 25.0  # least time to start another workload on transformers
 
 _BATCHES = (
     Workload("32x128->512", 32, 0, 128, 512),
@@ -59,7 +58,7 @@ _ONLINE = (
     (Workload("online", 384, 0, 512, 128), 1.0),
     (Workload("online, half", 384, 0, 512, 128), 0.5),
 )
-# The workload, and the share of the floor's rate at which requests come; None: all at once.
+# Workload, and its arrival rate relative to the floor's; None: all requests at once.
 WORKLOADS: dict[str, tuple[Workload, float | None]] = {
     **{w.name: (w, None) for w in _BATCHES},
     **{w.name: (w, share) for w, share in _ONLINE},
@@ -75,7 +74,7 @@ _REHEARSED_OPTIONS = OPTIONS | dict(max_model_len=256, max_running_requests=8)
 
 
 def parts(folder: Path) -> list[Part]:
-    """One for each model in that folder: the small one takes the least time."""
+    """One part for each model, the small one first: it takes the least time."""
     return [
         Throughput(
             part_name(name),
@@ -95,13 +94,13 @@ def part_name(model: str) -> str:
 
 
 def points(rehearsal: bool) -> list[Point]:
-    """The workloads."""
+    """The points: one for each workload."""
     return [{"workload": name} for name in (_REHEARSED if rehearsal else WORKLOADS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A point with what both engines are given."""
+    """A point with the input of both engines."""
 
     point: Point
     workload: Workload
@@ -115,7 +114,7 @@ class Task:
 
 
 def task_of(session: Session, model: Checkpoint, point: Point) -> Task:
-    """A point's workload, its floor at the machine's measured rates, and when its requests come."""
+    """A point's workload, its floor at the machine's measured rates, and its arrival times."""
     workload, share = (_REHEARSED if session.rehearsal else WORKLOADS)[point["workload"]]
     rates = Rates(session.copy_bytes_per_s / 1e9, session.gemm_flops_per_s / 1e9)
     floor = floor_of(workload, model.shape, rates)
@@ -130,7 +129,7 @@ def task_of(session: Session, model: Checkpoint, point: Point) -> Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput(Part):
-    """The workloads of one model: first all that there is time for on our side, then the same on the other."""
+    """The workloads of one model: first on Quire as far as the time allows, then the same ones on transformers."""
 
     folder: Path
     model: str
@@ -156,7 +155,7 @@ class Throughput(Part):
                     )
                     if isinstance(own[i], TimeoutError):
                         break
-        except (RuntimeError, TimeoutError) as error:  # it could not be loaded
+        except (RuntimeError, TimeoutError) as error:  # the engine could not be loaded
             if session.rehearsal:
                 raise
             own[0] = error
@@ -174,7 +173,7 @@ class Throughput(Part):
 def _own_turns(
     process: ContestantProcess, job: Job, session: Session, end_s: float
 ) -> list[Served] | Exception:
-    """All turns, or why there are none."""
+    """All turns, or the reason why there are none."""
     try:
         process.warm_up(job, end_s - session.clock())
         return [process.turn(end_s - session.clock()) for _ in job.turns]
@@ -185,12 +184,12 @@ def _own_turns(
 
 
 class Peer:
-    """transformers, which is started again when it had to be stopped.
+    """transformers; it is restarted after it had to be stopped.
 
     Parameters
     ----------
     end_s
-        When it has to be done, on the session's clock.
+        Deadline on the session's clock.
     """
 
     def __init__(self, session: Session, model: Checkpoint, end_s: float):
@@ -205,12 +204,12 @@ class Peer:
         self._stack.close()
 
     def row(self, task: Task, own: list[Served]) -> Row:
-        """A workload's row: our time, and the best of transformers' settings, with as many turns."""
-        # So long a turn says enough, and is all there is time for.
+        """A workload's row: Quire's time, and the best of transformers' settings with as many turns."""
+        # One long turn is enough, and there is no time for more.
         turns = own[:1] if own[0].seconds > LONG_S else own
         served = fastest(turns)
         best, best_setting = None, {}
-        stopped_s: list[float] = []  # a turn takes longer, of each setting that did not end
+        stopped_s: list[float] = []  # lower bound of a turn, for each setting that was stopped
         errors: list[str] = []
         for setting in settings(self._session.device.type):
             try:
@@ -233,14 +232,14 @@ class Peer:
         at_least = min(stopped_s) / served.seconds
         if at_least < VARLEN_RATIO:
             return {"skipped": NO_TIME}
-        # Slow enough for the goal of either path.
+        # Slow enough to decide both goals.
         stopped = {"peer_stopped_after_s": significant(min(stopped_s))}
         return row | stopped | dict.fromkeys(("ratio", "varlen_ratio"), significant(at_least))
 
     def _turns(
         self, task: Task, count: int, setting: dict[str, Any], own_s: float
     ) -> Served | float:
-        """The fastest turn of a setting, or how long a turn takes at least; 0 where none began.
+        """The fastest turn of a setting, or a lower bound of a turn; 0 if no turn began.
 
         Raises
         ------
@@ -278,7 +277,7 @@ class Peer:
 
 
 def own_row(task: Task, served: Served) -> Row:
-    """What is said of our side; the latencies count from when a request came."""
+    """Quire's columns; latencies count from a request's arrival."""
     seconds, tokens = served.seconds, task.workload.num_output_tokens
     row: Row = {
         "seconds": significant(seconds),
@@ -292,7 +291,7 @@ def own_row(task: Task, served: Served) -> Row:
 
 
 def peer_row(task: Task, own: Served, served: Served, setting: dict[str, Any]) -> Row:
-    """What is said of the other side, and the ratios that the bars are about."""
+    """transformers' columns, and the ratios of the bars."""
     facts = served.facts
     fast_percent = 100 * facts["fast_steps"] / max(facts["steps"], 1)
     row: Row = {
@@ -340,7 +339,7 @@ def _latencies(task: Task, served: Served, prefix: str) -> Row:
 
 
 def _waits(task: Task, times_s: list[float]) -> list[float]:
-    """From when each request came."""
+    """Latencies from each request's arrival."""
     if task.at_s is None:
         return times_s
     return [time_s - at_s for time_s, at_s in zip(times_s, task.at_s, strict=True)]

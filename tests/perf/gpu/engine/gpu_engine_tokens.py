@@ -1,10 +1,10 @@
-"""A part of the engine's GPU benchmark: are the tokens those of transformers' `generate`?
+"""Part of the engine's GPU benchmark: tokens compared with transformers' `generate`.
 
-In float32 they must be equal. In bfloat16 two logits may be closer than the products round, and then either token is
-right: what counts is how far the chosen token's logit lies below the largest one *in float32*, with the weights
-that bfloat16 has, after the very tokens that were chosen before. The margin is measured, not chosen: twice the
-largest deviation of transformers' own bfloat16 logits from those, in the same places, since two logits that deviate by
-that much each may change order.
+In float32 the tokens must be equal. In bfloat16 two logits may differ by less than the rounding of the products, and
+then both tokens are correct. The test is therefore the distance of the chosen token's logit from the largest logit *in
+float32*, with the same bfloat16 weights and the same preceding tokens. The allowed distance is measured: twice the
+largest deviation of transformers' own bfloat16 logits from the float32 logits at the same positions, because two logits
+with that deviation each may change order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.perf.gpu.engine.gpu_crowd import random_prompts
 from tests.perf.gpu.gpu_session import Part, Point, Row, Session, free_memory, significant, worst
 
 ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma3")
-# A cache of so few blocks that requests give way to each other and come back from the host, however they come in.
+# The cache has so few blocks that requests preempt each other and are restored from the host in any order of arrival.
 _TIGHT_BLOCKS = {"llama": 44, "qwen3": 44, "mistral": 30, "gemma3": 34}
 _TIGHT: dict[str, Any] = dict(
     cpu_offload_gib=0.25,
@@ -44,14 +44,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload, neither": {**_TIGHT, "cuda_graphs": "off", "async_batching": "off"},
 }
 DTYPES = ("float32", "bfloat16")
-PROMPTS = (5, 17, 40, 64, 65, 90, 120, 31)  # tokens
+PROMPTS = (5, 17, 40, 64, 65, 90, 120, 31)  # lengths in tokens
 NEW_TOKENS = 48
 
 
 def tokens_points(rehearsal: bool) -> list[Point]:
-    """Every architecture with every setting, in both types; a few of them in a rehearsal.
+    """Every architecture with every setting in both dtypes; only a few in a rehearsal.
 
-    The points of one setting follow each other: when the time ends early, every architecture has some rows.
+    Points of one setting follow each other, so that every architecture has some rows if the time ends early.
     """
     if rehearsal:
         return [
@@ -69,23 +69,23 @@ def tokens_points(rehearsal: bool) -> list[Point]:
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint, gone with the process, and what transformers says of it."""
+    """A temporary checkpoint with transformers' models and answers."""
 
     folder: tempfile.TemporaryDirectory
-    model: torch.nn.Module  # in the checkpoint's type
-    exact: torch.nn.Module  # its weights in float32
+    model: torch.nn.Module  # in the checkpoint's dtype
+    exact: torch.nn.Module  # the same weights in float32
     prompts: list[list[int]]
     answers: list[list[int]]
 
 
 @functools.lru_cache(maxsize=len(ARCHITECTURES) * len(DTYPES))
 def reference(name: str, dtype: str, device: str) -> Reference:
-    """Random weights, prompts, and what `generate` continues them with."""
+    """Random weights, prompts, and the answers of `generate`."""
     folder = tempfile.TemporaryDirectory(prefix="quire-bench-")
     gpu_tiny_models.write(name, Path(folder.name), getattr(torch, dtype))
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(folder.name, dtype=getattr(torch, dtype)).to(device).eval()
-    model.generation_config.eos_token_id = None  # neither of them ends early
+    model.generation_config.eos_token_id = None  # neither engine ends early
     exact = load(folder.name, dtype=torch.float32).to(device).eval()
     vocab_size = gpu_tiny_models.VOCAB_SIZE
     prompts = [random_prompts(1, length, vocab_size, length)[0] for length in PROMPTS]
@@ -101,15 +101,15 @@ def reference(name: str, dtype: str, device: str) -> Reference:
 
 
 def measure_tokens(session: Session, point: Point) -> Row:
-    """Requests that are answered with other tokens than by `generate`; in bfloat16 the tokens beyond the margin.
+    """Count requests with other tokens than those of `generate`, and in bfloat16 the tokens beyond the margin.
 
     Raises
     ------
     RuntimeError
-        The setting did not do what it is for: nothing was offloaded, or no graph was replayed.
+        The setting had no effect: nothing was offloaded, or no graph was replayed.
     """
     found = reference(point["model"], point["dtype"], session.device.type)
-    # Small in any case: the reference lies in the same memory, and there are many engines to make.
+    # Small, because the reference is in the same memory and many engines are created.
     options = {"block_size": 16, "max_model_len": 512, "kv_cache_gib": 0.25}
     options |= {"max_running_requests": 16, "cpu_offload_gib": 0.0}
     options |= SETTINGS[point["setting"]]
@@ -149,11 +149,14 @@ def _check_setting(setting: str, may_replay: bool, row: Row) -> None:
 
 @torch.inference_mode()
 def _margins(found: Reference, outputs: list[list[int]]) -> Row:
-    """How far the chosen tokens lie below the best ones in float32, beside transformers' own deviation from it."""
+    """Distances of the chosen tokens from the best ones in float32, and transformers' own deviation."""
     deviation, gaps = 0.0, []
     for prompt, output in zip(found.prompts, outputs, strict=True):
         ids = torch.tensor([prompt + output], device=found.exact.device)
-        first, last = len(prompt) - 1, ids.shape[1] - 1  # positions whose logits chose the output
+        first, last = (
+            len(prompt) - 1,
+            ids.shape[1] - 1,
+        )  # positions of the logits that chose the output
         exact = found.exact(ids).logits[0, first:last]
         rounded = found.model(ids).logits[0, first:last].float()
         deviation = max(deviation, float((rounded - exact).abs().max()))

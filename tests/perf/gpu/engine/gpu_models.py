@@ -1,8 +1,8 @@
-"""The models of the engine's GPU benchmark: published shapes, random weights, as sharded checkpoints on the disk.
+"""Models of the engine's GPU benchmark: published shapes with random weights, as sharded checkpoints on the disk.
 
-They are whole models, vocabulary and output head included, since a step's time has both in it. The weights are drawn
-tensor by tensor on the device and written shard by shard: beside one shard nothing is held, and 16 GB take as long as
-the disk does. A rehearsal's are tiny, of the same architectures.
+The models are complete, with vocabulary and output head, because both are part of a step's time. The weights are drawn
+tensor by tensor on the device and written shard by shard, so only one shard is in memory and the disk sets the speed. A
+rehearsal has tiny models of the same architectures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LLAMA_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# Numbers of the published configurations.
+# Values of the published configurations.
 _LLAMA_8B = dict(vocab_size=128_256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                  num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072,
                  rms_norm_eps=1e-5, rope_parameters=_LLAMA_ROPE, bos_token_id=128_000, eos_token_id=128_001,
@@ -71,12 +71,12 @@ class Checkpoint:
 
 
 def checkpoint(folder: Path, name: str, session: Session) -> Checkpoint:
-    """A model of that folder, written unless it is there: in bfloat16, or in a rehearsal a tiny one in float32.
+    """A model in this folder, written if it does not exist: in bfloat16, or in a rehearsal a tiny one in float32.
 
     Raises
     ------
     ValueError
-        An unknown name.
+        The name is unknown.
     """
     if name not in _CONFIGS:
         raise ValueError(f"model: must be one of {', '.join(NAMES)}, got {name!r}")
@@ -101,18 +101,18 @@ def write_random(
     device: torch.device,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint with norms of one and all else normal with the configuration's deviation.
+    """Write a checkpoint: norms are 1, all other weights are normal with the configuration's deviation.
 
-    The folder appears when it is complete.
+    The folder appears only when it is complete.
 
     Parameters
     ----------
     path
-        Of the folder; must not exist.
+        Folder of the checkpoint; must not exist.
     device
-        Draws the numbers.
+        Device that draws the numbers.
     shard_bytes
-        Most bytes of a file, unless one tensor alone has more.
+        Largest size of a file, unless a single tensor is larger.
     """
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -144,14 +144,14 @@ def write_random(
 
 
 def num_bytes(path: Path) -> int:
-    """Of all tensors' files of a checkpoint."""
+    """Bytes of a checkpoint's weight files."""
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def _shards(
     shapes: dict[str, tuple[int, ...]], element_bytes: int, limit: int
 ) -> Iterator[list[str]]:
-    """Names of tensors, in their order, in groups of at most so many bytes."""
+    """Tensor names in order, in groups of at most `shard_bytes`."""
     names: list[str] = []
     held = 0
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Where a decode step's time goes on a GPU: the kernels of whole steps by their share, and the time between them.
+"""Where a decode step's time goes on a GPU: the kernels' shares of whole steps, and the time between kernels.
 
     python -m tests.perf gpu-profile                        # two minutes; or a part of: make gpu-2
     python -m tests.perf gpu-profile --rehearse             # no GPU: a tiny model on the CPU
@@ -8,8 +8,8 @@
  | skipped |  measured: `ms`, no profiler  | wait | profiled: kernels of a known number of steps | wait |
 ```
 
-`gaps_ms` is the step's time without a profiler less the time of its kernels: what the device waits between them. The
-largest kernels of each point are printed, and are in the result.
+`gaps_ms` is the step's time without a profiler minus the time of its kernels, so the device's idle time between them.
+The largest kernels of each point are printed and stored in the result.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ BENCHMARK = gpu_run.Benchmark(
 )
 CONTEXT = 1024
 SKIPPED, MEASURED, PROFILED = 8, 16, 8  # full turns
-LARGEST = 15  # kernels that a row lists
-_SLACK = 48  # tokens: all rows begin within this number of turns
-# The first pattern that a kernel's name has. Triton's kernels come first: torch's names have many words.
+LARGEST = 15  # kernels listed in a row
+_SLACK = 48  # tokens; all rows begin within this number of turns
+# A kernel belongs to the first pattern in its name. Triton's kernels come first, since torch's names have many words.
 GROUPS = {
     "decode_attention": r"^_decode_",
     "merge": r"^_merge_",
@@ -61,7 +61,7 @@ OTHER = "other"
 
 
 def points(rehearsal: bool) -> list[Point]:
-    """The small model shows the gaps, the large one the kernels."""
+    """The points: the small model shows the gaps, the large one the kernels."""
     from tests.perf.gpu.engine.gpu_models import SMALL
 
     if rehearsal:
@@ -71,20 +71,20 @@ def points(rehearsal: bool) -> list[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel of the profiled steps, all its launches together."""
+    """A kernel of the profiled steps, with all its launches."""
 
     name: str
-    us: float  # of one step
-    count: float  # launches in one step
+    us: float  # per step
+    count: float  # launches per step
 
 
 class Recording:
-    """Reads the engine's counters around some steps, then profiles some more; in the engine's thread.
+    """Reads the engine's counters around some steps, then profiles more steps, in the engine's thread.
 
     Parameters
     ----------
     lengths
-        Full turns: skipped, measured, profiled.
+        Numbers of full turns to skip, measure and profile.
     """
 
     def __init__(self, crowd: Crowd, device: torch.device, lengths: tuple[int, int, int]):
@@ -99,7 +99,7 @@ class Recording:
         is_gpu = device.type == "cuda"
         self._time_key = "self_device_time_total" if is_gpu else "self_cpu_time_total"
         activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
-        # Its first use loads the profiler's library, which takes seconds.
+        # The first use loads the profiler's library, which takes seconds.
         with profile(activities=[activity]):
             pass
         self._profiler = profile(activities=[activity])
@@ -118,14 +118,14 @@ class Recording:
             self.is_complete = True
 
     def _wait(self) -> None:
-        """Let the step that is launched ahead end: it belongs to the steps before, at both ends."""
+        """Wait for the step that was launched ahead, at both ends, so that the number of profiled steps is known."""
         if self._device.type == "cuda":
             import torch
 
             torch.cuda.synchronize()
 
     def kernels(self) -> list[Kernel]:
-        """The largest first."""
+        """The profiled kernels, the largest first."""
         found = [
             Kernel(
                 e.key, getattr(e, self._time_key) / self._num_profiled, e.count / self._num_profiled
@@ -136,12 +136,12 @@ class Recording:
 
 
 def measure(folder: Path, crowds: Crowds, session: Session, point: Point) -> Row:
-    """The time of a step, of its kernels by group, and the largest kernels.
+    """Measure the time of a step, of its kernels by group, and the largest kernels.
 
     Raises
     ------
     RuntimeError
-        The rows never decoded side by side for long enough.
+        The rows did not decode together for long enough.
     """
     from tests.perf.gpu.engine.gpu_crowd import random_prompts
     from tests.perf.gpu.engine.gpu_engine_steps import DECODE_OPTIONS
@@ -161,9 +161,7 @@ def measure(folder: Path, crowds: Crowds, session: Session, point: Point) -> Row
         **DECODE_OPTIONS,
     )
     prompts = random_prompts(rows, context, model.vocab_size, rows)
-    crowd.serve(
-        prompts, 2
-    )  # from here on the prompts are cached: all rows begin within a few turns
+    crowd.serve(prompts, 2)  # now the prompts are cached, so all rows begin within a few turns
     recording = Recording(crowd, session.device, lengths)
     crowd.serve(prompts, max_tokens, on_full=recording.on_full)
     if not recording.is_complete:
@@ -178,7 +176,7 @@ def measure(folder: Path, crowds: Crowds, session: Session, point: Point) -> Row
 
 
 def describe(step_ms: float, kernels: list[Kernel]) -> Row:
-    """What a step of that length with these kernels spends its time on; shares are of the kernels' time."""
+    """The columns of a step of this length with these kernels; shares are of the kernels' time."""
     from tests.perf.gpu.gpu_session import significant
 
     total_us = sum(kernel.us for kernel in kernels)
@@ -199,13 +197,13 @@ def describe(step_ms: float, kernels: list[Kernel]) -> Row:
 
 
 def group_of(kernel: str) -> str:
-    """The group of a kernel by its name."""
+    """The group of a kernel, from its name."""
     found = (name for name, pattern in GROUPS.items() if re.search(pattern, kernel, re.IGNORECASE))
     return next(found, OTHER)
 
 
 def summary(session: Session, rows: dict[str, list[Row]]) -> str:
-    """A paragraph a row."""
+    """Format one paragraph per row."""
     return "\n".join(line for row in rows.get("profile", []) for line in _lines(row))
 
 
@@ -225,7 +223,7 @@ def _lines(row: Row) -> Iterable[str]:
 
 
 def all_parts(folder: Path) -> list[Part]:
-    """The models are in that folder."""
+    """All parts, for the models in this folder."""
     from tests.perf.gpu.engine.gpu_crowd import Crowds
     from tests.perf.gpu.engine.gpu_engine_steps import EnginePart
 
@@ -242,7 +240,7 @@ def option_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where an engine fails."""
+    """Run the command line; returns the exit status: 1 if an engine failed."""
     options: Any = option_parser().parse_args(arguments)
     return gpu_run.main(BENCHMARK, options, partial(all_parts, options.checkpoints), summary)
 

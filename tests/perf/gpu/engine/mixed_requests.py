@@ -1,8 +1,7 @@
-"""Requests of all kinds in all sizes: what an engine may meet, so that nothing is first met while it serves.
+"""Requests of all kinds and sizes, which launch every kernel that an engine may need while it serves.
 
-Served wave by wave, each to its end before the next begins. So steps have one row and many, prompts of one token and
-of several chunks, and as a wave runs out, every number of rows below its own. What is wanted are the steps, not the
-answers.
+Waves are served one after the other. Their steps have one row and many, prompts of one token and of several chunks and,
+while a wave ends, every smaller number of rows. Only the steps matter, not the answers.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import numpy as np
 
 from quire.protos.wire import SamplingParams
 
-# Around a block, a tile and a multiple of 16; then several chunks.
+# Lengths around a block, a tile and a multiple of 16; then several chunks.
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 250)
 _CROWDS = (2, 3, 5, 17)
 _SOME_IDS = tuple(range(3, 43))
-# What rows may ask for. The first ones leave the draw to the device, the others have the host change the logits.
+# Sampling options. With the first ones the device draws alone; with the others the host edits the logits.
 _OPTIONS: tuple[dict[str, Any], ...] = (
     dict(temperature=0.0),
     dict(temperature=1.0),
@@ -44,22 +43,22 @@ class Asked(NamedTuple):
 
 
 def mixed_waves(rows: int, max_model_len: int, max_id: int = 128) -> Iterator[list[Asked]]:
-    """All waves.
+    """All waves of requests.
 
     Parameters
     ----------
     rows
-        That run at a time: one wave has more requests.
+        Rows of the engine; one wave has more requests.
     max_model_len
-        The longest request has so many tokens.
+        Tokens of the longest request.
     max_id
-        Prompts are of ids in [3, max_id).
+        Prompts have ids in [3, max_id).
     """
     ids = np.random.default_rng(0)
     trunk = ids.integers(3, max_id, 40).tolist()
 
     def ask(i: int, length: int, max_tokens: int) -> Asked:
-        # Some begin alike: their prefixes are found in the cache.
+        # Some prompts share a prefix, so that the cache has it.
         prompt = [*(trunk if i % 3 == 0 else ()), *ids.integers(3, max_id, length).tolist()]
         prompt = prompt[: max(length, 1)]
         options = _OPTIONS[i % len(_OPTIONS)]
@@ -68,14 +67,14 @@ def mixed_waves(rows: int, max_model_len: int, max_id: int = 128) -> Iterator[li
         )
 
     lengths = [n for n in LENGTHS if n < max_model_len - 4]
-    for i, length in enumerate(lengths):  # alone
+    for i, length in enumerate(lengths):  # one request per wave
         yield [ask(i % 5, length, 3)]
-    for i in range(len(_OPTIONS)):  # each kind with its like, then with all others
+    for i in range(len(_OPTIONS)):  # each kind alone, then with all others
         yield [ask(i, 9, 3), ask(i, 20, 2)]
     for size in _CROWDS:
         yield [ask(size + i, lengths[i % len(lengths)], 2 + i % 5) for i in range(size)]
-    # More than there are rows, so short that all of them run at a time.
+    # More requests than rows, so short that all of them run at a time.
     yield [ask(i % 5, 1 + i % 2, 5 + i % 3) for i in range(rows + 3)]
-    # Plain ones alone, whose tables get wider and wider.
+    # Plain requests alone; their block tables grow.
     yield [ask(i, 13 + i, 21) for i in range(4)]
     yield [ask(0, max_model_len - 20, 20), ask(1, 5, 12)]

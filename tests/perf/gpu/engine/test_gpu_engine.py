@@ -1,4 +1,4 @@
-"""The engine's GPU benchmark without a GPU: every part runs end to end, and what it would say is true."""
+"""The engine's GPU benchmark without a GPU: every part runs end to end, and its formulas are correct."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.perf.gpu.engine.gpu_profile import Kernel
 from tests.perf.gpu.engine.gpu_profile import describe as describe_profile
 from tests.perf.gpu.gpu_session import NO_TIME, Session
 
-# What issue 5 asks of a GPU: name, goal.
+# Every bar with its goal.
 BARS = {
     "gpu/engine/different_tokens": "<= 0",
     "gpu/engine/beyond_tie_margin": "<= 0",
@@ -65,7 +65,7 @@ PARTS = {
     "deterministic",
 }
 THROUGHPUT = {gpu_engine_throughput.part_name(name) for name in gpu_models.NAMES}
-# What the machine with a GPU need not have. llguidance compiles grammars, which no part asks for.
+# Libraries that the GPU machine need not have. llguidance compiles grammars, which no part uses.
 FOREIGN = ("ray", "grpc", "fastapi", "pydantic", "llguidance", "orjson", "accelerate", "psutil")
 
 
@@ -102,7 +102,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_parts_are_rehearsed_one_by_one_with_torch_and_transformers_alone(tmp_path, folder):
     out = tmp_path / "gpu.json"
-    # test_gpu_plan.py rehearses compiles and decode
+    # test_gpu_plan.py rehearses `compiles` and `decode`
     parts = ["tokens", "checkpoints", "prefill", "offload", "deterministic"]
     done = rehearse(folder, "--out", str(out), "--parts", *parts, code=WITHOUT_OTHERS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -123,7 +123,7 @@ def test_a_start_is_rehearsed(folder):
     phases = ("interpreter", "modules", "imports", "checkpoint", "load", "warm_up", "first_prompt")
     for row in rows:
         assert min(row[f"{name}_s"] for name in phases) > 0
-        # What is between the phases, the scheduler and the threads, takes no time to speak of.
+        # The scheduler and the threads, between the phases, take little time.
         assert sum(row[f"{name}_s"] for name in phases) == pytest.approx(row["seconds"], rel=0.15)
 
 
@@ -158,7 +158,7 @@ def test_a_workload_of_each_kind_is_rehearsed_against_transformers(folder):
         assert row["seconds"] > 0 and row["peer_seconds"] > 0
         assert (row["peer_attention"], row["peer_fast_percent"]) == ("sdpa", 0)
         assert row["ttft_p50_ms"] <= row["ttft_p99_ms"]
-    # It has no fast path on the CPU, so this bar and no other is about the row.
+    # There is no fast path on the CPU, so only this bar covers the row.
     assert batch["varlen_ratio"] == batch["ratio"] and "of_goal" not in batch
     assert "ratio" not in online and online["latency_ratio"] > 0
 
@@ -299,7 +299,7 @@ def test_a_window_covers_steps_of_all_rows_alone(folder):
     crowd = crowd_of(folder)
     try:
         window = Window(crowd, 2, 6)
-        # The third comes long before the others end: 110 steps take more than 10 ms.
+        # The third request comes before the others end: 110 steps take more than 10 ms.
         crowd.serve(random_prompts(3, 9, 512, 0), 110, [0.0, 0.0, 0.01], on_full=window.on_full)
         first, last = window.readings
         assert between(first, last)["steps"] == 6
@@ -366,7 +366,7 @@ def test_a_profile_is_by_group_and_what_is_left_of_the_step_is_gaps():
 
 @pytest.fixture
 def queued_device(monkeypatch):
-    """Engines run on the device of the exactness tests, which does what its events allow, in any order."""
+    """Run engines on the fake device, which runs queued work in any order that its events allow."""
     monkeypatch.syspath_prepend(str(report.ROOT / "tests" / "replica"))
     made = []
 
@@ -407,7 +407,7 @@ def test_a_victims_blocks_move_beside_rows_that_decode(queued_device, folder):
         )
     finally:
         offload.crowds.close()
-    # Two windows of six steps: three times two blocks there, and back.
+    # Two windows of six steps, with three copies of two blocks in each direction.
     assert row["moved_blocks"] == 2 * 2 * 3 * 2 and row["moved_gb_per_s"] > 0
     assert queued_device[0].num_copies >= row["moved_blocks"]
 
@@ -474,7 +474,7 @@ def test_latencies_count_from_when_a_request_came():
 
 
 class Sluggish:
-    """In place of `ContestantProcess`: a turn takes as long as the setting says, and is stopped where it has less."""
+    """Replaces `ContestantProcess`: a turn takes a given time, and is stopped if it has less."""
 
     def __init__(self, *args):
         self.seconds = 0.0
@@ -524,7 +524,7 @@ def test_what_was_stopped_for_lack_of_time_is_open(peer):
     with peer(0.1, 99.0) as one:
         assert one.row(task(), own) == {"skipped": NO_TIME}
     own = [served(0.02)]
-    with peer(0.11, 99.0, 99.0) as one:  # the second setting had no time: it may be the faster one
+    with peer(0.11, 99.0, 99.0) as one:  # the second setting had no time and may be faster
         assert one.row(task(), own) == {"skipped": NO_TIME}
 
 

@@ -23,15 +23,15 @@ PeerMaker = Callable[[], dict[str, list[Call]]]
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-LONG_CONTEXTS = (65536, 131072)  # of a single row, whose bar would have no point otherwise
+LONG_CONTEXTS = (65536, 131072)  # for a single row, which has no other point above `BAR_TOKENS`
 PREFILLS = (8192, 512, 1024, 2048, 4096, 16384, 32768)
-PEER_BATCHES = (1, 16, 128)  # peers are measured at these, uniform lengths
-BAR_TOKENS = 64 * 1024  # decode must reach its bar from here on
+PEER_BATCHES = (1, 16, 128)  # batch sizes at which peers are measured, with uniform lengths
+BAR_TOKENS = 64 * 1024  # least tokens of a batch for the decode bar
 BAR_PREFILL = 8192
 
 
 def decode_points(rehearsal: bool) -> list[Point]:
-    """Every batch and context; the larger batches, which the bars are about, first."""
+    """The points: every batch and context, first the large batches of the bars."""
     models = ATTENTION_MODELS[:1] if rehearsal else ATTENTION_MODELS
     batches, contexts = ((2,), (96,)) if rehearsal else (BATCHES, CONTEXTS)
     points = [
@@ -45,7 +45,7 @@ def decode_points(rehearsal: bool) -> list[Point]:
 
 
 class PagedRows:
-    """Rows of given lengths over a permuted pool, with as many layers as a candidate should have calls."""
+    """Rows of given lengths over a permuted pool, with one layer per call of a candidate."""
 
     def __init__(
         self, session: Session, model: Model, lengths: list[int], block_size: int = BLOCK_SIZE
@@ -57,7 +57,7 @@ class PagedRows:
         counts = torch.tensor([-(-length // block_size) for length in lengths])
         blocks = int(counts.sum())
         size = block_size * model.head_dim * model.kv_heads * 2
-        # As the engine's pool lies: a block holds all layers.
+        # The layout of the engine's pool: a block holds all layers.
         pool = session.pool(blocks * self.layers * size).view(
             blocks, self.layers, 2, model.kv_heads, block_size, model.head_dim
         )
@@ -78,7 +78,7 @@ class PagedRows:
         share_prefixes: bool = False,
         config: DecodeConfig | None = None,
     ) -> DecodePlan:
-        """A plan with slots for every split, with today's configuration or another one."""
+        """A plan with slots for every split, with the current configuration or another one."""
         arch = device_arch(session.device)
         config = config or decode_config(arch, model.head_dim, torch.bfloat16)
         slots = sum(-(-length // config.split_tokens) for length in self.lengths)
@@ -93,7 +93,7 @@ class PagedRows:
         return plan_decode(workspace, self.cu_q, self.kv_len, self.tables, self.block_size)
 
     def calls(self, plan: DecodePlan) -> list[Call]:
-        """One call a layer."""
+        """One call per layer."""
         return [
             partial(
                 decode_attention,
@@ -110,7 +110,7 @@ class PagedRows:
 
 
 def measure_decode(session: Session, point: Point) -> Row:
-    """GB/s of the keys and values, queries and results; peers beside it at some batch sizes."""
+    """Measure GB/s of keys, values, queries and results; at some batch sizes also the peers'."""
     model = model_of(point["model"], session.rehearsal)
     rows = PagedRows(session, model, LENGTHS[point["lengths"]](point["batch"], point["context"]))
     makers: dict[str, PeerMaker] = {}
@@ -141,7 +141,7 @@ def measure_decode(session: Session, point: Point) -> Row:
 
 
 def decode_bars(rows: list[Row]) -> list[report.Bar]:
-    """Each model and kind of lengths: the slowest of all batch sizes from 64k tokens on."""
+    """Bars per model and kind of lengths: the slowest batch of at least 64k tokens."""
     return [
         worst(
             f"gpu/decode/{model}_{lengths}",
@@ -171,10 +171,10 @@ def prefill_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_prefill(session: Session, point: Point) -> Row:
-    """TFLOP/s of causal attention, the pairs (query, key) that see each other counted."""
+    """Measure TFLOP/s of causal attention, counting only visible (query, key) pairs."""
     model, tokens = model_of(point["model"], session.rehearsal), point["tokens"]
     rows = PagedRows(session, model, [tokens])
-    # Flops grow with the square: beyond 4k tokens one call is long enough.
+    # Flops grow with the square of the length, so beyond 4k tokens one call is long enough.
     rows.pages = rows.pages[: max(4096 // tokens, 1)]
     layers = len(rows.pages)
     q = session.normal(tokens, model.heads, model.head_dim)
@@ -217,7 +217,7 @@ def measure_prefill(session: Session, point: Point) -> Row:
 
 
 def prefill_bars(rows: list[Row]) -> list[report.Bar]:
-    """TFLOP/s at 8k tokens."""
+    """Bars of TFLOP/s at 8k tokens."""
     return [
         worst(
             f"gpu/prefill/{model}_8k",
@@ -231,7 +231,7 @@ def prefill_bars(rows: list[Row]) -> list[report.Bar]:
 
 
 def shared_points(rehearsal: bool) -> list[Point]:
-    """Rows that begin with one prefix and have some tokens of their own."""
+    """The points: rows with a shared prefix and some own tokens."""
     if rehearsal:
         return [{"model": "Qwen3-0.6B", "batch": 2, "prefix": 256, "own": 20}]
     return [
@@ -243,7 +243,7 @@ def shared_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_shared(session: Session, point: Point) -> Row:
-    """With and without the sharing, and what one read of every distinct key would take."""
+    """Measure decode with and without sharing, and the time to read every distinct key once."""
     model, batch = model_of(point["model"], session.rehearsal), point["batch"]
     rows = PagedRows(session, model, [point["prefix"] + point["own"]] * batch)
     common = point["prefix"] // BLOCK_SIZE
@@ -267,7 +267,7 @@ def measure_shared(session: Session, point: Point) -> Row:
 def _usable(
     session: Session, makers: dict[str, PeerMaker]
 ) -> tuple[dict[str, list[Call]], dict[str, dict[str, str]]]:
-    """Peers that run, and the errors of those that refuse this shape or device."""
+    """Times of the peers that run, and the errors of those that refuse this shape or device."""
     usable: dict[str, list[Call]] = {}
     failed: dict[str, dict[str, str]] = {}
 

@@ -1,16 +1,16 @@
-"""Every kernel on a GPU: right, and how near to the roof. One command, at most six minutes.
+"""Every kernel on a GPU: correctness, and speed relative to the machine's roof. One command, at most six minutes.
 
     python -m tests.perf gpu-kernels                        # or: make gpu-kernels
-    python -m tests.perf gpu-kernels --resume               # what an earlier run on this commit and GPU left open
+    python -m tests.perf gpu-kernels --resume               # the open points of an earlier run on this commit and GPU
     python -m tests.perf gpu-kernels --parts decode prefill
     python -m tests.perf gpu-kernels --rehearse             # no GPU: every part, tiny shapes, the interpreter
 
-First the tests of the kernels run natively. Then each part measures one kernel beside the machine's own copy bandwidth
-and matrix product, and attention beside torch's SDPA (flash and cuDNN), FlashInfer and FlashAttention where they are
-installed. The result is written after every part, so a run that is stopped leaves what it has; shapes that do not
-fit the device's memory, or for which no time is left, are listed as skipped.
+First the kernels' tests run natively. Then each part measures one kernel against the machine's copy bandwidth and
+matrix product; attention is also measured against torch's SDPA (flash and cuDNN) and, if installed, FlashInfer and
+FlashAttention. The result is written after every part, so an interrupted run keeps its finished parts. Shapes that do
+not fit the device's memory or the remaining time are listed as skipped.
 
-A rehearsal proves that the command runs. It measures nothing: its bars have no value and hold neither way.
+A rehearsal only shows that the command runs: its bars have no value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.perf.gpu import gpu_run
 if TYPE_CHECKING:
     from tests.perf.gpu.gpu_session import Part
 
-BUDGET_S = 350.0  # of the six minutes; the rest is for imports and the last write
+BUDGET_S = 350.0  # six minutes without imports and the last write
 BENCHMARK = gpu_run.Benchmark(
     "python -m tests.perf gpu-kernels",
     "medians of CUDA graph replays between events, L2 cold, candidates in turns",
@@ -34,7 +34,7 @@ BENCHMARK = gpu_run.Benchmark(
 
 
 def all_parts() -> list[Part]:
-    """In the order in which they run. Imports the kernels, so TRITON_INTERPRET must be decided before."""
+    """All parts in the order in which they run. Imports the kernels, so TRITON_INTERPRET must be set before."""
     from tests.perf.gpu import gpu_machine
     from tests.perf.gpu.kernels import gpu_attention, gpu_numerics, gpu_rows, gpu_step
 
@@ -54,7 +54,7 @@ def option_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 for a test that fails or a kernel that raises."""
+    """Run the command line; returns the exit status: 1 if a test failed or a kernel raised an error."""
     return gpu_run.main(BENCHMARK, option_parser().parse_args(arguments), all_parts)
 
 

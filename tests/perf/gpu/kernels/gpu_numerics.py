@@ -1,12 +1,12 @@
-"""A part of the GPU benchmark: the tests of the kernels and of the device, natively, on all cores.
+"""Part of the GPU benchmark: the tests of the kernels and the device, natively, on all cores.
 
 ```
  pytest -n CORES --dist worksteal ──▶ progress and failures in this run's own output
-                                  └─▶ junit.xml, read when pytest ends or its time is over ──▶ a row a test file
+                                  └─▶ junit.xml, read when pytest ends or runs out of time ──▶ a row per test file
 ```
 
-Most of the time goes into compiling kernels, so the tests of one file spread over all cores. A test that leaves the
-device unusable ends its worker (`gpu_worker`): the next worker runs the tests that are left.
+Most of the time goes into compiling kernels, so the tests of a file are spread over all cores. A test that leaves the
+device unusable ends its worker (`gpu_worker`); the next worker runs the remaining tests.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tests.perf.gpu.gpu_plan import TEST_FOLDERS
 from tests.perf.gpu.gpu_session import NO_TIME, Part, Point, Row, Session, significant
 from tests.perf.gpu.processes import hear_interrupts, wait_or_interrupt
 
-ON_A_DEVICE = ("kernel_device", "mark.gpu")  # a test file that runs on a GPU has one of these
+ON_A_DEVICE = ("kernel_device", "mark.gpu")  # words in test files that run on a GPU
 REHEARSED = ("test_norm.py",)
-GRACE_S = 15.0  # that pytest has to write what it knows, after SIGINT
-WORKERS = 14  # each holds a context on the device, about half a GiB
+GRACE_S = 15.0  # for pytest to write its results after SIGINT
+WORKERS = 14  # each has a context of about half a GiB on the device
 
 
 def numerics_points(rehearsal: bool) -> list[Point]:
@@ -48,7 +48,7 @@ def _is_on_a_device(path: Path) -> bool:
 
 
 class Numerics(Part):
-    """One pytest for all files."""
+    """Runs one pytest for all files."""
 
     def run(self, session: Session, points: list[Point]) -> Iterator[Row]:
         if not points:
@@ -70,7 +70,7 @@ class Numerics(Part):
 
 
 def test_command(files: list[str], rehearsal: bool, result: Path) -> list[str]:
-    """The command of pytest, to run in the repository's root."""
+    """The pytest command, to run in the repository's root."""
     workers = min(len(os.sched_getaffinity(0)), WORKERS)
     return [
         *(sys.executable, "-m", "pytest", *files, "-q", "-p", "tests.perf.gpu.gpu_worker"),
@@ -83,7 +83,7 @@ def test_command(files: list[str], rehearsal: bool, result: Path) -> list[str]:
 
 
 def run_tests(command: list[str], limit_s: float) -> int | None:
-    """Status of pytest; None when its time was over, and then it has written what it knows."""
+    """Run pytest; returns its status, or None if it ran out of time and wrote partial results."""
     process = subprocess.Popen(
         command, cwd=report.ROOT, start_new_session=True, preexec_fn=hear_interrupts
     )
@@ -91,7 +91,7 @@ def run_tests(command: list[str], limit_s: float) -> int | None:
 
 
 def read_counts(result: Path) -> dict[str, Row]:
-    """Numbers of each file's tests, and the names of those that failed; empty where pytest wrote nothing."""
+    """Counts of each file's tests and names of failed tests; empty if pytest wrote nothing."""
     try:
         cases = list(ElementTree.parse(result).getroot().iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -99,7 +99,7 @@ def read_counts(result: Path) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for case in cases:
         file = case.get("file")
-        if file is None:  # the test that was interrupted
+        if file is None:  # the interrupted test
             continue
         zero = {"tests": 0, "failed": 0, "skipped_tests": 0, "seconds": 0.0}
         row = rows.setdefault(file, zero)
@@ -113,7 +113,7 @@ def read_counts(result: Path) -> dict[str, Row]:
 
 
 def numerics_bars(rows: list[Row]) -> list[report.Bar]:
-    """No test of any kernel fails on the device."""
+    """The bar: no kernel test fails on the device."""
     counted = [row for row in rows if "failed" in row]
     missing = sum("failed" not in row or "skipped" in row for row in rows)
     failed = sum(row["failed"] for row in counted)

@@ -1,7 +1,7 @@
-"""The attention of others, on the same machine in the same run: torch's SDPA, FlashInfer, FlashAttention.
+"""Attention of other libraries on the same machine in the same run: torch's SDPA, FlashInfer, FlashAttention.
 
-Each function returns calls by name, one list a peer; a peer that is not installed is left out. SDPA and
-FlashAttention get contiguous keys, which is their best case; FlashInfer gets the pages that our kernels read.
+Each function returns a list of calls per installed peer, by name. SDPA and FlashAttention get contiguous keys, which is
+their best case; FlashInfer gets the same pages as Quire's kernels.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-_WORKSPACE_BYTES = 256 << 20  # FlashInfer's
+_WORKSPACE_BYTES = 256 << 20  # for FlashInfer
 
 
 def installed() -> list[str]:
-    """Peers besides torch's own."""
+    """Names of the installed peers other than torch."""
     names = ("flashinfer", "flash_attn_interface", "flash_attn")
     return [name for name in names if importlib.util.find_spec(name)]
 
@@ -104,7 +104,7 @@ def prefill_peers(
 def _sdpa(
     q: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]], *, causal: bool
 ) -> dict[str, list[Call]]:
-    """Calls of each back end of the device; q [rows, heads, queries, head_dim]. On the CPU torch chooses."""
+    """Calls of each SDPA backend; q [rows, heads, queries, head_dim]. On the CPU torch chooses the backend."""
 
     def call(backend: SDPBackend | None, k: torch.Tensor, v: torch.Tensor) -> Any:
         attend = partial(scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=True)
@@ -120,7 +120,7 @@ def _sdpa(
 
 
 def _flash_function(name: str) -> Callable[..., Any] | None:
-    """A function of FlashAttention 3, or 2, or None where neither is installed."""
+    """A function of FlashAttention 3 or 2; None if neither is installed."""
     for module in ("flash_attn_interface", "flash_attn"):
         if importlib.util.find_spec(module):
             return getattr(importlib.import_module(module), name)

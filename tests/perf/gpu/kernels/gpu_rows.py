@@ -1,4 +1,4 @@
-"""Parts of the GPU benchmark for the kernels around attention: each moves bytes, and the roof is the copy."""
+"""Parts of the GPU benchmark for norm, activation and KV write; their roof is the copy bandwidth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.perf.gpu.gpu_timing import Call
 from tests.perf.gpu.kernels.gpu_shapes import MODELS, Model, model_of
 
 TOKENS = (4096, 16384, 512)
-BAR_TOKENS = 4096  # norm, activation and KV write must reach their bars from here on
+BAR_TOKENS = 4096  # least tokens for the bars
 BAR_PERCENT = 85
 ROPE_POSITIONS = 8192
 
@@ -40,7 +40,7 @@ def _bar(name: str, rows: list[Row]) -> list[report.Bar]:
 
 
 def norm_points(rehearsal: bool) -> list[Point]:
-    """Add + RMSNorm of the models' hidden sizes, both forms."""
+    """The points: add + RMSNorm in both forms with the models' hidden sizes."""
     return [
         {"tokens": tokens, "hidden": hidden, "form": form}
         for tokens in _tokens(rehearsal)
@@ -50,7 +50,7 @@ def norm_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_norm(session: Session, point: Point) -> Row:
-    """Four tensors of [tokens, hidden] are read or written."""
+    """Measure a norm, which reads or writes four tensors of [tokens, hidden]."""
     tokens, hidden = point["tokens"], point["hidden"]
     num_bytes = 8 * tokens * hidden
     weight = session.normal(hidden)
@@ -72,7 +72,7 @@ def measure_norm(session: Session, point: Point) -> Row:
 
 
 def activation_points(rehearsal: bool) -> list[Point]:
-    """SiLU and GELU of the models' intermediate sizes."""
+    """The points: SiLU and GELU with the models' intermediate sizes."""
     return [
         {"tokens": tokens, "size": size, "form": form}
         for tokens in _tokens(rehearsal)
@@ -82,7 +82,7 @@ def activation_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_activation(session: Session, point: Point) -> Row:
-    """Two tensors of [tokens, size] are read and one is written."""
+    """Measure an activation, which reads two tensors of [tokens, size] and writes one."""
     tokens, size = point["tokens"], point["size"]
     function = gelu_tanh_mul if point["form"] == "gelu" else silu_mul
     num_bytes = 6 * tokens * size
@@ -95,7 +95,7 @@ def measure_activation(session: Session, point: Point) -> Row:
 
 
 def kv_write_points(rehearsal: bool) -> list[Point]:
-    """Every model's heads and norm, into a bfloat16 and an FP8 cache."""
+    """The points: every model's heads and norm, with a bfloat16 and an FP8 cache."""
     return [
         {"tokens": tokens, "model": model, "cache": cache}
         for tokens in _tokens(rehearsal)
@@ -105,7 +105,7 @@ def kv_write_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_kv_write(session: Session, point: Point) -> Row:
-    """q is read and written, k and v are read and written to slots in random order; tables lie in the L2 cache."""
+    """Measure the KV write: q, k and v are read and written, k and v to randomly ordered slots; tables are in L2."""
     model, tokens = model_of(point["model"], session.rehearsal), point["tokens"]
     dtype = getattr(torch, point["cache"])
     per_head = 2 * 2 * model.heads + 2 * model.kv_heads * (2 + dtype.itemsize)

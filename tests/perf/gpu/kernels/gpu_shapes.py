@@ -1,15 +1,15 @@
-"""Models and batches of the GPU benchmark."""
+"""Shapes of models and batches for the GPU benchmark."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-MAX_LEN = 131_072  # tokens of one request
+MAX_LEN = 131_072  # tokens of the longest request
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the kernels see of a model; numbers of the published configurations."""
+    """Sizes of a model that the kernels depend on, from the published configurations."""
 
     heads: int
     kv_heads: int
@@ -20,7 +20,7 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token in one layer, bfloat16."""
+        """Bytes of K and V of one token in one layer, in bfloat16."""
         return 4 * self.kv_heads * self.head_dim
 
 
@@ -29,26 +29,26 @@ MODELS = {
     "Qwen3-8B": Model(32, 8, 128, 4096, 12288, True),
     "Qwen3-0.6B": Model(16, 8, 128, 1024, 3072, True),
 }
-_TINY = Model(4, 2, 64, 128, 256, False)  # the interpreter takes a millisecond for each operation
-# Attention does not see more of them: Qwen3-8B's is that of Llama-3.1-8B.
+_TINY = Model(4, 2, 64, 128, 256, False)  # the interpreter takes about a millisecond per operation
+# Models with different attention; Qwen3-8B has that of Llama-3.1-8B.
 ATTENTION_MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
 
 
 def model_of(name: str, rehearsal: bool) -> Model:
-    """The model of that name; a rehearsal's is tiny, with the same options."""
+    """The model with this name; in a rehearsal a tiny one with the same options."""
     model = MODELS[name]
     return replace(_TINY, qk_norm=model.qk_norm) if rehearsal else model
 
 
 def uniform_lengths(batch: int, context: int) -> list[int]:
-    """Every row has the same length."""
+    """The same length for every row."""
     return [context] * batch
 
 
 def skewed_lengths(batch: int, context: int) -> list[int]:
-    """As many tokens in all, row i's share in proportion to 1 / (i + 1) (Zipf), at least one and at most `MAX_LEN`.
+    """The same total of tokens with Zipf's shares, 1 / (i + 1) for row i; each row has 1 to `MAX_LEN` tokens.
 
-    What the longest rows may not have is spread evenly over the others.
+    Tokens above `MAX_LEN` are spread evenly over the other rows.
     """
     spread = batch * (context - 1)
     harmonic = sum(1 / (i + 1) for i in range(batch))

@@ -1,4 +1,4 @@
-"""Parts of the GPU benchmark for the ends of a step: sampling, batch preparation, and the fixed-tile product."""
+"""Parts of the GPU benchmark: sampling, batch preparation, and the fixed-tile product."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ MODES = {
     "top_p": (0.8, 0, 0.9, 0.0),
     "min_p": (0.8, 0, 1.0, 0.05),
 }
-LIKELY = 32  # ids of a row that stand out
+LIKELY = 32  # ids per row with large logits
 MAX_PASSES = 2
 STEP_ROWS = 512
 PREFILL_TOKENS = 8192
 
 
 def sampling_points(rehearsal: bool) -> list[Point]:
-    """Every way to truncate, and log-probs."""
+    """The points: every truncation, and log-probs."""
     shape = {"rows": 2, "vocab": 300} if rehearsal else {"rows": SAMPLED_ROWS, "vocab": VOCAB}
     return [
         {"mode": mode, "dtype": dtype, **shape}
@@ -48,10 +48,10 @@ def sampling_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_sampling(session: Session, point: Point) -> Row:
-    """Time in passes: how often the logits could be read at copy bandwidth while it ran.
+    """Measure sampling in passes: its time divided by the time to read the logits at copy bandwidth.
 
-    The logits are normal with deviation 2, and 32 ids of each row stand out by up to 12, as a model's do.
-    `bytes_passes` is how often the kernels read them at most: `quire.kernels.sampling.sampling_kernel`'s docstring.
+    The logits are normal with deviation 2, and 32 ids of each row are larger by up to 12, as in a model. `bytes_passes`
+    is the largest number of reads by the kernels, see `quire.kernels.sampling.sampling_kernel`'s docstring.
     """
     logits = _logits(session, point)
     layers = [_logits(session, point) for _ in range(session.layers(logits.nbytes) - 1)]
@@ -99,13 +99,13 @@ def _sampling_call(session: Session, logits: torch.Tensor, mode: str) -> Call:
 
 
 def sampling_bars(rows: list[Row]) -> list[report.Bar]:
-    """The slowest way to sample."""
+    """The bar of the slowest way to sample."""
     sampled = [row for row in rows if row["mode"] in MODES]
     return [worst("gpu/sampling_worst", sampled, "passes", "passes", MAX_PASSES, at_most=True)]
 
 
 def step_points(rehearsal: bool) -> list[Point]:
-    """What runs once a step: no bandwidth to speak of, so the microseconds count."""
+    """The points: kernels that run once per step and move few bytes, so their microseconds count."""
     rows, tokens = (3, 40) if rehearsal else (STEP_ROWS, PREFILL_TOKENS)
     return [
         {"kernel": "prepare_batch", "rows": rows, "tokens": rows},
@@ -119,7 +119,7 @@ def step_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_step(session: Session, point: Point) -> Row:
-    """Microseconds of one launch in a graph."""
+    """Measure microseconds of one launch in a graph."""
     layers = 1 if session.rehearsal else 16
     spread = session.timer.one([_step_call(session, point)] * layers)
     return {"us": significant(spread.median * 1e3), "p90_us": significant(spread.p90 * 1e3)}
@@ -169,7 +169,7 @@ def _step_call(session: Session, point: Point) -> Call:
 
 
 def matmul_points(rehearsal: bool) -> list[Point]:
-    """The output's product, that of gate and up and that of down of an 8B model: every form, few rows and many."""
+    """The points: output, gate-up and down products of an 8B model, in every form, with few rows and many."""
     if rehearsal:
         return [{"rows": 3, "columns": 40, "depth": 48}, {"rows": 3, "columns": 40, "depth": 520}]
     return [
@@ -180,7 +180,7 @@ def matmul_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_matmul(session: Session, point: Point) -> Row:
-    """Against the vendor's product of the same operands, whose rows may depend on each other."""
+    """Measure against the vendor's product of the same operands, whose results may depend on the batch."""
     rows, columns, depth = point["rows"], point["columns"], point["depth"]
     num_bytes = 2 * (rows * depth + columns * depth + rows * columns)
     x = session.normal(rows, depth)

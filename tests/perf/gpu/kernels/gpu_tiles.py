@@ -1,6 +1,7 @@
-"""Parts of the tuning benchmark: candidates for the attention kernels' tiles, in turns over the same operands.
+"""Parts of the tuning benchmark: alternating candidates for the attention kernels' tiles on the same operands.
 
-A row has today's time, the best one and all candidates: their times and how far their results lie from today's.
+A row has the current configuration's time, the best time, and all candidates with their times and their results'
+difference from the current ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.perf.gpu.kernels.gpu_step import MODES, VOCAB, measure_sampling
 
 MODEL = "Llama-3.1-8B"
 TODAY = "today"
-MAX_OFF = 0.05  # rounding of bfloat16 results of magnitude 1, several times
+MAX_OFF = 0.05  # several times the rounding of bfloat16 results of magnitude 1
 BLOCK_SIZES = (32, 64)
 Changes = dict[str, int]
 PREFILL: dict[str, Changes] = {
@@ -46,20 +47,20 @@ DECODE: dict[str, Changes] = {
     "merge 4, 16 programs": dict(merge_unroll=4, merge_programs_per_processor=16),
     "merge 8, 16 programs": dict(merge_unroll=8, merge_programs_per_processor=16),
 }
-_SHAPE = ("block_size", "tokens", "batch", "context")  # keys of a row that say what was measured
-# The interpreter takes a millisecond for each operation.
+_SHAPE = ("block_size", "tokens", "batch", "context")  # keys of a row that describe the point
+# The interpreter takes about a millisecond per operation.
 _TINY_PREFILL: dict[str, Changes] = {"32x16": dict(block_m=32, tile_tokens=16)}
 _TINY_DECODE: dict[str, Changes] = {"tile 16": dict(tile_tokens=16)}
 
 
 def prefill_points(rehearsal: bool) -> list[Point]:
-    """One fresh request, in blocks of the engine's default size and larger ones."""
+    """The points: one new request, with the engine's default block size and larger ones."""
     sizes, lengths = ((32,), (40,)) if rehearsal else (BLOCK_SIZES, (8192, 2048))
     return [{"block_size": size, "tokens": length} for length in lengths for size in sizes]
 
 
 def decode_points(rehearsal: bool) -> list[Point]:
-    """Many rows, some long ones, one."""
+    """The points: many rows, some long rows, one row."""
     sizes = (32,) if rehearsal else BLOCK_SIZES
     shapes = ((2, 70),) if rehearsal else ((64, 1088), (256, 1088), (16, 8192), (1, 65536))
     return [
@@ -70,7 +71,7 @@ def decode_points(rehearsal: bool) -> list[Point]:
 
 
 def sampling_points(rehearsal: bool) -> list[Point]:
-    """Few rows and many: the kernel's grid depends on them."""
+    """The points: few rows and many, since the kernel's grid depends on them."""
     vocab = 300 if rehearsal else VOCAB
     modes = ("greedy",) if rehearsal else [mode for mode in MODES if mode != "min_p"]
     return [
@@ -81,7 +82,7 @@ def sampling_points(rehearsal: bool) -> list[Point]:
 
 
 def measure_prefill(session: Session, point: Point) -> Row:
-    """Microseconds of each candidate, and TFLOP/s of today's and of the best one."""
+    """Measure microseconds of each candidate, and TFLOP/s of the current and the best one."""
     model, tokens = model_of(MODEL, session.rehearsal), point["tokens"]
     rows = PagedRows(session, model, [tokens], point["block_size"])
     pages = rows.pages[0]
@@ -107,7 +108,7 @@ def measure_prefill(session: Session, point: Point) -> Row:
 
 
 def measure_decode(session: Session, point: Point) -> Row:
-    """Microseconds of each candidate, and the share of the copy that today's and the best one reach."""
+    """Measure microseconds of each candidate, and percent of the copy of the current and the best one."""
     model = model_of(MODEL, session.rehearsal)
     rows = PagedRows(session, model, [point["context"]] * point["batch"], point["block_size"])
 
@@ -125,13 +126,13 @@ def measure_decode(session: Session, point: Point) -> Row:
 
 
 def prefill_configs(session: Session) -> dict[str, Config]:
-    """Today's and the candidates."""
+    """The calls of the current configuration and the candidates."""
     today = tuning.prefill_config(*_arch_and_head(session), torch.bfloat16)
     return with_changes(today, _TINY_PREFILL if session.rehearsal else PREFILL)
 
 
 def decode_configs(session: Session) -> dict[str, Config]:
-    """Today's and the candidates."""
+    """The calls of the current configuration and the candidates."""
     today = tuning.decode_config(*_arch_and_head(session), torch.bfloat16)
     return with_changes(today, _TINY_DECODE if session.rehearsal else DECODE)
 
@@ -141,7 +142,7 @@ def _arch_and_head(session: Session) -> tuple[str, int]:
 
 
 def with_changes(today: Config, changes: dict[str, Changes]) -> dict[str, Config]:
-    """Today's configuration and those that differ from it."""
+    """The current configuration and the candidates that differ from it."""
     changed = {name: replace(today, **fields) for name, fields in changes.items()}
     return {TODAY: today} | {name: config for name, config in changed.items() if config != today}
 
@@ -151,12 +152,12 @@ def _compare(
     configs: dict[str, Config],
     calls_of: Callable[[Config], tuple[list[Call], torch.Tensor]],
 ) -> Row:
-    """Times of all candidates that run; the errors of the others.
+    """Times of the candidates that run, and the errors of the others.
 
     Raises
     ------
     Exception
-        What today's configuration raises, and in a rehearsal any.
+        The current configuration failed; in a rehearsal any configuration.
     """
     usable: dict[str, list[Call]] = {}
     candidates: dict[str, Row] = {}
@@ -183,14 +184,14 @@ def _compare(
 
 
 def _is_right(candidate: Row) -> bool:
-    """Whether it ran and its results are today's but for rounding; NaN is not."""
+    """Whether a candidate ran and its results equal the current ones up to rounding; NaN does not."""
     return candidate.get("off", math.inf) <= MAX_OFF
 
 
 def best_overall(rows: list[Row]) -> tuple[str, float]:
-    """The candidate with the best mean over the rows, and how many times as fast as today's it is.
+    """The candidate with the best mean over the rows, and its speed relative to the current configuration.
 
-    A candidate must be right in every row. The mean is geometric: a row counts the same, however long it takes.
+    A candidate must be correct in every row. The geometric mean weighs long and short rows equally.
     """
     gains = {}
     for name in rows[0]["candidates"]:
@@ -203,13 +204,13 @@ def best_overall(rows: list[Row]) -> tuple[str, float]:
 
 
 def entry(arch: str, head_dim: int, config: Any) -> str:
-    """A line of `kernels/tuning.py`."""
+    """A configuration as a line of `kernels/tuning.py`."""
     values = ", ".join(map(str, astuple(config)))
     return f'("{arch}", {head_dim}): {type(config).__name__}({values}),'
 
 
 def summary(session: Session, rows: dict[str, list[Row]]) -> str:
-    """All candidates' times, then the entries that would be faster."""
+    """Format all candidates' times, then the faster entries for `kernels/tuning.py`."""
     lines, entries = [], []
     tables = {"prefill_tiles": prefill_configs, "decode_tiles": decode_configs}
     for part, configs_of in tables.items():

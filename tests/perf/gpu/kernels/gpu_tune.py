@@ -1,12 +1,11 @@
-"""Which tiles are the fastest on this GPU? Candidates for the attention kernels against today's configuration.
+"""Find the fastest tiles on this GPU: candidates for the attention kernels against the current configuration.
 
     python -m tests.perf gpu-tune                           # three minutes; or a part of: make gpu-1
     python -m tests.perf gpu-tune --rehearse                # no GPU: two candidates in the interpreter
 
-All candidates of a point take turns over the same operands. `off` is the largest difference from the results of
-today's configuration: about 1e-2 is the rounding of bfloat16, more is a fault, and such a candidate can't win. The
-last lines say which entries of `kernels/tuning.py` would be faster, as they would stand there. Sampling is measured at
-three batch sizes.
+All candidates of a point alternate on the same operands. `off` is the largest difference from the results of the
+current configuration: about 1e-2 is the rounding of bfloat16; a larger difference is a fault and excludes the
+candidate. The last lines are faster entries for `kernels/tuning.py`. Sampling is measured at three batch sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BENCHMARK = gpu_run.Benchmark(
 
 
 def all_parts() -> list[Part]:
-    """In the order in which they run. Imports the kernels, so TRITON_INTERPRET must be decided before."""
+    """All parts in the order in which they run. Imports the kernels, so TRITON_INTERPRET must be set before."""
     from tests.perf.gpu import gpu_machine
     from tests.perf.gpu.kernels import gpu_tiles
 
@@ -37,7 +36,7 @@ def all_parts() -> list[Part]:
 
 
 def summary(session: Session, rows: dict[str, list[Row]]) -> str:
-    """All candidates' times, then the entries that would be faster."""
+    """Format all candidates' times, then the faster entries for `kernels/tuning.py`."""
     from tests.perf.gpu.kernels import gpu_tiles
 
     return gpu_tiles.summary(session, rows)
@@ -48,7 +47,7 @@ def option_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where today's configuration fails."""
+    """Run the command line; returns the exit status: 1 if the current configuration failed."""
     options = option_parser().parse_args(arguments)
     return gpu_run.main(BENCHMARK, options, all_parts, summary)
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: it runs end to end, and what it says about unfinished runs is true."""
+"""The kernels' GPU benchmark without a GPU: it runs end to end, and reports unfinished runs correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.perf.gpu.kernels.gpu_kernels import BENCHMARK
 from tests.perf.gpu.kernels.gpu_shapes import MAX_LEN, MODELS, skewed_lengths
 
 COMMITTED = report.RESULTS / "gpu_kernels.json"
-# What issue 4 asks of a GPU: name, goal.
+# Every bar with its goal.
 BARS = {
     "gpu/failed_tests": "<= 0",
     "gpu/decode/Llama-3.1-8B_uniform": ">= 90",
@@ -44,7 +44,7 @@ def rehearse(*options):
 
 
 def test_the_parts_have_every_bar():
-    """`test_gpu_plan.py` runs all of them in the interpreter."""
+    """`test_gpu_plan.py` runs all parts in the interpreter."""
     bars = [bar.to_json() for part in gpu_kernels.all_parts() for bar in part.bars([])]
     assert {bar["name"]: bar["goal"] for bar in bars} == BARS
     assert {(bar["value"], bar["holds"]) for bar in bars} == {(None, None)}
@@ -144,7 +144,7 @@ def test_a_resumed_run_measures_only_what_is_open(tmp_path, capsys):
     assert errors == ["count: ValueError: no"]
     before = clock.now
     gpu_run.run(session_with(clock, 99.0), results, [part], {"count"})
-    assert clock.now - before == 2.0  # the error and the one without time
+    assert clock.now - before == 2.0  # the row with an error and the row without time
     assert sorted(row["x"] for row in results.rows["count"]) == list(range(6))
     assert json.loads((tmp_path / "gpu.json").read_text())["parts"]["count"]["points"] == 6
 
@@ -163,7 +163,7 @@ def test_a_run_that_is_killed_leaves_the_rows_that_it_had(tmp_path, monkeypatch)
     part = Part("slow", lambda rehearsal: [{"x": x} for x in range(3)], measure)
     results = Results(out, rehearsal=False, benchmark=BENCHMARK)
     gpu_run.run(session_with(clock), results, [part], {"slow"})
-    late = {"skipped": NO_TIME}  # so that no bar holds for lack of rows
+    late = {"skipped": NO_TIME}  # an undecided row, so that no bar holds for lack of rows
     assert seen == [
         [{"x": 0, "us": 1.0}, {"x": 1} | late, {"x": 2} | late],
         [{"x": 0, "us": 1.0}, {"x": 1, "us": 1.0}, {"x": 2} | late],
@@ -200,7 +200,7 @@ def test_without_end():
 
 
 class Patient(subprocess.Popen):
-    """Its limit is over when the test without end has begun; it has 120 s to end, for a slow machine."""
+    """Its limit passes when the endless test has begun; then it has 120 s to end, for slow machines."""
 
     begun: Path
 
@@ -217,7 +217,7 @@ LIMIT_S = 10.0
 
 
 def test_tests_without_end_are_interrupted_and_the_others_counted(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to load
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take seconds to load
     (tmp_path / "test_slow.py").write_text(SLOW_TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     monkeypatch.setattr(Patient, "begun", tmp_path / "begun", raising=False)
@@ -265,7 +265,7 @@ def test_a_bar_is_the_worst_row_and_open_while_rows_are_missing():
         bar = worst("a", [*rows, {"x": 4, **reason}], "percent", "%", 90)
         assert (bar.value, bar.holds, bar.details["missing"]) == (None, None, 1)
         assert bar.details["so_far"] == 91.0
-    # One row below the goal decides it.
+    # One row below the goal decides the bar.
     late = [*rows, {"x": 4, "skipped": NO_TIME}]
     assert worst("a", late, "percent", "%", 92).holds is False
     assert worst("a", rows, "percent", "%", 92, at_most=True).value == 95.0

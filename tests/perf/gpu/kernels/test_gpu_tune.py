@@ -1,4 +1,4 @@
-"""What the tuning benchmark says about candidates."""
+"""The tuning benchmark's choice of candidates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.perf.gpu.kernels import gpu_tiles
 
 
 def row(**candidates):
-    """Each is (microseconds, difference from today's results), or None where it failed."""
+    """A row; each candidate is (microseconds, difference from the current results), or None if it failed."""
     found = {
         name: {"error": "out of shared memory"} if x is None else {"us": x[0], "off": x[1]}
         for name, x in candidates.items()
