@@ -20,8 +20,8 @@ from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request, validate
 from quire.replica.core.step_plan import RequestDelta
+from quire.replica.host_machine import give_back_free_memory
 from quire.replica.loop import LoopOutput
-from quire.replica.machine import give_back_free_memory
 
 if TYPE_CHECKING:
     import numpy as np

@@ -25,7 +25,7 @@ LARGE_FOLDERS = {"replica/runner", "replica/scheduler"}
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
 # From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`
-# and `replica.machine` are modules.
+# and `replica.host_machine` are modules.
 LAYERS = (
     "protos",
     "kernels",
@@ -43,8 +43,8 @@ LAYERS = (
     "router.explain",
     "router.transport",
     "router.request",
-    "replica.machine",
-    "replica.embedded_model",
+    "replica.host_machine",
+    "replica.builtin_model",
     "replica.grammar",
     "replica.kv_cache",
     "replica.config",
@@ -81,8 +81,8 @@ LAYERS = (
 NO_POLICY = {
     "replica.checkpoint",
     "replica.config",
-    "replica.embedded_model",
-    "replica.machine",
+    "replica.builtin_model",
+    "replica.host_machine",
     "router.transport",
 }
 # Folders and modules that may load ray: Serve deployments and clients of Serve.
@@ -98,7 +98,7 @@ RAY = (
 TORCH = (
     "quire.kernels",
     "quire.replica.device",
-    "quire.replica.embedded_model.train",
+    "quire.replica.builtin_model.train",
     "quire.replica.model",
     "quire.replica.runner",
     "quire.replica.sampling",
@@ -381,7 +381,7 @@ DEVICE_CHECKS = {
     "quire.replica.startup.runtime": 1,  # whether memory is measured
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory
-    "quire.replica.machine": 1,  # free memory of the GPU or of the host
+    "quire.replica.host_machine": 1,  # free memory of the GPU or of the host
     "quire.replica.engine": 1,  # routers are told the threads of a CPU
 }
 

@@ -127,7 +127,7 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {name for name in names if not re.match(r"quire-[^/]*\.dist-info/", name)}
     assert shipped == packaged_files() | (LIBRARIES if HAS_COMPILER else set())
-    assert "quire/replica/embedded_model/checkpoint/model.safetensors" in shipped
+    assert "quire/replica/builtin_model/checkpoint/model.safetensors" in shipped
 
 
 def test_the_wheel_has_its_licence_and_no_top_level_but_quire(wheel: Path):
@@ -162,7 +162,7 @@ for name in {modules}:
 def test_the_embedded_checkpoint_is_found_in_the_wheel(installed: Path):
     code = """
 import sys
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 assert str(CHECKPOINT).startswith(sys.prefix), CHECKPOINT
 for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
     assert (CHECKPOINT / name).is_file(), name
@@ -227,7 +227,7 @@ def test_an_editable_install_runs_the_source_folder(source: Path, tmp_path, quic
     python = empty_environment(tmp_path / "venv")
     options = ("--no-deps", "--no-build-isolation", "--no-index")
     pip("--python", python, "install", *options, "-e", source, **quick_compiler)
-    code = "from quire.cluster import cli; from quire.replica import embedded_model; print(cli.__file__)"
+    code = "from quire.cluster import cli; from quire.replica import builtin_model; print(cli.__file__)"
     result = run(python, code)
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()) == source / "cluster" / "cli.py"

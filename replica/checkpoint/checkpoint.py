@@ -52,7 +52,7 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool
         The model does not exist, or `check_files` rejects its files.
     """
     if model == "embedded":
-        from quire.replica.embedded_model import CHECKPOINT
+        from quire.replica.builtin_model import CHECKPOINT
 
         folder = Path(CHECKPOINT)
     elif (path := Path(model).expanduser()).is_dir():

@@ -20,7 +20,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from quire.kernels.huge_pages import back_with_memory
-from quire.replica.machine import available_bytes
+from quire.replica.host_machine import available_bytes
 
 if TYPE_CHECKING:
     from quire.replica.device.kv_pool import KVPool

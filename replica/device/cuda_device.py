@@ -19,7 +19,7 @@ import torch
 
 from quire.replica.device.device import NO_MARK, Event, Graph, Stream, Tensors, Work
 from quire.replica.device.pinned_memory import HostMapping
-from quire.replica.machine import lock_limit_bytes
+from quire.replica.host_machine import lock_limit_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import direct_inputs
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
-from quire.replica.runner.trash_plans import TrashPlans
+from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
 # Upper bound of the time of a warm-up step, estimated from a step of `_WARM_UP_TOKENS` tokens.

@@ -26,17 +26,17 @@ from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.time_counters import DeviceTime
 from quire.replica.runner.device_steps import Draw
 from quire.replica.runner.device_table import DeviceTable, Differences
-from quire.replica.runner.fixed_step import FixedInputs, FixedStep, sampling_rows
 from quire.replica.runner.forward import Forward
 from quire.replica.runner.graphs.graph_cache import CachedGraph, GraphCache
 from quire.replica.runner.graphs.graph_key import GraphPart
 from quire.replica.runner.graphs.graph_policy import GraphPolicy
 from quire.replica.runner.graphs.mixed_shapes import MixedShapes
 from quire.replica.runner.model_kernels import ModelKernels
+from quire.replica.runner.padded_step import FixedInputs, PaddedStep, sampling_rows
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import InputRing, StepInputs, input_bytes, pieces
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
-from quire.replica.runner.trash_plans import TrashPlans
+from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
 # Block table entries of one upload; larger changes take several uploads.
@@ -97,7 +97,7 @@ class GpuSteps:
             pool.trash_block * pool.block_size,
         )
         logits_dtype = getattr(torch, config.dtype)
-        self._fixed = FixedStep(
+        self._fixed = PaddedStep(
             device, forward, self.table, outputs, max_rows, config.vocab_size, logits_dtype
         )
         self.graphs = GraphCache(

@@ -46,7 +46,7 @@ from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.model_kernels import choose_kernels
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_outputs import InFlight
-from quire.replica.runner.trash_plans import TrashPlans
+from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks, StepSampler
 
 _NO_BLOCKS = np.empty(0, np.int64)

@@ -31,7 +31,7 @@ from quire.replica.scheduler.admission import Admission
 from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.forks import Sharing, WaitingForks, find_parent
-from quire.replica.scheduler.isolation import IsolatedRequests
+from quire.replica.scheduler.isolated_requests import IsolatedRequests
 from quire.replica.scheduler.offload import Offload, PendingRestores
 from quire.replica.scheduler.order import POLICIES
 from quire.replica.scheduler.preemption import ReturnQueue

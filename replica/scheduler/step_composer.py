@@ -5,8 +5,8 @@
           1. blocks for their next token    2. while the budget lasts     3. while blocks and budget last
 ```
 
-A request that runs alone (`isolation.py`) gets a step without any other. Under `prefill_first` a step may hold chunks
-only. Preempting a request needs its newest token, so a step that would preempt waits for the step in flight.
+A request that runs alone (`isolated_requests.py`) gets a step without any other. Under `prefill_first` a step may hold
+chunks only. Preempting a request needs its newest token, so a step that would preempt waits for the step in flight.
 """
 
 from __future__ import annotations

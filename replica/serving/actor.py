@@ -3,7 +3,7 @@
 ```
  router ──generate(Submit)──▶ future of the request ◀── finish ──┐
         ◀─────Completion─────                                     │
- router ──attach()──────────▶ attach stream ◀── frames ── Attachments ◀── LoopOutput ── engine thread
+ router ──attach()──────────▶ attach stream ◀── frames ── AttachedRouters ◀── LoopOutput ── engine thread
  router ──abort(ids)────────▶ engine.abort
 ```
 
@@ -39,7 +39,7 @@ from quire.replica.core.step_plan import RequestDelta
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.replica.serving.arrivals import Arrivals
-from quire.replica.serving.attachments import Attachments
+from quire.replica.serving.attached_routers import AttachedRouters
 from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.leases import Leases, StreamKey
 from quire.replica.serving.ray_metrics import RayMetrics
@@ -84,7 +84,7 @@ class Replica:
         gc.freeze()
         # Collect again: CPython starts a full collection only after new objects exceed 25% of the last survivors.
         gc.collect()
-        self._attachments = Attachments(
+        self._attachments = AttachedRouters(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )
         self._arrivals = Arrivals()

@@ -14,7 +14,7 @@ from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs, EngineConfig, SizingError
 from quire.replica.device.device import Device
 from quire.replica.device.open_device import open_device
-from quire.replica.machine import give_back_free_memory
+from quire.replica.host_machine import give_back_free_memory
 from quire.replica.model.loader import load_model
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_memory import measure_memory

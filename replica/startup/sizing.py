@@ -23,8 +23,8 @@ from quire.replica.config import (
     check_args,
     light_fields,
 )
+from quire.replica.host_machine import available_bytes, cpu_flags, physical_cores
 from quire.replica.kv_cache.groups import max_sequence_tokens, sequence_blocks
-from quire.replica.machine import available_bytes, cpu_flags, physical_cores
 from quire.replica.runner.graphs.mixed_shapes import LEAST_TOKENS
 from quire.replica.startup.cpu_sizing import CpuSizing
 from quire.replica.startup.device_sizing import GIB, DeviceSizing

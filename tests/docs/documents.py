@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 
 ROOT = Path(__file__).parents[2]
 PYTHON, SHELL, CONSOLE = ("python", "py"), ("bash", "sh", "shell", "console"), ("pycon",)

@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 from quire.protos.wire import Completion, Frame, Hello, Submit, TokenDelta
+from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.request import Request
-from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.router.fleet.replicas import ReplicaTable

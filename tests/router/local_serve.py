@@ -1,6 +1,6 @@
 """Serve handles without Serve: real `Replica` actors in this process, called as `DeploymentHandle` calls them.
 
-Everything but Ray is real: engines, `Attachments`, the wire encoding, `Bus`, `ReplicaTable`, `RouterService`.
+Everything but Ray is real: engines, `AttachedRouters`, the wire encoding, `Bus`, `ReplicaTable`, `RouterService`.
 Faults are injected where the network would be: frames may be dropped, repeated or held; replicas die or hang.
 """
 

@@ -22,7 +22,7 @@ from live import SIZE, Cluster, start_cluster, wait_until, write_bars
 from quire.cluster.bench.results.report import Bar
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.text.tokenizer import TextTokenizer
 
 pytestmark = [

@@ -38,7 +38,7 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, strides
 
 
 class CapturedStep(Protocol):
-    """The part of `FixedStep` used here: a step on fixed addresses."""
+    """The part of `PaddedStep` used here: a step on fixed addresses."""
 
     sampled: torch.Tensor  # [max_rows] int64, written by `whole`
     logits: torch.Tensor | None  # [max_rows, vocab], written by `to_logits`

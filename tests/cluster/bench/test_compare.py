@@ -13,7 +13,7 @@ from quire.cluster.bench.engines.compare import Comparison, Turn
 from quire.cluster.bench.engines.engine_process import EngineFailed, EngineProcess, EngineSpec
 from quire.cluster.bench.engines.floor import ModelShape, Rates, floor_of
 from quire.cluster.bench.load.workloads import Workload
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 
 OPTIONS = {"max_model_len": 256, "num_blocks": 64}
 SPEC = EngineSpec("quire", "quire", str(CHECKPOINT), "float32", 1, OPTIONS)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quire.cluster.bench.results import report
 from quire.protos.wire import SamplingParams
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.engine import Engine
 
 # Goals, set before the first measurement: the largest acceptable cost of bit equality.

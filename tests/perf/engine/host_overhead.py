@@ -30,7 +30,7 @@ from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.loop import LoopOutput
 from quire.replica.scheduler.scheduler import Scheduler
-from quire.replica.serving.attachments import Attachments, _Attachment
+from quire.replica.serving.attached_routers import AttachedRouters, _Attachment
 
 VOCAB = 32_000
 EOS = 2
@@ -126,8 +126,8 @@ class QuireHost:
 
 
 def _publisher() -> Callable[[LoopOutput], Frame]:
-    """Run `Attachments.publish` for one attached router; returns the queued frame."""
-    attachments = Attachments("epoch", on_detach=lambda router_id: None)
+    """Run `AttachedRouters.publish` for one attached router; returns the queued frame."""
+    attachments = AttachedRouters("epoch", on_detach=lambda router_id: None)
     attachment = _Attachment(1, time.monotonic, heartbeat_s=3600, max_heartbeat_s=3600)
     attachments._by_router["router"] = attachment
 

@@ -10,8 +10,8 @@ import pytest
 from quire.cluster.bench.engines.checkpoints import SHAPES, VOCAB_SIZE
 from quire.cluster.bench.engines.compare import Comparison, Turn
 from quire.cluster.bench.engines.floor import Rates
+from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.step_plan import StepResult
-from quire.replica.embedded_model import CHECKPOINT
 from tests.perf.cpu import cpu_workloads
 from tests.perf.engine import scaling, startup
 

@@ -2,7 +2,7 @@
 
     python -m tests.perf bus_overhead [--streams 128] [--out FILE]
 
-Replica: `Attachments.publish` of a step's columns, the wake-up of the attach stream, and the encoded frame.
+Replica: `AttachedRouters.publish` of a step's columns, the wake-up of the attach stream, and the encoded frame.
 Router: decoding the frame, `Bus` → `Attempt` → `RequestStream` (index check, detokeniser, stop matcher) →
 `ChunkEncoder`, in one task per request as under HTTP, up to the bytes for the server. The objects are real except for a
 stub of Serve's handle. Sockets, the proxy and Serve's own streams are not included.
@@ -28,7 +28,7 @@ from quire.protos.wire import Frame, Hello, Load
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.core.request import DeltaBatch
 from quire.replica.loop import LoopOutput
-from quire.replica.serving.attachments import Attachments
+from quire.replica.serving.attached_routers import AttachedRouters
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
@@ -70,11 +70,13 @@ class StubCall:
 
 
 class ReplicaSide:
-    """Attachments of an engine with one attached router."""
+    """AttachedRouters of an engine with one attached router."""
 
     def __init__(self, streams: int):
         # No heartbeat between two steps, even on a slow machine.
-        self.attachments = Attachments(EPOCH, on_detach=lambda router_id: None, heartbeat_s=3600)
+        self.attachments = AttachedRouters(
+            EPOCH, on_detach=lambda router_id: None, heartbeat_s=3600
+        )
         self.frames = self.attachments.stream(ROUTER, Load)
         self._keys = np.empty(streams, object)
         self._stream_ids = np.zeros(streams, np.int64)

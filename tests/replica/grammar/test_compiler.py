@@ -13,9 +13,9 @@ import torch
 
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, UnsupportedField
 from quire.protos.wire import Grammar, SamplingParams
+from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import NO_TOKEN, SamplingBatch
-from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.engine import Engine
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.sampling.sampler import sample

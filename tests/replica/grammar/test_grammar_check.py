@@ -16,7 +16,7 @@ import pytest
 
 from quire.protos.errors import InvalidRequest, Overloaded, QuireError, Unavailable
 from quire.protos.wire import Grammar
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.grammar import compiler as module
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.grammar.state import GrammarState
@@ -238,7 +238,7 @@ def test_a_judge_that_was_killed_is_replaced(compiler):
 
 PARENT = """
 import json, sys, threading, time
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.grammar.grammar_check import Budget, GrammarChecker
 patient = Budget(cpu_s=30, wall_s=60, nice=0)
 checker = GrammarChecker(CHECKPOINT / "tokenizer.json", 1024, (0, 2), "any", patient)

@@ -7,7 +7,7 @@ from quire.protos.wire import CacheEvents, Frame, Load, TokenDelta
 from quire.replica.core.request import DeltaBatch
 from quire.replica.core.step_plan import RequestDelta
 from quire.replica.loop import LoopOutput
-from quire.replica.serving.attachments import Attachments
+from quire.replica.serving.attached_routers import AttachedRouters
 
 
 class Routers:
@@ -15,7 +15,7 @@ class Routers:
 
     def __init__(self, *names):
         self.detached = []
-        self.attachments = Attachments("epoch", self.detached.append, heartbeat_s=30.0)
+        self.attachments = AttachedRouters("epoch", self.detached.append, heartbeat_s=30.0)
         self.names = names
         self.streams = {}
 

@@ -17,7 +17,7 @@ from quire.kernels.cpu import cpu_attention, cpu_attention_native
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.checkpoint.weight_bytes import weight_bytes
 from quire.replica.config import EngineArgs, SizingError
-from quire.replica.machine import (
+from quire.replica.host_machine import (
     available_bytes,
     cpu_flags,
     give_back_free_memory,

@@ -15,7 +15,7 @@ from local_serve import LocalCluster, LocalReplica, start_replica, until
 from quire.cluster.autoscaling import KV_IN_USE, NUM_REQUESTS, QUEUED_PREFILL_S
 from quire.protos.errors import DeadlineExceeded, Overloaded
 from quire.protos.wire import Submit
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos.wire import Hello, PromptLogprobs, SamplingParams, TokenDelta
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.request.answer_text import AnswerText
 from quire.router.request.token_scores import PromptParts, TokenScorer
 from quire.router.text.detokenizer import DetokenizerFactory

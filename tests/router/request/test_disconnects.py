@@ -20,8 +20,8 @@ from local_serve import LocalCluster, LocalReplica, assert_idle, start_replica, 
 from quire.cluster.bench.results.report import Bar, write
 from quire.protos.errors import Unavailable
 from quire.protos.wire import Grammar
+from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.request import Phase, RequestDelta
-from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.scheduler.scheduler import Scheduler
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.fleet.replicas import ReplicaTable

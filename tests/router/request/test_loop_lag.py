@@ -22,7 +22,7 @@ from quire.cluster.grpc import grpc_servicers
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.cluster.http.http_api import build_app
 from quire.protos.errors import Unavailable
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.policy.by_name import make_policy
 from quire.router.request.context import ModelFacts
 from quire.router.request.params import GenerationDefaults, Limits

@@ -17,7 +17,7 @@ from local_serve import LocalCluster, LocalReplica, start_replica
 from quire.cluster.http.http_body import parse_body
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import GenerationResponse
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.by_name import make_policy

@@ -17,7 +17,7 @@ from engine_transport import EngineTransport, make_service
 from quire.cluster.http.http_answers import Completion
 from quire.cluster.http.http_api import build_app
 from quire.protos.errors import Overloaded
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.request.prompts import PromptsStream
 from quire.router.request.service import RouterService
 from quire.router.text.tokenizer import TextTokenizer

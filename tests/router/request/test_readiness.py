@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 from quire.protos.wire import Frame, Load
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.by_name import make_policy

@@ -30,7 +30,7 @@ from quire.protos.errors import (
 )
 from quire.protos.wire import Frame, Grammar, SamplingParams
 from quire.replica import Engine
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.serving import actor as actor_module
 from quire.replica.serving.leases import Leases
 from quire.router.admission.wait_bounds import AdmissionLimits

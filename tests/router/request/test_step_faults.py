@@ -11,7 +11,7 @@ from local_serve import LocalCluster, LocalReplica, start_replica, until
 from quire.protos.errors import EngineCrash
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.serving.faults.faulty_actor import FaultyReplica
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex

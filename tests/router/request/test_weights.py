@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.protos.errors import InvalidRequest, Unavailable
 from quire.replica import Engine
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.request.resume import EventIds, parse
 from quire.router.types import Mark
 from tests.router.request.test_service import (

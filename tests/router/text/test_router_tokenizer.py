@@ -186,7 +186,7 @@ def test_the_event_loop_runs_on_while_a_long_text_is_encoded(byte_level, tmp_pat
 
 
 def test_bad_words_are_forbidden_at_the_start_and_after_a_space():
-    from quire.replica.embedded_model import CHECKPOINT
+    from quire.replica.builtin_model import CHECKPOINT
 
     tokenizer = TextTokenizer.load(CHECKPOINT)
     ids = tokenizer.bad_word_ids((" quire", "."))

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from quire.protos.errors import InvalidRequest
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.special_tokens import GUARD, SpecialTokens
 from quire.router.text.tokenizer import TextTokenizer

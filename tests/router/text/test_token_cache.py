@@ -19,7 +19,7 @@ from tokenizers import (
     processors,
 )
 
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.text import token_cache
 from quire.router.text.token_cache import (
     MAX_PIECES,

@@ -14,7 +14,7 @@ from local_serve import LocalCluster, LocalReplica, assert_idle, start_replica, 
 from quire.protos.errors import SlowClient
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
-from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.builtin_model import CHECKPOINT
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.by_name import make_policy

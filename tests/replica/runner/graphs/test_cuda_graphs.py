@@ -23,9 +23,9 @@ from quire.replica.device.device import Stream
 from quire.replica.model.fusion.fused_parts import NormWeight
 from quire.replica.runner import gpu_steps
 from quire.replica.runner.device_table import DeviceTable
-from quire.replica.runner.fixed_step import FixedStep
 from quire.replica.runner.graphs.graph_cache import GraphCache, StaleGraph
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
+from quire.replica.runner.padded_step import PaddedStep
 from quire.replica.runner.runner import Runner
 
 SEEDS = 20
@@ -240,14 +240,14 @@ def make_host_wait(
     monkeypatch, device: FakeDevice, body: str, *, num_rows: int | None = None
 ) -> None:
     """Have a step read the device's memory from the host; only that of so many rows, if given."""
-    real = getattr(FixedStep, body)
+    real = getattr(PaddedStep, body)
 
     def read_back(self, inputs, num_blocks=None):
         if num_rows in (None, len(inputs.rows)):
             device.make_host_wait()
         real(self, inputs, num_blocks)
 
-    monkeypatch.setattr(FixedStep, body, read_back)
+    monkeypatch.setattr(PaddedStep, body, read_back)
 
 
 def test_a_step_that_makes_the_host_wait_is_refused_by_name_before_any_capture(

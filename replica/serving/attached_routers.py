@@ -125,7 +125,7 @@ class _Attachment:
         return self._frames.popleft()
 
 
-class Attachments:
+class AttachedRouters:
     """The attached routers of one replica. Lives in the actor's event loop; not thread-safe.
 
     Parameters

@@ -26,7 +26,7 @@ from quire.replica.runner.step_outputs import StepOutputs
 FixedInputs = DecodeInputs | MixedInputs
 
 
-class FixedStep:
+class PaddedStep:
     """Owns the buffers that graphs write, except KV and last tokens.
 
     Parameters

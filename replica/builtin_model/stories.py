@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from quire.replica.embedded_model.world import (
+from quire.replica.builtin_model.world import (
     COLOURS,
     CREATURES,
     NUMBERS,

@@ -16,8 +16,8 @@ from quire.replica.core.request import DeltaBatch
 from quire.replica.core.step_plan import RequestDelta
 from quire.replica.kv_cache.cache_events import EventLog, Tier
 from quire.replica.loop import LoopOutput
-from quire.replica.serving import attachments as attachments_module
-from quire.replica.serving.attachments import Attachments
+from quire.replica.serving import attached_routers as attachments_module
+from quire.replica.serving.attached_routers import AttachedRouters
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.fleet.tracked_replica import ReplicaState
 from quire.router.index.prefix_index import PrefixIndex
@@ -28,11 +28,11 @@ HEARTBEAT_S, MAX_HEARTBEAT_S = 0.05, 0.2
 EARLY_S, LATE_S = 0.01, 0.15  # how far from its time a heartbeat may be seen on a busy machine
 
 
-def make(*, quiet: bool = True) -> tuple[Attachments, list[str]]:
-    """Attachments and the list of detached routers; quiet ones send no heartbeat within a test."""
+def make(*, quiet: bool = True) -> tuple[AttachedRouters, list[str]]:
+    """AttachedRouters and the list of detached routers; quiet ones send no heartbeat within a test."""
     detached: list[str] = []
     times = (HOUR_S, HOUR_S) if quiet else (HEARTBEAT_S, MAX_HEARTBEAT_S)
-    attachments = Attachments(
+    attachments = AttachedRouters(
         EPOCH, detached.append, heartbeat_s=times[0], max_heartbeat_s=times[1]
     )
     return attachments, detached
@@ -41,7 +41,7 @@ def make(*, quiet: bool = True) -> tuple[Attachments, list[str]]:
 class Router:
     """Reads the attach stream of one router as its frames come."""
 
-    def __init__(self, attachments: Attachments, router_id: str):
+    def __init__(self, attachments: AttachedRouters, router_id: str):
         self.frames: list[Frame] = []
         self.times_s: list[float] = []
         self.began_s = time.monotonic()
@@ -144,7 +144,7 @@ def test_no_router_ever_misses_an_event(happens):
     async def run() -> None:
         detached: list[str] = []
         beats_s = 1e-3 if "heartbeat" in happens else HOUR_S
-        attachments = Attachments(
+        attachments = AttachedRouters(
             EPOCH, detached.append, heartbeat_s=beats_s, max_heartbeat_s=beats_s
         )
         log = EventLog(EPOCH)
