@@ -37,7 +37,7 @@ class ChoicesStream:
     streams
         One for each choice, in order, not started.
     lead
-        The first of them that runs: a client that resumes may have some answers completely.
+        The first choice that runs: a client that resumes may have some answers completely.
     """
 
     def __init__(self, streams: Sequence[RequestStream], lead: RequestStream):

@@ -66,7 +66,7 @@ class PromptsStream:
         return self._streams[0].explain
 
     async def start(self) -> None:
-        """Submit all prompts and wait for the first token of each. A refusal ends all of them."""
+        """Submit all prompts and wait for the first token of each. A refusal ends all prompts."""
         loop = asyncio.get_running_loop()
         begun = [loop.create_future() for _ in self._streams]
         self._pumps = [
