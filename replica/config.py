@@ -355,7 +355,7 @@ def light_fields(args: EngineArgs) -> dict[str, Any]:
     return fields
 
 
-def _expected(hint: Any, bounds: typing.Mapping[str, Any], value: object) -> str | None:
+def _expected(hint: Any, bounds: typing.Mapping[str, Any], value: Any) -> str | None:
     """What an option's value must be instead; None if the value is of its type and within its bounds."""
     kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in kinds:
@@ -372,8 +372,8 @@ def _expected(hint: Any, bounds: typing.Mapping[str, Any], value: object) -> str
     return noun + _interval(bounds)
 
 
-def _is_within(bounds: typing.Mapping[str, Any], value: Any) -> bool:
-    return (
+def _is_within(bounds: typing.Mapping[str, Any], value: float) -> bool:
+    return bool(
         bounds.get("ge", value) <= value <= bounds.get("le", value)
         and value > bounds.get("gt", -math.inf)
         and value < bounds.get("lt", math.inf)

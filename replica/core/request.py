@@ -306,13 +306,13 @@ class DeltaBatch(Sequence[RequestDelta]):
         [n] keys of the requests.
     sources, stream_ids
         [n] int32 and [n] int64, see `Request`.
-    index
+    indices
         [n] int32, absolute output index of the token.
     token_ids
         [n] integers, one new token per row.
     """
 
-    __slots__ = ("index", "keys", "sources", "stream_ids", "token_ids", "whole")
+    __slots__ = ("indices", "keys", "sources", "stream_ids", "token_ids", "whole")
 
     def __init__(
         self,
@@ -320,14 +320,14 @@ class DeltaBatch(Sequence[RequestDelta]):
         keys: np.ndarray = _NO_KEYS,
         sources: np.ndarray = _NO_NUMBERS,
         stream_ids: np.ndarray = _NO_NUMBERS,
-        index: np.ndarray = _NO_NUMBERS,
+        indices: np.ndarray = _NO_NUMBERS,
         token_ids: np.ndarray = _NO_NUMBERS,
     ):
         self.whole = whole
         self.keys = keys
         self.sources = sources
         self.stream_ids = stream_ids
-        self.index = index
+        self.indices = indices
         self.token_ids = token_ids
 
     @property
@@ -344,7 +344,7 @@ class DeltaBatch(Sequence[RequestDelta]):
             self.keys[keep],
             self.sources[keep],
             self.stream_ids[keep],
-            self.index[keep],
+            self.indices[keep],
             self.token_ids[keep],
         )
 
@@ -363,7 +363,7 @@ class DeltaBatch(Sequence[RequestDelta]):
     def __iter__(self) -> Iterator[RequestDelta]:
         yield from self.whole
         tokens = self.token_ids[:, None].tolist()
-        yield from map(RequestDelta, self.keys.tolist(), self.index.tolist(), tokens)
+        yield from map(RequestDelta, self.keys.tolist(), self.indices.tolist(), tokens)
 
 
 def validate(request: Request, config: EngineConfig) -> None:

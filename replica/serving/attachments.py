@@ -54,9 +54,9 @@ class _ColumnFilter:
         if self._count == 0:
             return None
         if self._mine is None:
-            return TokenColumns(deltas.stream_ids, deltas.index, deltas.token_ids)
+            return TokenColumns(deltas.stream_ids, deltas.indices, deltas.token_ids)
         mine = self._mine
-        return TokenColumns(deltas.stream_ids[mine], deltas.index[mine], deltas.token_ids[mine])
+        return TokenColumns(deltas.stream_ids[mine], deltas.indices[mine], deltas.token_ids[mine])
 
 
 class _Attachment:
