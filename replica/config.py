@@ -372,8 +372,8 @@ def _expected(hint: Any, bounds: typing.Mapping[str, Any], value: Any) -> str | 
     return noun + _interval(bounds)
 
 
-def _is_within(bounds: typing.Mapping[str, Any], value: Any) -> bool:
-    return (
+def _is_within(bounds: typing.Mapping[str, Any], value: float) -> bool:
+    return bool(
         bounds.get("ge", value) <= value <= bounds.get("le", value)
         and value > bounds.get("gt", -math.inf)
         and value < bounds.get("lt", math.inf)
