@@ -147,7 +147,7 @@ def end_final_failures() -> None:
         reason = reason_of(error_msg)
         if reason is not None and not self._replica_has_started:
             final_reasons[self] = MARK + reason
-        # The mark tells `quire serve` that this is the complete reason.
+        # The mark shows `quire serve` that this is the complete reason.
         record(self, error_msg if reason is None else MARK + reason)
 
     DeploymentState._failed_to_start_threshold = property(failed_to_start_threshold)
