@@ -26,7 +26,7 @@
 
 #include "attention_math.h"
 
-/* Not inlined: a few functions inlined at every call made up most of the code to compile. */
+/* These functions are not inlined: a few functions, inlined at every call, made up most of the code to compile. */
 #define SHARED TARGETED static __attribute__((noinline))
 
 #include "attention_unit.h"
@@ -58,7 +58,7 @@ FN void copy_edges(struct unit *u, int64_t tile_begin, int64_t begin, int64_t en
 FN int turns_pairs(const struct unit *u) { return DOT_BF16 || (u->dtype == BFLOAT16 && u->dim % LANES == 0); }
 
 /* Transpose 16 keys, beginning at run r, to [step][key]; a step is an element, or with DOT_BF16 a pair of bfloat16 in 32 bits. The result is
- * written front to back: lines at a distance of 256 bytes, which are not in the first-level cache, took three times as long. */
+ * written front to back: lines at a distance of 256 bytes, which are not in the L1 cache, took three times as long. */
 SHARED void pack_key_vector(const struct unit *u, int r, float *to) {
     const int in_pairs = turns_pairs(u), is_widened = in_pairs && !DOT_BF16;
     const int dtype = in_pairs ? FLOAT32 : u->dtype, token_steps = in_pairs ? u->dim / 2 : u->dim;
@@ -565,7 +565,7 @@ TARGETED int64_t WORKER(void *argument) {
 #endif
     struct item item = {0}, next = {0};
     for (;;) {
-        if (!next.tile) { /* the own share is used up: take an item of another thread */
+        if (!next.tile) { /* this thread's share is used up: take an item of another thread */
             u.ahead.next = next = item_of(call, team_take(call->team, &member));
             if (!next.tile) break;
         }
