@@ -1,4 +1,4 @@
-"""Matrix product with the same bits for a row in every batch: the order of additions depends on the weight alone.
+"""GEMM in which a row has the same bits in every batch: the order of additions depends on the weight alone.
 
     out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n])          float32 accumulation
 
@@ -265,7 +265,7 @@ class FixedProduct:
         self.splits = Splits.of(self.columns, self.depth, self.config)
 
     def form(self, rows: int) -> tuple[Form, Tile]:
-        """Form and tile for a product with `rows` rows."""
+        """Form and tile for an input of `rows` rows."""
         config = self.config
         if self.splits.count > 1:
             tiles_m = triton.cdiv(rows, config.in_turn.block_m)

@@ -1,4 +1,4 @@
-/* The products of attention in matrix registers (AMX): scores of a tile's keys, and weighted sums of its values. Included by
+/* The matrix products of attention in matrix registers (AMX): scores of a tile's keys, and weighted sums of its values. Included by
  * attention_tile.h.
  *
  *     scores [rows][keys] = q [rows][steps] . packed keys [16 keys][steps][key]          the tile has more than 16 rows

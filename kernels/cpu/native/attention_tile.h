@@ -12,10 +12,10 @@
  * group times several tokens). A score is a sum over head_dim, in order, in one lane; an element of o is a sum over keys, in order, in
  * one lane. Other rows in the same registers do not change it. Tiles and splits begin at absolute positions, splits are merged in
  * order, and a key that a row does not see adds an exact zero. Hence a row's bits do not depend on the other rows, on the prefill chunk
- * or on the thread. With DOT_BF16 the products multiply pairs of bfloat16: weights are rounded to bfloat16, and their sum is the sum of
+ * or on the thread. With DOT_BF16 both matrix products multiply pairs of bfloat16: weights are rounded to bfloat16, and their sum is the sum of
  * the rounded weights. Otherwise all elements are widened to float32.
  *
- * The products are in attention_vectors.h or, with MATRIX_REGISTERS (AMX), in attention_matrix.h.
+ * Both matrix products are in attention_vectors.h or, with MATRIX_REGISTERS (AMX), in attention_matrix.h.
  *
  * The including file includes its simd_*.h before and defines: FN, TARGETED (function attributes); WORKER, TAKES_HEADS, EXP2 (names of the
  * functions); DOT_BF16; MATRIX_REGISTERS; BLOCK_ROWS, the rows of a block (at most 6 in vector registers); AHEAD_LEVEL, the cache level of

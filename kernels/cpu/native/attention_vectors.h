@@ -1,4 +1,4 @@
-/* The products of attention in vector registers: scores of a tile's keys, and weighted sums of its values. Included by
+/* The matrix products of attention in vector registers: scores of a tile's keys, and weighted sums of its values. Included by
  * attention_tile.h. */
 
 /* Fill scratch->q: [rows][steps]. */

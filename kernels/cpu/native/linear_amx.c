@@ -3,7 +3,7 @@
  * One instruction multiplies 16 rows x 16 steps with 16 steps x 16 columns. The rows of a unit are processed 16 at a time with all columns of
  * the panel, in four registers of sums. So x is read once for four products. The chunk of the panel, which all rows read, stays in the
  * L1 cache, because loads of x bypass it. With 32 x 32 sums, or with chunks of the whole depth, the L2 cache was the limit,
- * and a product was 25% slower.
+ * and a GEMM was 25% slower.
  *
  * Up to 32 rows the memory is the limit. They read a panel once, over its whole depth: up to 16 rows read four strips in parallel, more rows
  * two strips and then the other two.
@@ -86,7 +86,7 @@ FN void prefetch_strip(const char *strip, const char *after) {
     for (int i = 0; i < NEAR_LINES; i++) __builtin_prefetch(after + i * CACHE_LINE, 0, 3);
 }
 
-/* A product of some rows of a unit with some steps of a chunk. */
+/* The multiplication of some rows of a unit with some steps of a chunk. */
 struct block {
     const float *weight;
     int64_t step_bytes, strip; /* distance of the weights' steps in bytes, of their strips in elements */
