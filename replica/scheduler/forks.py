@@ -117,7 +117,7 @@ class Sharing:
         if parent is None or parent.phase is not Phase.DECODING:
             return None
         if request.num_tokens > request.num_prompt_tokens:
-            # The fork has generated tokens of its own, so it has not the parent's content any more.
+            # A preempted fork that has generated tokens of its own needs KV for these too, which the parent lacks.
             return None
         row, block_size = parent.row, self._block_size
         last = request.num_tokens - 1
