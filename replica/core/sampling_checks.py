@@ -1,6 +1,6 @@
 """The engine's checks of sampling parameters: the bounds that routers check too, and those that need the model.
 
-Only the engine knows the size of the vocabulary and the EOS ids for certain.
+Checks that need the model use the size of its vocabulary or its EOS ids.
 """
 
 from __future__ import annotations
