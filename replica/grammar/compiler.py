@@ -81,7 +81,7 @@ class _Waiter:
 
     @property
     def max_wait_s(self) -> float:
-        """How long the request may wait for its grammar."""
+        """Maximum seconds for which the request waits for its grammar."""
         return MAX_MIGRATED_WAIT_S if self.is_migrated else MAX_WAIT_S
 
     def answer(self, outcome: GrammarState | QuireError) -> None:
