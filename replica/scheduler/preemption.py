@@ -20,7 +20,7 @@ _arrival_index = attrgetter("arrival_index")
 def choose_preempted(arrival_index: np.ndarray, paused: np.ndarray, others_wait: bool) -> int:
     """Choose the running request to preempt.
 
-    If requests are paused, choose the newest of them, because a paused request computes nothing with its blocks.
+    If requests are paused, choose the newest paused one, because a paused request computes nothing with its blocks.
     Otherwise choose the oldest request, or, while preempted requests wait to return, the newest one. Then the oldest
     running request keeps its KV until it ends, or until there is room for the preempted requests. Every preemption
     makes room for a step that computes something, and generated tokens are never lost. So some request always gets

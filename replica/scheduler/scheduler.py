@@ -324,6 +324,6 @@ class Scheduler:
             raise IntegrityError(f"no request is alive, but these are held: {leaked}")
 
     def check(self) -> None:
-        """Compare all records; raise `IntegrityError` (an AssertionError) where two of them disagree."""
+        """Compare all records; raise `IntegrityError` (an AssertionError) where two disagree."""
         self.memory.check(self.book.requests.values(), num_ahead=max(0, len(self.steps) - 1))
         self.book.check()
