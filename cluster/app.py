@@ -57,7 +57,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def application(config: AppConfig, replica_class: type[Replica]) -> Application:
-    """Build the application with replicas of this class; benchmarks pass their own."""
+    """Build the application with replicas of class `replica_class`; benchmarks pass a class of their own."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     device = device_of(config, nodes)
     _check_resources(config, device, nodes)
@@ -73,10 +73,10 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         max_ongoing_requests=max_calls,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        # After `drain_timeout_s` routers migrate the remaining streams, which takes a moment.
+        # After `drain_timeout_s` routers migrate the remaining streams; `MOVE_TIME_S` is the time for this.
         graceful_shutdown_timeout_s=config.router.drain_timeout_s + MOVE_TIME_S,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
-        user_config={},  # see `live_update`
+        user_config={},  # options to change at run time (`live_update`); none at the start
         ray_actor_options=_actor_options(config.replica_resources, num_gpus(config, device)),
         request_router_config=RequestRouterConfig(
             request_router_class="quire.router.transport.serve_router:DecidedRouter",
@@ -150,7 +150,7 @@ def _num_replicas(config: AppConfig) -> dict[str, Any]:
 
 
 def _check_resources(config: AppConfig, device: str, nodes: list[dict[str, float]]) -> None:
-    """Refuse an application that this Ray cluster can never place; warn if it cannot place it yet.
+    """Refuse an application if this Ray cluster can never place it; warn if the cluster cannot place it yet.
 
     Raises
     ------
@@ -188,7 +188,7 @@ def _actor_options(
 def _engine_args(config: AppConfig, device: Device) -> EngineArgs:
     limits = config.engine.engine_options()
     if limits["num_threads"] is None and device == "cpu":
-        # Otherwise each replica of a node would start one thread per core.
+        # Divide the cluster's cores among the replicas: by default each replica would start one thread per core.
         cores = ray.cluster_resources().get("CPU", 1)
         limits["num_threads"] = max(1, int(cores) // config.max_replicas)
     return EngineArgs(

@@ -8,7 +8,8 @@ value down to its target; Serve applies the bounds and the delays.
     kv_in_use           fraction of the KV cache in use by requests
     num_requests        running and waiting requests
 
-Serve's own policy counts calls: attach streams count as calls, and all requests count the same.
+Serve's own policy counts calls. It would count the routers' attach streams (one open call of each router at each
+replica, which carries tokens and reports) as load, and a short request as much as a long one.
 
 Serve sends this module to its controller by value, so it imports neither Quire nor ray.
 """
@@ -40,8 +41,8 @@ class ScaleOnEngineLoad:
     target_queued_prefill_s, target_kv_in_use, target_requests
         Targets per replica. None: not considered.
     max_growth
-        Maximum factor by which one decision increases the replicas. A queue is work that arrived over some time; it
-        does not show the rate of new work.
+        Maximum factor by which one decision increases the number of replicas. A long queue may have grown over a long
+        time and does not show the rate of new work, so it must not multiply the replicas at once.
     headroom
         Remove replicas only if the others then stay below this fraction of their targets, so that the next decision
         does not add them again.
@@ -70,7 +71,7 @@ class ScaleOnEngineLoad:
         self._headroom = headroom
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
-        """The number of replicas to run, and an empty state."""
+        """Return the number of replicas to run, and the policy's state for the next call, which is empty."""
         current = context.target_num_replicas
         metrics = context.aggregated_metrics or {}
         sums = {name: sum(metrics[name].values()) for name in self._targets if metrics.get(name)}

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     except BrokenPipeError:  # `quire config schema | head`
-        # Python flushes stdout once more at exit; give it somewhere to go.
+        # Python flushes stdout once more at exit. Redirect it to the null device, so that this does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -77,7 +77,7 @@ def _config_show(arguments: argparse.Namespace) -> int:
 
 
 def _serve_config(arguments: argparse.Namespace) -> ServeConfig:
-    """The checked config of a command line, from its FILE or from its MODEL and options."""
+    """Load and check the config FILE of a command line, or build one from its MODEL and options."""
     from quire.cluster.config import serve_config
 
     if not serve_options.is_file(arguments.model):

@@ -56,7 +56,7 @@ def this_service() -> RouterService:
 
 
 class Router(GrpcApi):
-    """One router: `serve.ingress` adds HTTP, `GrpcApi` the gRPC methods.
+    """One router: `serve.ingress` adds the HTTP API and `GrpcApi` adds the gRPC methods.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class Router(GrpcApi):
 
     service: RouterService
 
-    # Ray awaits it.
+    # Ray awaits a coroutine `__init__` of an actor.
     async def __init__(  # type: ignore[misc]
         self, replicas: DeploymentHandle, config: dict[str, Any]
     ):
@@ -78,7 +78,8 @@ class Router(GrpcApi):
             checkpoint = await asyncio.to_thread(
                 resolve_checkpoint, app.model, app.revision, weights=False
             )
-        # Serve starts its servers in this task of the actor; a request from a proxy is a task of its own.
+        # Serve starts its HTTP and gRPC servers in this actor task, so direct requests run in it. Each request that a
+        # proxy forwards is a task of its own (`is_direct_call`).
         self._start_task = ray.get_runtime_context().get_task_id()
         context = serve.get_replica_context()
         router_id = f"router-{context.replica_tag}"  # the name in the Ray dashboard
@@ -124,9 +125,9 @@ class Router(GrpcApi):
             )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Change the options in place; Serve calls this (see `live_update`).
+        """Change options of the running router; Serve calls this with the deployment's `user_config`.
 
-        A coroutine, because Serve would call a plain function in a thread while requests read the options.
+        This is a coroutine, because Serve would call a plain function in a thread while requests read the options.
         """
         limits = router_section(self._args, user_config)
         self._table.lost_after_s = limits.stream_idle_timeout_s
@@ -152,15 +153,18 @@ class Router(GrpcApi):
     async def own_decisions(
         self, request_id: str | None, limit: int
     ) -> tuple[str, list[dict[str, Any]]]:
-        """For `Peers`: this router's id and its recent decisions."""
+        """Return this router's id and its recent decisions; the other routers call this through `Peers`."""
         return self.service.router_id, self.service.own_decisions(request_id, limit)
 
     async def own_metrics(self) -> tuple[str, Page]:
-        """For `Peers`: this router's id and its metrics."""
+        """Return this router's id and its metrics; the other routers call this through `Peers`."""
         return self._own_metrics()
 
     def _scrape(self, labels: dict[str, str], replicas: str, peers: Peers) -> Scrape:
-        """The metrics of the application, all with `labels`; `replicas` is the name of the engine's deployment."""
+        """Make the object that gathers the application's metrics, all with `labels`.
+
+        `replicas` is the name of the engine's deployment.
+        """
         of_replicas = {**labels, "deployment": replicas}
         sources: dict[str, Callable[[float], Awaitable[Answers]]] = {
             self._labels["deployment"]: peers.metrics,
@@ -236,7 +240,7 @@ def _admission(limits: RouterArgs) -> AdmissionLimits:
 
 
 def _facts(facts: ModelFacts, limits: RouterArgs, defaults: GenerationDefaults) -> ModelFacts:
-    """`facts` with these limits."""
+    """Return `facts` with the limits and defaults of these router options."""
     return dataclasses.replace(
         facts,
         defaults=dataclasses.replace(defaults, max_tokens=limits.max_tokens_default),

@@ -6,9 +6,9 @@
                                                       └─ metrics_page ─▶ the replicas       (`Bus`)
 ```
 
-A scrape through a proxy reaches any one of the routers, so each of them answers for all. Each process writes its own
-samples as text; the gathering router only joins the texts. A process that does not answer delays a scrape by at most
-`TIMEOUT_S`, and `quire_scrape_silent_processes` counts it.
+A proxy sends a scrape to any one of the routers, so each router can answer for all. Each process writes its own samples
+as text (its page), and the router that gathers them only joins the texts. A process that does not answer delays a
+scrape by at most `TIMEOUT_S`, and `quire_scrape_silent_processes` counts it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Scrape:
     own_page
         Returns the id and the page of this router.
     sources
-        A function per deployment, which asks its processes and returns within the given number of seconds.
+        For each deployment a function that asks its processes for their pages and returns within the given seconds.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Scrape:
         self._done_s = 0.0
 
     async def text(self) -> bytes:
-        """The metrics as text, at most `MAX_AGE_S` old. Concurrent scrapes share one result."""
+        """Return the metrics as text, at most `MAX_AGE_S` old. Concurrent scrapes share one result."""
         task = self._task
         if task is None or (task.done() and time.monotonic() - self._done_s > MAX_AGE_S):
             # In a new context: calls in the request's context would carry its id and be cancelled with it.

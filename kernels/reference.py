@@ -23,8 +23,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Compute causal attention over paged keys, row by row.
 
-    Arguments as in `quire.kernels.cpu.cpu_attention.paged_attention`; `k_scale`, `v_scale` [kv_heads] are factors of
-    the cache, as in the Triton kernels. Returns [tokens, heads, head_dim] float32, zeros where kv_len is 0.
+    Takes the arguments of `quire.kernels.cpu.cpu_attention.paged_attention`. `k_scale` and `v_scale` [kv_heads]
+    multiply the values stored in the cache. Returns [tokens, heads, head_dim] float32, zeros where kv_len is 0.
     """
     _, kv_heads, block_size, head_dim = k_cache.shape
     heads = q.shape[1]
@@ -105,9 +105,9 @@ def quantise_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rows(x: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [rows, n] float8_e4m3fn and scales [rows, 1] of x [rows, n], as in `kernels.rows.fp8_rows`.
+    """Quantise x [rows, n] to codes [rows, n] float8_e4m3fn with one scale per row, [rows, 1].
 
-    `bound` may be infinite.
+    The formula is in `kernels.rows.fp8_rows`. Magnitudes above `bound`, which may be infinite, are clamped to it.
     """
     codes, scales = [], []
     for row in x.float():
@@ -145,7 +145,7 @@ def edit_logits(
     presence: float,
     frequency: float,
 ) -> torch.Tensor:
-    """One row of logits [vocab] after mask, bias and penalties, as in `kernels.sampling.logit_edits`."""
+    """Apply mask, bias and penalties, in this order, to one row of logits [vocab] (`kernels.sampling.logit_edits`)."""
     logits = logits.float().clone()
     for token_id in range(len(logits)):
         if mask is not None and not int(mask[token_id // 32]) >> token_id % 32 & 1:
@@ -170,8 +170,8 @@ def kept_ids(
 
     Returns
     -------
-    The kept ids by falling probability, and the relative distance between p and the sum that decided top-p. Below 1e-5
-    another order of additions may decide differently.
+    The kept ids by falling probability, and the smallest relative distance between p and a cumulative sum. If it is
+    below 1e-5, top-p may keep one token more or less when the sums are added in another order.
     """
     x = logits.double()
     values, order = x.sort(descending=True, stable=True)

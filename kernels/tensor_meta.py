@@ -10,8 +10,8 @@ from typing import NamedTuple, overload
 
 import torch
 
-# Entries of each memoised check. Shapes change from step to step, so most entries serve one step: this is enough for
-# all kinds of layers of several steps.
+# Size of each memoised check's cache, in argument combinations. Shapes change from step to step, so most entries serve
+# one step. 256 entries hold all kinds of layers of several steps.
 CACHED_CHECKS = 256
 
 

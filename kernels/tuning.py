@@ -19,13 +19,14 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gf
 
 # Most threads of one program, on all of `ARCHS`.
 PROGRAM_THREADS = 1024
-# Default tokens of a cache block, the same as of a routing block. A prefill tile of 64 keys is then one contiguous run:
-# 357 instead of 418 instructions per tile of the kernel's loop on Hopper. Blocks of 32 would waste half as many slots
-# (on average half a block per request) and reuse prefixes in finer steps.
+# Default number of tokens of a cache block, the same as of a routing block (the unit in which the router hashes prompts
+# to find cached prefixes). A prefill tile of 64 keys is then one contiguous run: 357 instead of 418 instructions per
+# tile of the kernel's loop on Hopper. Blocks of 32 would waste half as many slots (on average half a block per request)
+# and reuse prefixes in finer steps.
 BLOCK_SIZE = 64
-# The same in every decode configuration below, because sizing counts the workspace before it knows the device.
+# Every decode configuration below uses the same value, because the workspace is sized before the device is known.
 SPLIT_TOKENS = 256
-# 32-bit registers of a multiprocessor, on all NVIDIA architectures in `ARCHS`.
+# 32-bit registers of an SM, on all NVIDIA architectures in `ARCHS`.
 REGISTERS = 1 << 16
 
 
@@ -37,7 +38,7 @@ class DecodeConfig:
     tile_tokens: int  # keys of one loop iteration, a power of two >= 16
     num_warps: int
     num_stages: int
-    programs_per_processor: int  # size of the persistent grid
+    programs_per_processor: int  # programs of the persistent grid per SM (AMD: compute unit)
     # Partial results merged in one level. Rows with more splits are merged in two levels.
     merge_splits: int = 32
     merge_unroll: int = 4  # partial results that are loaded at the same time
@@ -85,7 +86,7 @@ _PREFILL = {
     ("gfx942", 128): PrefillConfig(128, 32, 4, 1),
     ("gfx942", 256): PrefillConfig(64, 32, 4, 1),
 }
-# float32 products run outside the matrix units (IEEE arithmetic): larger tiles would not fit the registers.
+# `tl.dot` in float32 runs outside the matrix units (IEEE arithmetic): larger tiles would not fit the registers.
 _DECODE_FLOAT32 = {
     64: DecodeConfig(SPLIT_TOKENS, 16, 8, 3, 2),
     128: DecodeConfig(SPLIT_TOKENS, 16, 8, 3, 1),
@@ -112,7 +113,7 @@ def decode_config(arch: str, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
 
 
 def prefill_config(arch: str, head_dim: int, dtype: torch.dtype) -> PrefillConfig:
-    """Configuration of `prefill_attention`; arguments and errors as in `decode_config`."""
+    """Configuration of `prefill_attention` for q of `dtype`; raises ValueError if the tables have no entry."""
     if dtype == torch.float32:
         return _smallest(_PREFILL_FLOAT32, head_dim)
     return _smallest(_of_arch(_PREFILL, arch), head_dim)
@@ -121,14 +122,13 @@ def prefill_config(arch: str, head_dim: int, dtype: torch.dtype) -> PrefillConfi
 def low_prefill_config(arch: str, head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     """`prefill_config` for batches of decode rows that need the bits of a prefill (`PagedAttention(uniform=True)`).
 
-    On Hopper the tile has 64 rows instead of 128. The matrix instruction is the same, and two programs fit a
-    multiprocessor, so that one computes while the other waits. Fewer rows would need another instruction, which rounds
-    differently.
+    On Hopper the tile has 64 rows instead of 128. The matrix instruction is the same, and two programs fit an SM, so
+    one computes while the other waits. Fewer rows would need another instruction, which rounds differently.
 
     Each such row is one program per KV head, which reads all keys alone. Example: 8 KV heads of 128 and 8192 keys are
     8 programs of 4 MiB each. A program has two tiles of 32 KiB in flight, about 50 GB/s, so they take 85 us for each
-    layer instead of 11 us at full memory speed. From 33 rows on there are two programs for each of 132
-    multiprocessors, and the memory is the limit.
+    layer instead of 11 us at full memory speed. From 33 rows on there are two programs for each of 132 SMs, and the
+    memory's speed is the limit.
     """
     config = prefill_config(arch, head_dim, dtype)
     if arch not in ("sm_90", INTERPRETER) or dtype == torch.float32 or config.block_m <= 64:
@@ -156,8 +156,8 @@ def launch_options(
 ) -> dict[str, int | bool]:
     """Launch options: no fused multiply-adds except the kernels' explicit ones, and a limit on registers.
 
-    The limit lets `programs_per_processor` programs of a persistent grid reside on a multiprocessor. Without it `ptxas`
-    may aim at a higher occupancy and spill a few bytes.
+    The limit lets `programs_per_processor` programs of a persistent grid reside on an SM. Without it `ptxas` may aim at
+    a higher occupancy and spill a few bytes.
     """
     options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
     if programs_per_processor is not None and arch.startswith("sm_"):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 PROTO_DIR = Path(__file__).resolve().parent
 PROTO_NAMES = ("generation", "control")
-# The oldest version whose code (protobuf 6.30) loads under protobuf 6 and 7: the lower bounds in pyproject.toml.
+# The oldest version with code (protobuf 6.30) that loads under protobuf 6 and 7: the lower bounds in pyproject.toml.
 TOOLS_VERSION = "1.72.1"
 
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationStub(object):
-    """Continues prompts. A client that cancels a call, or whose deadline passes, ends the request on its replica and
+    """Continues prompts. A cancelled call or a passed deadline ends the request on its replica and
     frees its cache.
 
     Errors: INVALID_ARGUMENT names the field, the bound and the value; NOT_FOUND an unknown model; RESOURCE_EXHAUSTED a
@@ -55,7 +55,7 @@ class GenerationStub(object):
 
 
 class GenerationServicer(object):
-    """Continues prompts. A client that cancels a call, or whose deadline passes, ends the request on its replica and
+    """Continues prompts. A cancelled call or a passed deadline ends the request on its replica and
     frees its cache.
 
     Errors: INVALID_ARGUMENT names the field, the bound and the value; NOT_FOUND an unknown model; RESOURCE_EXHAUSTED a
@@ -102,7 +102,7 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation(object):
-    """Continues prompts. A client that cancels a call, or whose deadline passes, ends the request on its replica and
+    """Continues prompts. A cancelled call or a passed deadline ends the request on its replica and
     frees its cache.
 
     Errors: INVALID_ARGUMENT names the field, the bound and the value; NOT_FOUND an unknown model; RESOURCE_EXHAUSTED a

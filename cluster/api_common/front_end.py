@@ -42,7 +42,9 @@ def counting_refusals(service: Service) -> Iterator[None]:
 
 
 def served_role(role: str, field: str) -> str:
-    """Convert a client's role to the chat template's name. Most templates would render an unknown role as it is.
+    """Convert a client's role to the name that chat templates use; refuse other roles.
+
+    Most templates would write an unknown role into the prompt unchanged.
 
     Parameters
     ----------
@@ -106,7 +108,7 @@ def renamed(error: QuireError, names: Mapping[str, str]) -> QuireError:
 
 
 def timeout_seconds(value: str | None) -> float | None:
-    """Parse the value of `TIMEOUT_HEADER`. As in Serve, a value <= 0 means no timeout (None).
+    """Parse the value of `TIMEOUT_HEADER` in seconds. A value <= 0 means no timeout (None); Serve has the same rule.
 
     Raises
     ------
@@ -129,7 +131,7 @@ def timeout_seconds(value: str | None) -> float | None:
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of one choice. A stream keeps no other state of what it has sent."""
+    """How much of one choice (one of a request's answers) has been sent. A stream keeps no other such state."""
 
     num_tokens: int = 0
     finish_reason: str | None = None  # stop | length
@@ -155,7 +157,7 @@ class Progress:
         Raises
         ------
         EngineError
-            The choice has none: its answer is truncated and must not look complete.
+            The choice has no finish reason: its answer is truncated and must not look complete.
         """
         if self.finish_reason is None:
             raise EngineError("the answer ended without a finish reason")
@@ -170,7 +172,7 @@ class Answer(Progress):
     logprobs: list[TokenScores] | None = None
 
     def add(self, delta: OutputDelta) -> None:
-        """Append a delta; see `Progress.add`."""
+        """Count a delta and append its text and tokens; raises `Aborted` if the router has aborted the request."""
         Progress.add(self, delta)
         self.pieces.append(delta.text)
         self.token_ids += delta.token_ids
@@ -212,7 +214,8 @@ def explain_headers(explain: Explain, *, complete: bool) -> dict[str, str]:
     Parameters
     ----------
     complete
-        False at the first token, when the request may still continue on another replica.
+        Whether the answer is complete. False at the first token, because the request may still continue on another
+        replica, which would change the number of attempts.
     """
     headers = {
         "x-quire-router": explain.router,

@@ -81,7 +81,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _vocab_size(model: str) -> int:
-    """Vocabulary size of a checkpoint folder; of a server's model name: that of the random checkpoints."""
+    """Vocabulary size of a checkpoint folder. For a server's model name, the size of the random checkpoints is used."""
     from quire.replica.checkpoint.model_spec import read_json
 
     return int(read_json(Path(model) / "config.json", optional=True).get("vocab_size", VOCAB_SIZE))

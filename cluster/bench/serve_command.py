@@ -49,7 +49,7 @@ class Load:
 
 
 def loads(options: argparse.Namespace) -> Iterator[Load]:
-    """The loads that the options ask for: trace, then sessions, rates and concurrencies.
+    """Yield the loads that the options ask for: trace, then sessions, rates and concurrencies.
 
     Raises
     ------
@@ -136,8 +136,9 @@ async def _run(load: Load, client: Client, show: bool) -> Run:
 def floor_s(run: Run, shape: ModelShape, rates: Rates) -> float:
     """Least seconds of work for the answered requests at the machine's best rates.
 
-    Prompt tokens that the cache did not have are computed at the rate of matrix products. Decode steps are as few as
-    the largest number of requests in flight allows; each reads all weights and every request's keys and values.
+    Prompt tokens that the cache did not have are computed at the GEMM rate. The number of decode steps is the least
+    that the largest number of requests in flight allows; each step reads all weights and every request's keys and
+    values.
     """
     answered = [record for record in run.records if not record.error]
     if not answered:

@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` with the nearest known word, or the list of all known words."""
+    """Return the end of a message: `; did you mean 'x'?` with the nearest known word, or all known words."""
     known = sorted(known)
     close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.6)
     if close:
@@ -59,7 +59,8 @@ def problems_from(
     error
         The result of validating `model`.
     model
-        Its fields are the candidates for "did you mean". None: unknown keys are left to the caller.
+        The validated model; its fields are the candidates for "did you mean". None: problems with unknown keys are
+        skipped, because the caller reports them.
     prefix
         Path of the validated mapping inside the file.
     """
@@ -96,7 +97,7 @@ def _fields_at(model: type[Section], loc: tuple[str | int, ...]) -> list[str]:
 
 
 def _bound(message: str) -> str:
-    """Pydantic's message in the terms of YAML."""
+    """Rewrite pydantic's message in the terms of YAML, such as "mapping" for "dictionary"."""
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", message)
     return message.replace("Input should be", "must be").replace("Input should", "must")
 

@@ -14,13 +14,13 @@ from quire.replica import config as replica_config
 
 
 def option_field(name: str) -> Any:
-    """The pydantic field of one argument of `replica.config.EngineArgs`: its default, bounds and description."""
+    """Make the pydantic field of one argument of `replica.config.EngineArgs`: default, bounds and description."""
     (field,) = (f for f in dataclasses.fields(replica_config.EngineArgs) if f.name == name)
     return Field(default=field.default, **field.metadata)
 
 
 def _options() -> Any:
-    """A section with every field of `EngineOptions`."""
+    """Make a section class with every field of `EngineOptions`."""
     hints = typing.get_type_hints(replica_config.EngineOptions)
     fields: dict[str, Any] = {
         name: (hints[name], option_field(name)) for name in replica_config.OPTION_NAMES

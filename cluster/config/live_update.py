@@ -1,8 +1,9 @@
 """Options that can change while an application runs, without a restart.
 
 If an application's `args` change, Serve gives all deployments a new version and restarts them one after the other.
-Changes under `deployments` apply to the running ones: `num_replicas`, and `user_config`, which Serve passes to their
-`reconfigure`. A `user_config` holds light fields of one section of the arguments; all other fields are as in `args`.
+Changes under `deployments` apply to the running deployments: `num_replicas`, and `user_config`, which Serve passes to
+their `reconfigure`. A `user_config` may set light fields of one section of the arguments, which can change without a
+restart (`ENGINE_FIELDS`, `ROUTER_FIELDS`); all other fields keep their values from `args`.
 
     deployments:
       - name: Replica           # light fields of `engine`
@@ -60,12 +61,18 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def engine_section(args: EngineArgs, user_config: Any, path: str = "user_config") -> EngineArgs:
-    """Return `args` with the changes of `user_config`; see `_merge`."""
+    """Return `args` with the changes of `user_config`, a mapping of light fields of the section `engine`.
+
+    `path` is the mapping's path in error messages. Raises ConfigError with every problem.
+    """
     return _merge(args, ENGINE_FIELDS, user_config, path)
 
 
 def router_section(args: RouterArgs, user_config: Any, path: str = "user_config") -> RouterArgs:
-    """Return `args` with the changes of `user_config`; see `_merge`."""
+    """Return `args` with the changes of `user_config`, a mapping of light fields of the section `router`.
+
+    `path` is the mapping's path in error messages. Raises ConfigError with every problem.
+    """
     return _merge(args, ROUTER_FIELDS, user_config, path)
 
 

@@ -54,7 +54,9 @@ def reservations(config: AppConfig, device: str) -> tuple[Reservation, Reservati
 def lacking(
     reservations: Sequence[Reservation], nodes: Sequence[Mapping[str, float]]
 ) -> str | None:
-    """Describe a resource that no node has for one process, or that all nodes lack for all; None if everything fits.
+    """Describe a resource of which one process needs more than any node has, or all processes more than all nodes have.
+
+    Returns None if everything fits.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ NodePath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class Section(BaseModel):
-    """Base of the sections. Strict, because YAML has types: `"2"` for a number or `true` for 1 is a mistake."""
+    """Base of the sections. Types are checked strictly, because YAML has types: `"2"` for 2 is a mistake."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
@@ -48,5 +48,5 @@ class Section(BaseModel):
         return self
 
     def conflicts(self) -> Iterator[str]:
-        """Problems of values that are each within their bounds but do not fit together."""
+        """Yield a message for each set of values that are within their bounds but do not fit together."""
         yield from ()

@@ -64,7 +64,7 @@ class ServeConfig:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that refuses a key given twice; YAML forbids it, PyYAML keeps the last."""
+    """`yaml.SafeLoader` that refuses a key given twice: YAML forbids this, but PyYAML silently keeps the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         first_line: dict[Hashable, int] = {}
@@ -218,7 +218,7 @@ def load(path: str | Path) -> ServeConfig:
 
 
 def _applications(items: Any) -> Iterator[tuple[Application, list[Problem]]]:
-    """Each application with the problems of its arguments."""
+    """Yield each application with the problems of its arguments."""
     for index, item in enumerate(items if isinstance(items, list) else []):
         if not isinstance(item, dict):
             continue
@@ -263,7 +263,7 @@ def _port_problems(data: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _first_of_each_path(problems: Iterable[Problem]) -> list[Problem]:
-    """The first problem of each path: both this module and Ray find some mistakes, and this module's come first."""
+    """Keep the first problem of each path: some mistakes are found by this module and, after it, by Ray."""
     by_path: dict[str, Problem] = {}
     for problem in problems:
         by_path.setdefault(problem.path, problem)

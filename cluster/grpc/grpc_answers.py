@@ -40,7 +40,7 @@ _NAMES = {"tenant": "cache_salt", "deadline_s": TIMEOUT_HEADER, "timeout": TIMEO
 
 
 class Responses:
-    """Makes the messages of one stream from its deltas."""
+    """Makes the messages of one stream from its deltas (a delta has the new tokens of one choice and their text)."""
 
     def __init__(self, stream: GenerationStream, asked: GenerationRequest):
         marks = asked.marks

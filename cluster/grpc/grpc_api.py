@@ -3,10 +3,10 @@
 Ray Serve calls the ingress deployment's method with the RPC's name, the request and a `grpc_context`, a picklable copy
 of grpc.aio's context. Two properties of Serve shape this file (Ray 2.60):
 
-- Serve always sends the context's code and details, but its trailing metadata only with a message or a normal end. So
-  a failed unary call does not raise: it sets the status and returns an empty message, which gRPC drops, and its
-  metadata arrives. A failed stream must raise, because Ray's own proxy would report success otherwise. Its metadata is
-  lost; its details describe the error.
+- Serve always sends the context's code and details, but it sends the trailing metadata only with a message or at a
+  normal end. So a failed unary call does not raise: it sets the status and returns an empty message. gRPC drops this
+  message, and the metadata arrives. A failed stream must raise, because Ray's own proxy would report success otherwise.
+  Its metadata is lost; its details describe the error.
 - The context has no deadline. When the client's deadline passes, Serve cancels the call, which ends the request. To let
   the engine refuse or end the request with the error DEADLINE_EXCEEDED, a client sends the seconds in the metadata
   `x-request-timeout-seconds`.
@@ -108,8 +108,8 @@ class GrpcApi:
     def _streaming(self, context: Context) -> Iterator[None]:
         """Turn errors of a streaming method into the status of the call.
 
-        A context manager inside the method, not a decorator: with a decorator every token of every stream would pass
-        through one more generator.
+        Methods use this context manager instead of a decorator, because with a decorator every token of every stream
+        would pass through one more generator.
         """
         try:
             yield
@@ -120,7 +120,7 @@ class GrpcApi:
                 raise RpcFailed(message) from None
 
     def _watching(self, context: Context) -> AbstractContextManager[None]:
-        """Count a stream that ends only when its client ends it."""
+        """Count a stream that watches state and ends only when its client ends it, within the limits of `Watchers`."""
         values = [value for key, value in context.invocation_metadata() if key == FORWARDED_FOR]
         return self.watchers.watching(client_of(context.peer(), values))
 
@@ -257,7 +257,7 @@ class GrpcApi:
                 await asyncio.sleep(HEALTH_POLL_S)
 
     def _health(self, service_name: str) -> int:
-        # Control answers as long as this process runs.
+        # The Control service answers as long as this process runs, also without replicas.
         if service_name == CONTROL:
             return _SERVING
         if service_name in ("", GENERATION):

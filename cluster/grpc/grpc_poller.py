@@ -4,11 +4,11 @@ grpc.aio has a thread that waits for events of its C core ("message sent", "byte
 event loop through a socket. With the default policy, each event lets this thread preempt the event loop, and the loop's
 next message wakes the thread again: two thread switches for every message of every stream. With the policy SCHED_BATCH
 a woken thread does not preempt: it waits until a core is idle or until its turn, and then passes on all events that
-have arrived meanwhile. Its share of processor time does not change.
+have arrived meanwhile. Its share of CPU time does not change.
 
-This thread polls the connections only with `GRPC_EXPERIMENTS=-event_engine_listener` in the environment, which
-`ray_settings` sets. By default grpcio polls in a pool of threads that pass every event from one to another, and HAProxy
-sends a few bytes back for every message.
+The thread polls the connections only with `GRPC_EXPERIMENTS=-event_engine_listener` in the environment, which
+`ray_settings` sets. By default grpcio polls in a pool of threads that pass every event from one to another. There are
+many such events, because HAProxy sends a few bytes back for every message.
 
 `tests/perf/README.md` has measurements of both settings, alone and together.
 """
@@ -30,7 +30,8 @@ def batch_pollers() -> int:
 
     Returns
     -------
-    Number of polling threads. 0 if the system lacks the policy or does not allow it, which only costs time.
+    Number of polling threads. 0 if the system lacks the policy or does not allow it: the threads then work as before,
+    with more thread switches.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return 0

@@ -83,9 +83,9 @@ def generation_request(request: generation.GenerateRequest, context: Context) ->
 
 
 def _bounded(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Convert a repeated field to a tuple, after a check of its length: each value becomes a Python object.
+    """Convert a repeated field to a tuple. Check its length first, because each value becomes a Python object.
 
-    The router has smaller bounds for most fields.
+    The router has smaller bounds for most fields and checks them later.
     """
     at_most(name, len(values), MAX_ALLOWED_TOKEN_IDS, "values")
     return tuple(values)
@@ -161,7 +161,7 @@ def _request_id(request: generation.GenerateRequest, context: Context) -> str:
     if request.request_id:
         return request_label(request.request_id, "request_id")
     for key, value in context.invocation_metadata():
-        # As with HTTP, an id that cannot be logged is replaced.
+        # An id that cannot be logged is replaced, as the HTTP front end does.
         if key == "x-request-id" and is_label(value):
             return value
     return uuid.uuid4().hex

@@ -68,11 +68,11 @@ class _Handlers:
     """Collects the handlers that the generated code registers; stands in for a server."""
 
     def __init__(self) -> None:
-        # Named tuples, which grpcio's type stubs do not say.
+        # Handlers by the method's name. They are named tuples, but grpcio's type stubs do not say so.
         self.by_method: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Ignore them: they are the same as the registered ones."""
+        """Ignore generic handlers: they are the same as the registered method handlers."""
 
     def add_registered_method_handlers(
         self, service_name: str, handlers: Mapping[str, Any]
@@ -96,7 +96,7 @@ def _add(add: Callable[[Any, Any], None], module: Any, servicer: Any, server: An
 class _ServiceHandler(grpc.GenericRpcHandler):
     """The methods of a service. A call of an unknown method is refused with the names of the known ones.
 
-    Ray Serve reads and replaces the attribute `_method_handlers`, as in grpcio's own class.
+    Ray Serve reads and replaces the attribute `_method_handlers`, which grpcio's own class has too.
     """
 
     def __init__(self, service: str, handlers: Mapping[str, Any]):

@@ -363,7 +363,7 @@ class _Boundary:
             await send(message)
 
         try:
-            # Serve gives every request an id. One that cannot be logged is replaced, as in `http_middleware`.
+            # Serve gives every request an id. An id that cannot be logged is replaced, because logs contain it.
             given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
             request_id = given if is_label(given) else uuid.uuid4().hex
             scope.setdefault("state", {})["request_id"] = request_id

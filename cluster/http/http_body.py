@@ -61,7 +61,10 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
 
 
 def _is_served(model: type[GenerationBody], name: str, value: Any) -> bool:
-    """Whether the model parses the field; False: the field has a value without effect."""
+    """Whether the model parses the field. False: the value has no effect, so the field is dropped.
+
+    Raises UnsupportedField if the endpoint does not support the field or its value.
+    """
     if name in model.model_fields:
         return value is not None
     if name in IGNORED_FIELDS:

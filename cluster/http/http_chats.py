@@ -13,7 +13,8 @@ from quire.protos.wire import MAX_LOGPROBS
 from quire.router import refused_fields
 from quire.router.types import GenerationRequest
 
-# Text parts are at level 4. Deeper values are refused in any case, and could exhaust the stack before that.
+# Most nesting levels of `messages`. Text parts are at level 4. Deeper values are not supported, and checking very deep
+# ones could exhaust the stack.
 _MAX_MESSAGES_DEPTH = 8
 
 
@@ -40,7 +41,8 @@ class ChatMessage(BaseModel):
         description="system, developer (served as system), user or assistant.",
         json_schema_extra={"enum": list(ROLES)},
     )
-    # Any, because the router checks the content: it can name the wrong part, and knows what the template supports.
+    # `Any`, because the router checks the content. It can name the part that is wrong, and it knows what the chat
+    # template supports.
     content: Any = Field(
         None,
         json_schema_extra={

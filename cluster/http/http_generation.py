@@ -108,7 +108,7 @@ class GenerationResponse(Response):
             await self._send_last(_error_event(error), send)
             return
         try:
-            # Ask for the model's facts now: after the answer no replica may be left that knows them.
+            # Ask for the model's facts now: replicas report them, and after the answer all replicas may be gone.
             self._fingerprint = _fingerprint(self._service.model_info())
             if self._body.stream:
                 await self._send_events(stream, send)
@@ -183,7 +183,7 @@ class GenerationResponse(Response):
             if choice in silent:
                 silent.remove(choice)
                 first = self._first_chunk(encoder, choice // self._request.n, stream)
-                # A resumed stream's client has this chunk already.
+                # The client of a resumed stream has this chunk already if the choice had begun.
                 if not marks[choice].begun:
                     chunk = first if ids is None else with_id(ids.begin(choice), first)
             sent[choice].add(delta)
@@ -336,7 +336,7 @@ def _error_event(error: Exception) -> bytes:
 
 
 async def _undo(generating: asyncio.Future[GenerationStream]) -> None:
-    """Cancel a call of `generate`, or close its stream if it has returned one."""
+    """Cancel a call of `generate`, or close the stream if the call has returned one."""
     generating.cancel()
     await asyncio.wait((generating,))
     if not generating.cancelled() and generating.exception() is None:

@@ -29,7 +29,7 @@ def middlewares() -> list[Middleware]:
 
 
 class HeaderMiddleware:
-    """Makes headers readable for Serve and ends streams to HTTP/1.0 clients by closing the connection.
+    """Makes headers readable for Serve, and ends streams to HTTP/1.0 clients by closing the connection.
 
     It replaces request ids that cannot be logged or sent, and refuses requests with other headers that Serve cannot
     decode.

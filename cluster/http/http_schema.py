@@ -17,7 +17,7 @@ from quire.protos.wire import Grammar
 from quire.router.refused_fields import Refused
 from quire.router.types import GenerationRequest
 
-# Fields that do not change the answer: labels, billing, storage, hints.
+# Fields that are accepted and ignored, because they do not change the answer: labels, billing, storage, hints.
 IGNORED_FIELDS = frozenset(
     {
         "metadata",
@@ -38,7 +38,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# fail_fast: stop at the first wrong item, instead of collecting up to a million errors.
+# `fail_fast` makes pydantic stop at the first wrong item, instead of collecting up to a million errors.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]

@@ -1,8 +1,8 @@
 """Server-sent events of a streamed answer, encoded with little work per token.
 
-Like OpenAI's, a stream has only `data:` lines, because many clients read any line as data. If the client asks for ids,
-each event has an `id:` line, with which the client can resume a broken stream (`router/request/resume.py`). In a stream
-only the id and the text differ from chunk to chunk. The rest is encoded once:
+A stream has only `data:` lines, like OpenAI's, because many clients read any line as data. If the client asks for event
+ids, each event also has an `id:` line, with which the client can resume a broken stream (`router/request/resume.py`).
+Only the id and the text differ from chunk to chunk of a stream, so the rest is encoded once:
 
 ```
 data: {"id":…,"model":…,"choices":[{"index":0,"delta":{"content":  "text"  },"finish_reason":null}]}
@@ -96,7 +96,7 @@ class ChunkEncoder:
         """
         plain = delta.finish_reason is None and delta.logprobs is None and prompt_logprobs is None
         if plain and not self._continuous_usage and not self._token_ids:
-            # The text is empty while a character is incomplete or a stop string may have begun.
+            # The text is empty while the last character is incomplete, or while it may be the start of a stop string.
             if not delta.text:
                 return b""
             return self._head + orjson.dumps(delta.text) + self._tail

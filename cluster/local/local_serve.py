@@ -208,7 +208,7 @@ class LocalServe:
                 if told.state == "RUNNING" and self._is_routed(app):
                     bodies[app.name] = {}
                 continue
-            # Without a router, Ray's proxy would hold the request.
+            # Ask only if a router runs: without a router, Ray's proxy would hold the request.
             if told.has_router:
                 body = fetch_ready(Endpoint.of(self.config).url(app.route_prefix, "/ready"))
                 if body is not None:
@@ -271,11 +271,12 @@ class LocalServe:
         """End the child and its session: SIGTERM first, and SIGKILL after `TERMINATE_S`.
 
         SIGTERM ends Ray and its processes within seconds. SIGINT would drain first: Serve keeps an ingress replica for
-        30 s after its last request so that load balancers notice, which a local run does not need. Further signals from
-        the user change nothing, because an early SIGKILL would leave Ray's daemons and HAProxy on the ports.
+        30 s after its last request, so that load balancers notice its end. A local run does not need this. Further
+        signals from the user change nothing, because an early SIGKILL would leave Ray's daemons and HAProxy on the
+        ports.
 
-        Ray gives a daemon one second to end and then kills it, so on a loaded machine workers may outlive the driver.
-        They are all in the child's session.
+        Ray gives a daemon one second to end and then kills it, so on a loaded machine workers may run longer than the
+        child. This method waits for them too, because all of them are in the child's session.
         """
         child = self._child
         if child is None:
@@ -298,7 +299,7 @@ def _kill_session(leader: int) -> None:
 
 
 def _deploy_failure(app: Application, message: str) -> ServeFailed:
-    """The reason alone if Quire gave one, otherwise Serve's whole message."""
+    """Make the error of a failed deployment: Quire's reason alone if there is one, otherwise Serve's whole message."""
     reason = reason_of(message)
     return ServeFailed(f"application {app.name!r}: {reason or message}", is_clear=bool(reason))
 

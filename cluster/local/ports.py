@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _LISTENS = "0A"  # a state in /proc/net/tcp
 
 # Further ports in HAProxy mode, with Ray's defaults: HAProxy's statistics and metrics, and the Python proxies that get
-# requests while HAProxy knows no router. HAProxy does not start without the first two. Ray's proxies share a port that
-# is in use, so two clusters on one machine would receive each other's requests.
+# requests while HAProxy knows no router. HAProxy does not start if one of the first two is in use. Ray's Python proxies
+# would share a port with those of another cluster on the machine, and each cluster would receive the other's requests.
 _HAPROXY_PORTS = {
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
@@ -52,7 +52,7 @@ class Endpoint:
 
 
 def check_ports(config: ServeConfig) -> None:
-    """Refuse a port that another process uses; Ray would report it only in a proxy's log.
+    """Refuse a config with a port that another process uses; Ray would report the conflict only in a proxy's log.
 
     Two clusters in HAProxy mode on one machine need different ports for HAProxy's statistics and metrics and for the
     fallback proxies.
@@ -94,8 +94,8 @@ def check_ports(config: ServeConfig) -> None:
 def free_ports(count: int) -> list[int]:
     """Find different unused TCP ports for a cluster that will listen on them in a few seconds.
 
-    The ports are outside of the kernel's range for outgoing connections and for `bind` to port 0, because Ray opens
-    hundreds of those while it starts. They are at least 20000, because Ray's workers listen below.
+    The ports are below the kernel's range for outgoing connections and for `bind` to port 0, because Ray takes hundreds
+    of ports of that range while it starts. They are at least 20000, because Ray's workers listen on lower ports.
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(range(20_000, 32_768), 1000):

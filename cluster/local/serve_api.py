@@ -17,7 +17,7 @@ _NO_ANSWER = (OSError, HTTPException, ValueError)
 
 
 def fetch_ready(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
-    """The JSON object of `/ready`, or None while the application is not ready."""
+    """Fetch the JSON object of `/ready`; None while the application is not ready."""
     context = _loopback_context(url)
     try:
         with urllib.request.urlopen(url, timeout=timeout_s, context=context) as response:
@@ -28,7 +28,10 @@ def fetch_ready(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
 
 
 def _loopback_context(url: str) -> ssl.SSLContext | None:
-    """Accept any certificate: the child's own certificate is fetched over the loopback, and there is no CA for it."""
+    """Make an SSL context that accepts any certificate; None for plain HTTP.
+
+    The server is a child process on the loopback, and its certificate need not be valid for the loopback address.
+    """
     if not url.startswith("https:"):
         return None
     context = ssl.create_default_context()
@@ -52,10 +55,10 @@ def asks_for_token() -> bool:
 
 
 def ray_auth_header(environ: Mapping[str, str]) -> dict[str, str]:
-    """The header for Ray's REST API; finds the token where Ray does.
+    """Return the header with the token for Ray's REST API, or no header. Looks for the token in the same places as Ray.
 
     On a machine's first run, `serve run` creates the token after Ray's client library in this process has looked for
-    it, so this function reads it again.
+    it, so this function reads the token at each call.
     """
     if "RAY_AUTH_TOKEN" in environ:
         return {"Authorization": f"Bearer {environ['RAY_AUTH_TOKEN']}"}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def dashboard_lines(url: str) -> Iterator[str]:
-    """The URL of Ray's dashboard, and how to get its token."""
+    """Yield lines with the URL of Ray's dashboard, and how to get its token if it requires one."""
     yield f"Ray dashboard: {url}"
     if asks_for_token():
         yield (
@@ -31,14 +31,14 @@ def ready_lines(
     seconds: Mapping[str, float],
     listeners: Iterable[tuple[str, int]],
 ) -> Iterator[str]:
-    """All lines, with the request to paste last.
+    """Yield all lines; the last ones have a request for each application, to paste into a shell.
 
     Parameters
     ----------
     bodies
         Body of `/ready` by application; empty for an application that is not Quire's.
     seconds
-        `total`: since the start. `Ray`: the part until Ray ran.
+        Under `total` the seconds from the start to now, under `Ray` the seconds until Ray ran.
     """
     phases = [f"Ray {seconds['Ray']:.1f} s"]
     phases.append(f"Serve and applications {seconds['total'] - seconds['Ray']:.1f} s")
@@ -63,7 +63,7 @@ def ready_lines(
 
 
 def _try_it(endpoint: Endpoint, app: Application) -> str:
-    """A command that streams a chat."""
+    """Return a `curl` command that streams a chat; for an application that is not Quire's, only its name."""
     if app.config is None or app.route_prefix is None:
         return app.name
     body = {

@@ -22,7 +22,7 @@ UNAVAILABLE = "no router is known to the proxy yet, or none answers; try again"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Values for the template that Ray has no variables for."""
+    """Values that this module writes into the template, because Ray has no variables for them."""
 
     # Time from a connection to its first request, and from the first byte of a request to the end of its header. After
     # the header, the body (or the part that fits one buffer of HAProxy) has the same time again.
@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Replace the only occurrence of a text."""
+    """One change of the template: the text `old`, which occurs exactly once, is replaced by `new`."""
 
     purpose: str
     old: str

@@ -65,7 +65,7 @@ def fit_connections() -> None:
 
 
 def runs_haproxy() -> bool:
-    """Whether the controller runs HAProxy, by the environment that its processes inherit."""
+    """Whether Serve's controller runs HAProxy, according to the environment that this process inherited from it."""
     return os.environ.get(HAPROXY_VARIABLE) == "1"
 
 
@@ -81,7 +81,7 @@ def _adapt_haproxy() -> None:
 
 
 class GrpcAddress:
-    """Lets a gRPC server of Serve listen on the loopback if the HTTP server of its process does.
+    """Makes a gRPC server of Serve listen on the loopback if the HTTP server of the same process does.
 
     Serve starts the HTTP server first and calls `is_ipv6` with its address.
     """
@@ -117,7 +117,7 @@ def bind_grpc() -> None:
     add_port = replica.add_port_to_grpc_server
 
     def add_internal_port(server: Any, address: str) -> int:
-        """The port for calls between deployments: on the loopback if the cluster cannot have other nodes."""
+        """Open the port for calls between deployments: on the loopback if the cluster cannot have other nodes."""
         import ray
 
         host = LOOPBACK.get(ray.util.get_node_ip_address())
@@ -127,10 +127,10 @@ def bind_grpc() -> None:
 
 
 def end_final_failures() -> None:
-    """In the controller: do not retry a replica that can never start, and report its reason as the deployment's status.
+    """Make Serve's controller give up at once on a replica that can never start, with its reason as status message.
 
-    Serve makes three attempts per replica for any error and reports a traceback. A version that has run before keeps
-    its attempts, because it may only lack memory that becomes free.
+    By default Serve makes three attempts per replica after any error and reports a traceback. A version of a deployment
+    that has run before keeps its attempts, because it may only lack memory that will become free.
     """
     from ray.serve._private.deployment_state import DeploymentState
 
@@ -147,7 +147,7 @@ def end_final_failures() -> None:
         reason = reason_of(error_msg)
         if reason is not None and not self._replica_has_started:
             final_reasons[self] = MARK + reason
-        # The mark tells `quire serve` that this is the complete reason.
+        # The mark shows `quire serve` that this is the complete reason.
         record(self, error_msg if reason is None else MARK + reason)
 
     DeploymentState._failed_to_start_threshold = property(failed_to_start_threshold)
@@ -155,7 +155,7 @@ def end_final_failures() -> None:
 
 
 def open_ports() -> str | None:
-    """A warning if any client that reaches this Ray cluster can run code in it; None otherwise."""
+    """Return a warning if any client that reaches this Ray cluster can run code in it; None otherwise."""
     import ray
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 

@@ -31,7 +31,7 @@ FILE_VARIABLES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# For every process of Serve. The hook sets each one that the file does not set.
+# Variables for every process of Serve. The hook sets each variable that the file does not set.
 SERVE_DEFAULTS: Mapping[str, str] = MappingProxyType(
     {
         # One HAProxy per node in front of the routers. It uses a fifth of the Python proxy's CPU time per streamed
@@ -64,7 +64,7 @@ SERVE_DEFAULTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# For routers and replicas only; `build` passes them to its deployments.
+# Variables for routers and replicas only; `build` passes them to its deployments.
 DEPLOYMENT_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         **FILE_VARIABLES,
@@ -105,5 +105,5 @@ def deployment_variables(given: Mapping[str, str], haproxy: bool) -> dict[str, s
 
 
 def effective_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """The settings of Serve if the file gives `given` to the controller."""
+    """Return the controller's settings if the Serve config gives it `given`: with Quire's defaults if the hook runs."""
     return {**SERVE_DEFAULTS, **given} if given.get(HOOK_VARIABLE) == HOOK else dict(given)

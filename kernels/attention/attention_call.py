@@ -1,4 +1,4 @@
-"""Checks an attention call and prepares its launch arguments, for decode and prefill alike.
+"""Checks of a decode or prefill attention call, and its launch arguments.
 
 ::
 
@@ -70,8 +70,10 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None  # s becomes softcap * tanh(s / softcap)
     sinks: torch.Tensor | None  # [heads] float32 logits that join the denominator only
     k_scale: torch.Tensor | None  # [kv_heads] float32 factor of a float8_e4m3fn cache
-    v_scale: torch.Tensor | None  # as k_scale, and given with it
-    out: torch.Tensor | None  # [tokens, heads, head_dim] as q; allocated (uninitialised) where None
+    v_scale: torch.Tensor | None  # the same for the values; both scales are given or neither
+    out: (
+        torch.Tensor | None
+    )  # [tokens, heads, head_dim] in the dtype of q; None: a new tensor, uninitialised
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class AttentionCall:
     sinks: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
-    qk_scale: float  # `quire.kernels.attention.attention_math.score_scale`
+    qk_scale: float  # factor on q.k in base 2, from `attention_math.score_scale`
     launch: LaunchArguments
 
 
@@ -129,9 +131,9 @@ def prepare_call(
     scale
         Factor on q.k, > 0.
     shape, kv_len
-        The plan's; kv_len [rows] int32.
+        Heads and window of the plan, and its kv_len, [rows] int32.
     softcap, sinks, k_scale, v_scale, out
-        See `AttentionOptions`.
+        Options of attention and the output tensor; `AttentionOptions` has shapes and dtypes.
 
     Raises
     ------

@@ -26,7 +26,7 @@ def check_rows(cu_q: torch.Tensor, kv_len: torch.Tensor, device: torch.device) -
 
 
 def check_local(window: int | None, chunk: int | None) -> None:
-    """Raise if both window and chunk are given, or one that is not positive."""
+    """Raise if both window and chunk are given, or if the given one is not between 1 and 2**30."""
     if window is not None and chunk is not None:
         raise ValueError(f"window, chunk: at most one may be given, got {window} and {chunk}")
     for name, value in (("window", window), ("chunk", chunk)):
@@ -94,7 +94,7 @@ def check_attention(
 
 
 def check_tables(block_tables: torch.Tensor, num_rows: int, device: torch.device) -> None:
-    """Raise unless these are block tables of at least `num_rows` rows."""
+    """Raise unless `block_tables` is an int32 matrix of at least `num_rows` contiguous rows on the device."""
     if (
         block_tables.dim() != 2
         or block_tables.shape[0] < num_rows

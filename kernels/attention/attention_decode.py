@@ -1,4 +1,4 @@
-"""Paged decode attention: one query token for each row; the time is that of reading the keys and values once.
+"""Paged decode attention: one query token for each row. Reading the keys and values once takes most of the time.
 
 For row r with n keys, query head h of KV head g (``group`` heads each), f = scale * log2(e)::
 
@@ -29,9 +29,10 @@ arithmetic does not depend on the other lanes, and partial results go to the sam
 
 Layout. q, out [tokens, heads, head_dim]; cache [num_blocks, kv_heads, block_size, head_dim], any block stride.
 
-Bytes: 2 n kv_heads head_dim itemsize for each row. A shared split is read once for 16 // group rows, from L2 where the
-shared part fits. A row with several splits adds 8 (head_dim + 2) heads for each split: 1.6% of the KV bytes at split
-256, group 4, bf16. Flops: 4 n heads head_dim for each row (16 / group times as many in the padded tiles).
+Bytes: 2 n kv_heads head_dim itemsize for each row. A shared split is read once for 16 // group rows, from the L2 cache
+if the shared keys and values fit it. A row with several splits adds 8 (head_dim + 2) heads for each split: 1.6% of the
+KV bytes at split 256, group 4, bf16. Flops: 4 n heads head_dim for each row (16 / group times as many in the padded
+tiles).
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def _merge_kernel(
     """Merge the rows' partial results; a row without keys gets zeros.
 
     Long rows, those with more than MERGE_SPLITS splits, come first in the list. A long row has one program for each
-    head, in which LANES lanes do level 1 for LANES runs of splits at a time. Of a short row, a program merges LANES
+    head, in which LANES lanes do level 1 for LANES runs of splits at a time. For a short row, each program merges LANES
     heads.
     """
     lane = tl.arange(0, LANES)
@@ -266,11 +267,11 @@ def decode_attention(
     Parameters
     ----------
     q, k_cache, v_cache, block_tables, scale
-        As in `quire.kernels.attention.attention_call.prepare_call`.
+        Queries, the layer's cache, its block tables and the factor on q.k; `prepare_call` has shapes and dtypes.
     plan
         `plan_decode` of this batch.
     options
-        `softcap`, `sinks`, `k_scale`, `v_scale`, `out`: `quire.kernels.attention.attention_call.AttentionOptions`.
+        `softcap`, `sinks`, `k_scale`, `v_scale` and `out`, described at `attention_call.AttentionOptions`.
 
     Returns
     -------

@@ -8,8 +8,8 @@ Online softmax over tiles of keys in base 2, f = scale * log2(e)::
 Soft-cap replaces f * q.k by log2(e) * c * tanh(scale * q.k / c). A sink is one more logit with a value vector of
 zeros: it is added to l once, at the end of the row; the output is o = o' / l'.
 
-Every multiply-add is an explicit `fma` if the compiler could choose its rounding; the kernels are compiled without
-fusion of any other. A key that a query does not see adds an exact zero. So a row's bits depend neither on the other
+A multiply-add for which the compiler could choose the rounding is written as an explicit `fma`, and the compiler may
+not fuse any others. A key that a query does not see adds an exact zero. So a row's bits depend neither on the other
 rows of its tile nor on how far the loop runs beyond the row's own keys.
 
 Keys and values lie in blocks, [num_blocks, kv_heads, block_size, head_dim]; the tokens of one block and head are
@@ -26,10 +26,12 @@ from quire.kernels.tuning import has_fp8_conversion
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# How a KV element becomes an operand of the products (the kernels' argument FP8).
+# How a KV element becomes an operand of `tl.dot` (the kernels' argument FP8).
 FP8_NONE = tl.constexpr(0)  # the cache has the dtype of q: no conversion
 FP8_NATIVE = tl.constexpr(1)  # float8_e4m3fn, converted by the hardware
-FP8_BITS = tl.constexpr(2)  # the same bytes as uint8, for devices without the conversion
+FP8_BITS = tl.constexpr(
+    2
+)  # float8_e4m3fn passed as uint8 and decoded by bit operations, for other devices
 
 
 @triton.jit
@@ -46,14 +48,14 @@ def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def split_range(kv_len, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """First split and number of splits that the last of `kv_len` tokens sees; an empty row has 0 splits."""
+    """First split and number of splits with keys that the last of `kv_len` tokens sees; an empty row has 0 splits."""
     begin = first_key(tl.maximum(kv_len - 1, 0), WINDOW, CHUNK) // SPLIT
     return begin, (kv_len + SPLIT - 1) // SPLIT - begin
 
 
 @triton.jit
 def position_seen(position, begin, end, LOCAL: tl.constexpr):
-    """Whether a position lies in [begin, end). Without LOCAL begin is 0, and the comparison is left out."""
+    """Whether a position lies in [begin, end). Without LOCAL, `begin` is 0 and the comparison with it is left out."""
     seen = position < end
     if LOCAL:
         seen = seen & (position >= begin)
@@ -66,7 +68,9 @@ def tile_offsets(
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Addresses of tokens [start, start + TILE) in elements from block 0 of the head: int64 base, [TILE] offsets.
+    """Return the addresses of tokens [start, start + TILE): an int64 base and [TILE] offsets.
+
+    They count elements from the head's first element in block 0.
 
     A MASKED tile may extend beyond [begin, end); table entries of tokens outside are not read.
     """
@@ -95,7 +99,8 @@ def load_tile(
 ):  # fmt: skip
     """Load [TILE, HEAD_PAD] keys or values as `dtype`.
 
-    Elements outside [begin, end) and of the padding are zero: weights of 0 would not cancel a NaN there.
+    Elements outside [begin, end) and in the padding are loaded as zeros, because a NaN there would survive a weight of
+    0.
     """
     dim = tl.arange(0, HEAD_PAD)
     offsets = rows[:, None] + dim[None, :]
@@ -109,8 +114,8 @@ def load_tile(
     else:
         x = tl.load(ptr + base + offsets)
     if FP8 == FP8_BITS:
-        # The exponent bias is 7 in e4m3 and 15 in float16: moved to float16's bit positions, the value is 2^-8 of the
-        # true one.
+        # The exponent bias is 7 in e4m3 and 15 in float16. So the bits, moved to float16's bit positions, are 2^-8
+        # times the true value.
         bits = x.to(tl.uint16)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         x = bits.to(tl.float16, bitcast=True) * 256.0

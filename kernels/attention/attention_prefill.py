@@ -18,8 +18,8 @@ first. KV heads are the fastest index, so the long items of all heads start firs
 Layout. q, out [tokens, heads, head_dim]; cache [num_blocks, kv_heads, block_size, head_dim], any block stride.
 
 Flops: 4 heads head_dim (q_len kv_len - q_len (q_len - 1) / 2) for each row, plus at most one tile of keys at each edge
-of a query tile. Bytes: q and out once; K and V once for each query tile, from L2 where the items of a KV head run
-together.
+of a query tile. Bytes: q and out once; K and V once for each query tile, from the L2 cache if the items of a KV head
+run at the same time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _walk_keys(
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the key tiles in [low, high). No query of the item sees a key outside [begin, end)."""
+    """Add the key tiles in [low, high) to the online softmax. No query of the item sees a key outside [begin, end)."""
     LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
     for start in range(low, high, TILE):
         base, rows = tile_offsets(
@@ -165,11 +165,11 @@ def prefill_attention(
     Parameters
     ----------
     q, k_cache, v_cache, block_tables, scale
-        As in `quire.kernels.attention.attention_call.prepare_call`.
+        Queries, the layer's cache, its block tables and the factor on q.k; `prepare_call` has shapes and dtypes.
     plan
         `plan_prefill` of this batch.
     options
-        `softcap`, `sinks`, `k_scale`, `v_scale`, `out`: `quire.kernels.attention.attention_call.AttentionOptions`.
+        `softcap`, `sinks`, `k_scale`, `v_scale` and `out`, described at `attention_call.AttentionOptions`.
 
     Returns
     -------

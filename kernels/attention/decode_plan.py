@@ -10,12 +10,12 @@ multiples of SPLIT tokens, so a row's splits, and its bits, depend on the row al
     partials    slots 0  1  2        none           slots 3  4  5
 
 A row with one split needs no merge: its item writes the output. If too few slots are left for a row's splits, one
-program computes them all, with the same arithmetic as the merge. So the workspace has a bound although lengths have
-none. Such rows come first in the list, because their items take longest.
+program per KV head computes them all, with the same arithmetic as the merge. So the workspace has a fixed size, however
+long the rows are. Such rows come first in the list, because their items take longest.
 
-Shared prefixes. Two rows are of one class at a split if their block tables are equal up to the end of that split. Each
-run of up to `item_rows` rows of a class reads the split once. The first row of a run, its leader, lists the item. Each
-row's program finds the items that its row leads from the tables alone, and a class may branch at every split::
+Shared prefixes. Two rows belong to one class at a split if their block tables are equal up to the end of that split.
+Each run of up to `item_rows` rows of a class reads the split once. The first row of a run, its leader, lists the item.
+Each row's program reads from the tables alone which runs its row leads. A class may branch at every split::
 
     tables    r0  a b c d . .        splits    0         1         2       (two blocks a split, 2 rows an item)
               r1  a b c d . .        items     (r0,r1)   (r0,r1)   (r0) (r1)
@@ -90,7 +90,7 @@ def _find_runs_kernel(
     table_ptr = tables_ptr + tl.cast(here, tl.int64) * stride_table
     row_table_ptr = tables_ptr + row.to(tl.int64) * stride_table
     place = tl.arange(0, ITEM_ROWS)
-    # 1 for each row that is of one class with row i at the splits before `depth`.
+    # 1 for each row in the same class as row i at the splits before `depth`.
     same = has_slots.to(tl.int32)
     num_same = tl.sum(same, 0)
     depth = 0
@@ -98,7 +98,7 @@ def _find_runs_kernel(
     # The last split is never shared: the row still appends keys to it.
     while (num_same > 1) & (depth + 1 < my_splits):
         block = depth * SPLIT // BLOCK_SIZE
-        # Compare the last block first: where nothing is shared, no other entry is read.
+        # Compare the split's last block first: if no row shares it, no other entry is read.
         longer = (same > 0) & (splits > depth + 1)
         other = tl.load(row_table_ptr + block + (BLOCKS - 1), mask=longer, other=0)
         candidates = longer & (other == tl.load(table_ptr + block + (BLOCKS - 1)))
@@ -212,7 +212,8 @@ class DecodeWorkspace:
     config: DecodeConfig
     shape: AttentionShape
     max_rows: int
-    # Partial results. If too few are left for a row's splits, one program computes the whole row.
+    # Number of slots for partial results. If too few are left for a row's splits, one program per KV head computes the
+    # whole row.
     max_slots: int
     arch: str  # key of the tuning tables
     num_programs: int  # persistent grid of the decode kernel
@@ -268,19 +269,20 @@ def allocate_decode_workspace(
     max_rows
         Most rows of a batch, at most 4096.
     max_slots
-        Partial results, num_heads * (head_dim + 2) * 4 bytes each. For every row to be split, a batch needs the sum
-        of ceil(kv_len / split_tokens). With fewer the results are the same, but slower.
+        Slots for partial results, num_heads * (head_dim + 2) * 4 bytes each. All rows of a batch can be split if there
+        are as many slots as the sum of ceil(kv_len / split_tokens). With fewer slots the results are the same, but
+        slower.
     num_heads, num_kv_heads, head_dim
-        As in `AttentionShape`.
+        Heads of the layers (the fields of `AttentionShape`).
     device
-        Of all buffers.
+        Device of all buffers.
     dtype
         Dtype of q. float32 has another configuration than the 16-bit types.
     window, chunk
         Keys that a query sees, its own included, or tokens of a chunk of local attention; at most one of the two.
     share_prefixes
-        Let rows with the same first blocks in their tables read these together, with the same bits. Has no effect
-        with more than 8 query heads for each KV head, where one row fills a tile.
+        Let rows with the same first blocks in their tables read these blocks together; this changes no bits. It has no
+        effect with more than 8 query heads for each KV head, because one row then fills a tile.
     config
         Replaces the configuration from `quire.kernels.tuning`.
     num_programs

@@ -1,8 +1,9 @@
 """Number and size of the partial results that decode attention keeps. Pure arithmetic, without Triton.
 
-`paged_attention` allocates this memory, and the engine's sizing counts it. A slot holds the partial result of one row
-and split. A row without slots is not split: the result is the same, but one program per head computes the whole row,
-many times slower for a long row. So there are slots for all that the cache can hold::
+`paged_attention` allocates this memory, and the engine counts it when it sizes the KV cache. A slot holds the partial
+result of one row and split. A row without slots is not split: the result is the same, but one program per KV head
+computes the whole row, which is many times slower for a long row. So there are slots for all rows that the cache can
+hold::
 
     cache of N tokens    rows of n1 + n2 + ... <= N tokens have at most N / SPLIT + rows splits
     shared prefixes      a shared block counts for each row that reads it: SHARED_READS times as many
@@ -27,7 +28,7 @@ def num_partial_slots(
     chunk: int | None = None,
     share_prefixes: bool = False,
 ) -> int:
-    """Number of slots for the layers of one kind.
+    """Number of slots for the layers that share a window or chunk.
 
     Parameters
     ----------
@@ -38,12 +39,12 @@ def num_partial_slots(
     max_len
         Most tokens of a row.
     window, chunk
-        Keys that a query sees, or tokens of a chunk of local attention.
+        Keys that a query sees (sliding window), or tokens of a chunk of local attention.
     share_prefixes
-        Whether several rows may begin with the same blocks.
+        Whether several rows may start with the same blocks.
     """
     seen = min(max_len, cache_tokens, window or chunk or max_len)
-    # A window or chunk may begin and end inside a split.
+    # A window or chunk may start and end inside a split, so it may touch one split more.
     longest = -(-seen // SPLIT_TOKENS) + (window is not None or chunk is not None)
     reads = SHARED_READS if share_prefixes else 1
     return min(max_rows * longest, max_rows + -(-cache_tokens * reads // SPLIT_TOKENS))

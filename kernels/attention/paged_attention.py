@@ -7,8 +7,8 @@ Layers with the same heads, head size and window or chunk share one `PagedAttent
     attention(q, k_cache, v_cache, scale, plan, out=out)                # each layer
 
 On a GPU the decode kernel computes rows with one query token and the prefill kernel the others, into the same output.
-With `uniform` the prefill kernel computes all rows: a token then has the same bits whether it is decoded or prefilled
-again. The price is that long decode rows are not split.
+With `uniform` the prefill kernel computes all rows, so a token has the same bits whether it is decoded or prefilled
+again (after a preemption, say). The disadvantage is that long decode rows are not split, which makes them slower.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class PagedAttention:
     window, chunk
         Keys that a query sees, its own included, or tokens of a chunk of local attention; None: all keys.
     share_prefixes
-        On a GPU, without window and chunk: decode rows with the same first blocks in their tables read these
-        together, with the same bits. On the CPU they always do.
+        On a GPU, for layers without window and chunk: decode rows with the same first blocks in their tables read these
+        blocks together. This changes no bits. On the CPU, rows always share such reads.
     uniform
-        On a GPU: give decoded and prefilled tokens the same bits. On the CPU they always have.
+        On a GPU: give decoded and prefilled tokens the same bits. On the CPU they always have the same bits.
     query_tokens
-        For the CPU without the compiled library, see `cpu_attention.plan_attention`.
+        Tokens of a query tile on the CPU without the compiled library; passed to `cpu_attention.plan_attention`.
     dtype
         Dtype of q; None: the cache's. It may differ only for a float8_e4m3fn cache, which needs Triton.
     backend
@@ -72,7 +72,7 @@ class PagedAttention:
     Raises
     ------
     ValueError
-        The kernels do not support these heads or this cache; the message has what they support.
+        The kernels do not support these heads or this cache; the message says what they support.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class PagedAttention:
     ) -> Plan:
         """Plan the work of a ragged batch.
 
-        On the CPU all plans of one object share memory: a plan must not be made while another is in use.
+        On the CPU all plans of one object share memory, so a new plan makes the previous one invalid.
 
         Parameters
         ----------
@@ -159,8 +159,8 @@ class PagedAttention:
         block_tables
             [rows, max blocks] int; only entries of blocks with a key that the row sees are read.
         num_query
-            [rows] int, query tokens of each row, on the host. With "triton" the other arguments may be int32 device
-            tensors, which are not copied; then this one is required.
+            [rows] int, query tokens of each row, on the host. It is required if the other arguments are int32 device
+            tensors, which backend "triton" accepts and does not copy.
 
         Returns
         -------

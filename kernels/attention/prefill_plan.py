@@ -94,15 +94,15 @@ def plan_prefill(
     num_tokens
         Query tokens of the batch: the first dimension of q.
     num_heads, num_kv_heads, head_dim, window, chunk
-        As in `AttentionShape`.
+        Heads of the layers and the keys that a query sees (the fields of `AttentionShape`).
     dtype
         Dtype of q. float32 has another configuration than the 16-bit types.
     min_query_tokens
         Rows with fewer query tokens are not listed. 2 leaves decode rows to `decode_attention`. 1 lists them here, so
         that a token's bits are the same whether it is decoded or prefilled again.
     max_rows
-        Most rows of any batch, at most 4096. Batches with the same bound use the same compiled planner. None: the rows
-        of this batch.
+        Most rows of any batch, at most 4096. Batches with the same bound use the same compiled planner. None takes the
+        number of rows of this batch.
     config
         Replaces the configuration from `quire.kernels.tuning`.
     tiles

@@ -22,7 +22,7 @@ from quire.kernels.sampling import log_probs, logit_edits, row_survey, sampling_
 from quire.kernels.tuning import ARCHS, BLOCK_SIZE, launch_options
 
 VOCAB = 151_936  # Qwen3
-_EXACT = dict(enable_fp_fusion=False)  # as in every wrapper
+_EXACT = dict(enable_fp_fusion=False)  # every wrapper passes this option
 
 
 def entries() -> Iterator[Entry]:
@@ -40,7 +40,10 @@ def _pointers(value: str, *names: str) -> dict[str, str]:
 
 
 def matmul_entries(arch: str) -> Iterator[Entry]:
-    """Every form and tile height; "rest" is a depth that is not a multiple of BLOCK_K."""
+    """Yield the GEMM kernels: every form of `matmul_fixed` with every tile height, and the experts' kernels.
+
+    "rest" in a name stands for a depth that is not a multiple of BLOCK_K.
+    """
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         config = matmul_fixed.matmul_config(arch, dtype)
         options = dict(BLOCK_N=config.block_n, BLOCK_K=config.block_k)
@@ -136,7 +139,10 @@ def _rows(arch: str) -> Iterator[Entry]:
 
 
 def fp8_entries() -> Iterator[Entry]:
-    """Kernels for FP8 weights on devices with FP8 products. A separate test compiles them; the table lacks them."""
+    """Yield the kernels for FP8 weights on GPUs with FP8 matrix units.
+
+    The table lacks these entries: a test of their own compiles them.
+    """
     for arch in ("sm_90", "sm_100"):
         for columns in (1024, 4096, fp8_rows.MAX_BLOCK, 14336):
             yield Entry(

@@ -2,14 +2,14 @@
 
 NumPy has no bfloat16, so the interpreter (Triton 3.6 to 3.9) stores such tensors as uint16, with three consequences.
 
-1. Its dot product multiplies the bit patterns as integers. The repair converts the operands to float32. The result is
-   that of the matrix units: exact products of the bfloat16 values, added in float32.
+1. Its `tl.dot` multiplies the bit patterns as integers. The repair converts the operands to float32. The result is the
+   same as on the matrix units: exact products of the bfloat16 values, added in float32.
 2. Its conversion to bfloat16 truncates the mantissa, which is half a unit too low on average. This can hide a missing
    or doubled rounding in a kernel, and differs from torch in every sum of two rows. GPUs round to nearest even.
 3. Its conversion from bfloat16 takes another code path than 2, so both are replaced.
 
-Its dot product of floats calls NumPy's matmul, in which a row's bits may depend on its place in the tile on some CPUs.
-On the matrix units they do not, and the kernels rely on this, so the repair adds up products in the order of k.
+Its `tl.dot` of floats calls NumPy's matmul. On some CPUs the bits of a row then depend on the row's place in the tile.
+On the matrix units they do not, and the kernels rely on this. So the repair adds the products in the order of k.
 
 Triton 3.6 also converts a scalar, stored as an array of one element, to a Python number in a way that NumPy 2.4 and
 later reject (fixed in Triton 3.7).

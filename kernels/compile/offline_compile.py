@@ -1,8 +1,8 @@
 """Offline compilation of one kernel for a device that this machine need not have.
 
 It reports registers, stack, shared memory and matrix instructions. Spilled registers are stored on the stack, so a
-stack of 0 bytes means no spills. Registers and stack come from the binary: from `cuobjdump --dump-resource-usage`
-(part of Triton) for NVIDIA, from the code object's metadata for AMD.
+stack of 0 bytes means no spills. For NVIDIA, registers and stack are read from the binary by `cuobjdump
+--dump-resource-usage`, a tool that ships with Triton. For AMD, they are read from the metadata in the assembly listing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Entry:
     kernel: Any  # triton JITFunction
     types: dict[
         str, str
-    ]  # types of arguments by name; a missing pointer is None, a missing number int32
+    ]  # types of arguments by name; an unlisted argument is None if its name ends in `_ptr`, else int32
     constants: dict[str, Any]
     options: dict[str, Any]
-    resident: int = 1  # programs that must fit one processor at the same time
+    resident: int = 1  # programs that must fit one SM (AMD: compute unit) at the same time
     multiples: tuple[
         str, ...
-    ] = ()  # number arguments, besides the strides, that are multiples of 16
+    ] = ()  # scalar arguments, besides the strides, that are known to be multiples of 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,7 @@ class Record:
     stack_bytes: int  # stack of a thread; 0: no spills
     shared_bytes: int  # shared memory of a program
     matrix: str = ""  # matrix instruction in the code; "" for none (float32)
-    layout: str = (
-        ""  # layouts of the products' results, which determine the thread that adds each element
-    )
+    layout: str = ""  # layouts of the results of `tl.dot`; with the tile's shape they fix the order of additions
     problems: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -61,7 +59,7 @@ def compile_kernel(entry: Entry) -> CompiledKernel:
     Raises
     ------
     RuntimeError
-        The kernels were imported for the interpreter (TRITON_INTERPRET is set).
+        TRITON_INTERPRET was set when the kernels were imported, so they can only be interpreted.
     """
     if not isinstance(entry.kernel, triton.runtime.JITFunction):
         raise RuntimeError(f"{entry.name}: unset TRITON_INTERPRET to compile kernels")
@@ -80,7 +78,8 @@ def compile_kernel(entry: Entry) -> CompiledKernel:
             signature[name] = "i32"
         if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
             continue
-        # Slices such as counts[1:] are not aligned, and the kernels read single numbers from them.
+        # Tensor arguments are 16-byte aligned, except `num_*`: the caller may pass a slice such as counts[1:], which is
+        # not aligned. The kernels only read scalars through these pointers.
         is_array = signature[name].startswith("*") and not name.startswith("num_")
         if is_array or name.startswith("stride_") or name in entry.multiples:
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -104,7 +103,10 @@ def matrix_instructions(entry: Entry) -> set[str]:
 
 
 def compile_entry(entry: Entry) -> Record:
-    """Compile one entry and read its resource usage; raises as `compile_kernel`."""
+    """Compile one entry, read its resource usage and list the limits that it exceeds.
+
+    Raises RuntimeError if the kernels were imported for the interpreter (`compile_kernel`).
+    """
     nvidia = entry.arch.startswith("sm_")
     compiled = compile_kernel(entry)
     read = read_cubin if nvidia else _read_amdgcn
@@ -136,15 +138,18 @@ def thread_problems(entry: Entry) -> list[str]:
 
 
 def _product_layout(ttgir: str) -> str:
-    """Layouts of the results of `tt.dot`. With the tile's shape they fix the order of every addition."""
+    """Layouts of the results of `tl.dot` (in Triton's IR: `tt.dot`).
+
+    Together with the tile's shape they fix the order of additions.
+    """
     definitions = dict(re.findall(r"^(#\w+) = #ttg\.(.*?)(?: loc.*)?$", ttgir, re.MULTILINE))
     results = re.findall(r"tt\.dot .* -> tensor<\w+, (#\w+)>", ttgir)
     return "; ".join(sorted({definitions[name] for name in results}))
 
 
 def _resident(entry: Entry, registers: int, shared_bytes: int) -> int:
-    """Programs that fit a processor at the same time, by registers and shared memory."""
-    # NVIDIA reserves 1 KiB of shared memory for each program.
+    """Number of programs that fit one SM (AMD: compute unit) at the same time, by registers and shared memory."""
+    # An NVIDIA GPU reserves 1 KiB of shared memory for each program. For AMD, `by_shared` is computed again below.
     by_shared = tuning.SHARED_BYTES[entry.arch] // max(shared_bytes + 1024, 1)
     if entry.arch.startswith("sm_"):
         # Registers are allocated in units of 8 per thread.

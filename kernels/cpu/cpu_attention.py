@@ -57,13 +57,14 @@ def plan_attention(
     chunk
         Tokens of a chunk of local attention: a query sees only keys of its own chunk. None: all keys.
     query_tokens
-        For the torch path: query tokens of a prefill tile, see `cpu_attention_torch.choose_query_tokens`. None: the
-        fastest.
+        For the torch implementation: query tokens of a prefill tile. None: the fastest. The value from
+        `cpu_attention_torch.choose_query_tokens` gives prefill and decode the same bits on this machine.
     backend
         "native" or "torch" forces that implementation; None: native if it supports the shapes.
     before
         The previous plan, made with the same cache, heads and options. The new plan reuses its memory, so calls with
-        both must not run at the same time. If each row has decoded one token since, planning takes a third of the time.
+        the two plans must not run at the same time. If each row has one token more than in the previous plan, planning
+        takes a third of the time.
 
     Raises
     ------
@@ -118,11 +119,11 @@ def paged_attention(
         [blocks, kv_heads, block_size, head_dim] in the dtype of q; the heads of one block are contiguous. The keys of
         this step are already written.
     block_tables, cu_q, kv_len
-        As in `plan_attention`, integer tensors or arrays; ignored if `plan` is given.
+        The batch as for `plan_attention`, as integer tensors or arrays; ignored if `plan` is given.
     scale
         Factor on q . k.
     window, chunk, backend
-        As in `plan_attention`; ignored if `plan` is given.
+        Options as for `plan_attention`; ignored if `plan` is given.
     softcap
         Replaces each score s by softcap * tanh(s / softcap).
     sinks

@@ -3,8 +3,9 @@
 `native/attention_tile.h` describes the mathematics, the layout and why a row's bits do not depend on the batch;
 `cpu_attention_work.py` describes how a batch is cut into work units.
 
-Flops: 4 heads head_dim for each pair of a query and a key that it sees. Bytes: K and V once for each query tile, those
-of a trunk once for all its branches. Scratch memory: 200 KiB for each thread, and 7 KiB for each element of head_dim.
+Flops: 4 heads head_dim for each pair of a query and a key that it sees. Bytes: K and V once for each query tile; those
+of a trunk (a prefix that several tiles share) once for all its branches. Scratch memory for each thread: 200 KiB, and
+7 KiB more for each element of head_dim.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from quire.kernels.cpu.cpu_attention_work import (
 
 MAX_ROWS = 256  # `MAX_ROWS` of native/attention.h
 MAX_HEAD_DIM = 512  # `MAX_HEAD_DIM` of native/attention.h
-UNIT_ROWS = 128  # rows of a query tile; see `_most_rows`
+UNIT_ROWS = 128  # most rows of a query tile without AMX (`_most_rows`)
 _RUN_TOKENS = 8  # `RUN` of native/attention.h
 ITEMS_PER_THREAD = 4  # long rows are split until there are this many items for each thread
 MAX_PARTIAL_BYTES = 16 << 20  # memory of the results of splits, for one layer
@@ -116,7 +117,7 @@ class AttentionCall(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """The work of one step, shared by all layers with the same blocks. See `plan`."""
+    """The work of one step, shared by all layers with the same blocks. `plan` makes it."""
 
     block_tables: np.ndarray  # [rows, max blocks] int64
     tokens: np.ndarray  # [tokens] int64, flat query tokens in the order of the tiles
@@ -168,7 +169,7 @@ class NativePlan:
     def following(
         self, cu_q: np.ndarray, kv_len: np.ndarray, block_tables: np.ndarray
     ) -> NativePlan | None:
-        """Derive the plan of the next step, in which each row has one token more; None for any other step.
+        """Derive the plan of the next step if each row has one token more; return None for any other step.
 
         This serves nearly all steps that only decode. Tiles, trunks and units are kept. The new plan shares this plan's
         memory, so this plan must not be used afterwards. If no block table has changed, `plan` would return the same
@@ -177,7 +178,7 @@ class NativePlan:
         Raises
         ------
         ValueError
-            As `plan`.
+            A block table is too short for its row, or has a block id outside the cache.
         """
         if (
             not self.can_follow
@@ -247,18 +248,17 @@ def plan(
     chunk: int | None = None,
     before: NativePlan | None = None,
 ) -> NativePlan:
-    """Cut a ragged batch into work units; arguments as in `cpu_attention.plan_attention`.
+    """Cut a ragged batch into work units. The arguments are described at `cpu_attention.plan_attention`.
 
-    The plan has the scratch memory of its calls, taken from `before` if that is given. So only one call may run at a
-    time.
+    The plan owns the scratch memory of its calls, or reuses the memory of `before`. So only one call may run at a time.
 
     Raises
     ------
     ValueError
-        A block table is too short for its row, or has a block id outside the cache: C would read foreign memory.
+        A block table is too short for its row, or has a block id outside the cache, so C would read outside the cache.
     """
     num_blocks, kv_heads, block_size, head_dim = k_cache.shape
-    # Copy the tables: `following` compares with the tables that were checked, and the caller may change his.
+    # Copy the tables: `following` compares with the tables that were checked, and the caller may change its array.
     block_tables = np.array(block_tables, np.int64, order="C")
     _, position = query_rows(cu_q, kv_len)
     key_begin, key_end = first_key(position, window, chunk), position + 1
@@ -311,7 +311,8 @@ def plan(
 def _most_rows(library: native_library.NativeLibrary, dtype: torch.dtype) -> int:
     """Most rows of a query tile.
 
-    More rows share the cost of packing keys. This pays with AMX, where products are so fast that packing counts.
+    A tile with more rows spreads the cost of packing keys. This pays with AMX, because its matrix products are so fast
+    that packing is a large share of the time.
     """
     has_matrix_registers = library.best_isa == native_library.ISAS.index("amx_bf16")
     return MAX_ROWS if has_matrix_registers and dtype == torch.bfloat16 else UNIT_ROWS
@@ -329,7 +330,7 @@ def attend(
     out: torch.Tensor,
     isa: str | None = None,
 ) -> None:
-    """Run a plan; arguments as in `cpu_attention.paged_attention`, which has checked the tensors.
+    """Run a plan. `cpu_attention.paged_attention` describes the arguments and has checked the tensors.
 
     Parameters
     ----------

@@ -12,12 +12,12 @@ is a short loop of additions to prefixes::
     query tile    A    B    C          jobs   A0 B0 C0 | A1 B1 | A2
     KV tiles      3    2    1          acc   [A  B  C] += jobs 0..2;  [A B] += jobs 3..4;  [A] += job 5
 
-A row's result does not depend on the batch, for these reasons. The products have a fixed shape; its height is a
-multiple of four (for another height MKL takes another kernel, with another order of additions). The maximum is exact.
-The sums over tiles run in the order of the positions, and a tile that a query does not see adds an exact zero. All else
-is element-wise. One property depends on the matrix library: whether the product of a row is the same in a tile of
-`group` rows and of 64 rows. `choose_query_tokens` checks it on this machine. If it does not hold, prefill uses the
-decode tiles, which is slower.
+A row's result does not depend on the batch, for these reasons. The matrix products have a fixed shape, with a height
+that is a multiple of four (for other heights MKL takes another kernel, with another order of additions). The maximum is
+exact. The sums over tiles run in the order of the positions, and a tile that a query does not see adds an exact zero.
+All other operations are element-wise. One property depends on the matrix library: whether a row has the same result in
+a tile of `group` rows and in a tile of 64 rows. `choose_query_tokens` checks this on the machine. If it does not hold,
+prefill uses the decode tiles, which is slower.
 
 Flops: 4 heads head_dim for each query and each key of its tiles, more where rows are padded. Bytes: decode reads K
 and V once, writes them to a gathered copy that fits the L2 cache (`_GATHER_BYTES`) and reads that; prefill does so once
@@ -37,9 +37,9 @@ from quire.kernels.cpu.attention_span import first_key, query_rows
 
 TILE_TOKENS = 128  # least tokens of a KV tile
 PREFILL_ROWS = 64  # rows of a prefill query tile: query tokens x heads of a KV group
-# Gathered K, and as much V, of one group of decode rows; it should stay in the L2 cache
+# Bytes of gathered K, and of gathered V, of one group of decode rows; they should stay in the L2 cache.
 _GATHER_BYTES = 2 << 20
-_HEIGHT_STEP = 4  # the heights of all products are multiples of this
+_HEIGHT_STEP = 4  # the height of every matrix product is a multiple of this
 
 
 def tile_tokens(block_size: int) -> int:
@@ -69,7 +69,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """Index arithmetic of one step, shared by all layers with the same blocks. See `plan`."""
+    """Index arithmetic of one step, shared by all layers with the same blocks. `plan` makes it."""
 
     groups: tuple[_Group, ...]
     tile: int
@@ -103,7 +103,7 @@ def plan(
     chunk: int | None = None,
     query_tokens: int | None = None,
 ) -> TorchPlan:
-    """Plan the jobs of a ragged batch; arguments as in `cpu_attention.plan_attention`.
+    """Plan the jobs of a ragged batch. The other arguments are described at `cpu_attention.plan_attention`.
 
     Parameters
     ----------
@@ -234,7 +234,7 @@ def _hidden(
 
 
 def tile_height(num_queries: int, group_heads: int) -> int:
-    """Rows of a query tile, padding included: the height of its products."""
+    """Rows of a query tile, padding included: the height of its matrix products."""
     return _round_up(num_queries * group_heads, _HEIGHT_STEP if num_queries == 1 else PREFILL_ROWS)
 
 
@@ -249,7 +249,7 @@ def attend(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Run a plan; arguments as in `cpu_attention.paged_attention`, which has checked the tensors."""
+    """Run a plan. `cpu_attention.paged_attention` describes the arguments and has checked the tensors."""
     group_heads = q.shape[1] // plan.num_kv_heads
     q_scaled = q.float() * scale
     if sinks is not None:
@@ -260,7 +260,7 @@ def attend(
     for group in plan.groups:
         k = _gather(k_cache, group, plan.tile, k_buffer)
         v = _gather(v_cache, group, plan.tile, v_buffer)
-        # Slots without a key may hold NaN, and weights of 0 would not cancel it.
+        # Slots without a key may hold NaN, which would survive a weight of 0.
         v.view(-1, v.shape[-1]).index_fill_(0, group.blank_rows, 0.0)
         queries = q_scaled.index_select(0, group.token_index)
         result = _attend(queries, k, v, group, softcap, sinks)
@@ -285,7 +285,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute both products and the softmax of one group.
+    """Compute scores, softmax and weighted sums of one group.
 
     Parameters
     ----------
@@ -351,7 +351,7 @@ def _over_tiles(values: torch.Tensor, num_tile_queries: tuple[int, ...], combine
 
 
 def _sink_rows(sinks: torch.Tensor, num_queries: int, height: int) -> torch.Tensor:
-    """The sink of each row of a query tile, [kv_heads, height]; padding rows take the first."""
+    """The sink of each row of a query tile, [kv_heads, height]; padding rows take the first row's sink."""
     rows = sinks.repeat(1, num_queries)
     padding = rows[:, :1].expand(-1, height - rows.shape[1])
     return torch.cat([rows, padding], dim=1)
@@ -361,8 +361,8 @@ def _sink_rows(sinks: torch.Tensor, num_queries: int, height: int) -> torch.Tens
 def choose_query_tokens(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> int:
     """Query tokens of a prefill tile for which float32 results have the bits of decode tiles on this machine.
 
-    Tests the default with random data: the matrix library chooses its kernel by shapes, not by values. Returns 1, which
-    means that prefill uses the decode tiles, if the bits differ.
+    The default is tested with random data, which is enough because the matrix library chooses its kernel by shapes, not
+    by values. If the bits differ, the function returns 1: prefill then uses the decode tiles.
     """
     candidate = default_query_tokens(num_heads // num_kv_heads)
     tile = tile_tokens(block_size)

@@ -3,8 +3,8 @@
     query tile   tokens of one row that share packed keys; with the heads of a KV group at most 128 or 256 rows
     trunk        the tokens of several tiles whose rows share their first blocks (a cascade): these keys are read once
                  for all tiles; then each tile continues alone, as a branch, from the state that the trunk has reached
-    work unit    a query tile, or a trunk with its branches, with all their keys; or, if there are too few units for the
-                 threads, one split of 512 keys; its result is stored as a partial and merged
+    work unit    a query tile, or a trunk with its branches, with all their keys. If there are too few units for the
+                 threads, a tile is cut into units of one split (512 keys), and their partial results are merged
     item         a work unit and one KV head, or several heads where the keys are not packed; threads take items, the
                  most expensive first, until none is left
 
@@ -23,7 +23,7 @@ SPLIT_TOKENS = 512  # `SPLIT` of native/attention.h
 def query_tiles(
     cu_q: np.ndarray, key_begin: np.ndarray, key_end: np.ndarray, tile_tokens: int
 ) -> np.ndarray:
-    """Cut the rows into query tiles of at most `tile_tokens` tokens: [query tiles, 7] int64, not split, no trunks."""
+    """Cut the rows into tiles of at most `tile_tokens` tokens: [query tiles, 7] int64, unsplit and without trunks."""
     q_len = np.diff(cu_q)
     num_tiles = -(-q_len // tile_tokens)
     row = np.repeat(np.arange(len(q_len)), num_tiles)
@@ -48,13 +48,13 @@ def find_trunks(
 ) -> list[tuple[int, list[int]]]:
     """Find tiles that can read a prefix together: (number of keys, indices of the tiles) of each trunk.
 
-    The tiles are sorted so that tiles with long shared prefixes are neighbours. A trunk takes the next tile as long as
-    that saves more keys than the shorter common prefix of the larger trunk loses.
+    The tiles are sorted so that tiles with long shared prefixes are neighbours. A trunk takes the next tile if the
+    larger trunk saves more reads of keys in total, although its common prefix may be shorter.
     """
     if len(tiles) < 2:
         return []
-    # Only tiles that see their row from its first key: with a window the first key differs between rows. Each token of
-    # a branch must see all keys of the trunk and at least one more.
+    # Consider only tiles that see their row from its first key, because with a window the first key differs between
+    # rows. Each token of a branch must see all keys of the trunk and at least one more.
     seen = key_end[tiles[:, 0]] - 1
     from_begin = key_begin[tiles[:, 0] + tiles[:, 1] - 1] == 0
     whole = np.flatnonzero(from_begin & (seen >= TILE_TOKENS))

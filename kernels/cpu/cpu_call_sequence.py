@@ -4,8 +4,8 @@
 the fields that change from step to step are set. This saves each call's way through Python and the start and end of a
 team.
 
-The rows that products read or write are one cache line further apart than their length. At a distance that is a
-multiple of 2 KiB, 16 rows would share two of the 64 sets of the first-level cache and evict each other.
+The rows that GEMMs read or write are one cache line further apart than their length. At a distance that is a multiple
+of 2 KiB, 16 rows would share two of the 64 sets of the L1 cache and evict each other.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CallSequence:
         most = self._library.functions.quire_sequence_max_steps()
         if len(calls) > most:
             raise ValueError(f"calls: must be at most {most}, got {len(calls)}")
-        # Each call has counters of its own, which serve one step of a run.
+        # Each call has its own counters, and a run uses them for one entry of the sequence only.
         if len({id(call) for call in calls.values()}) < len(calls):
             raise ValueError("calls: must be distinct, got one twice")
         self._calls = dict(calls)
@@ -87,7 +87,7 @@ class CallSequence:
         return ctypes.addressof(self._sequence)
 
     def run(self, num_threads: int, isa: str | None = None) -> None:
-        """Run the calls on at most `num_threads` threads; `isa` as in `cpu_linear.packed_linear`."""
+        """Run the calls on at most `num_threads` threads with instruction set `isa` (None: the processor's best)."""
         library = self._library
         library.functions.quire_sequence(
             self._reference, library.isa(isa), library.parallel, num_threads
@@ -144,7 +144,7 @@ class ProductPart(NamedTuple):
 def run_parts(
     sequence: CallSequence, workspace: Workspace, num_threads: int, isa: str | None
 ) -> dict[str, float]:
-    """Run a sequence; return the seconds of each call by name, or nothing without `workspace.on_times`."""
+    """Run a sequence; return the seconds of each call by name, or an empty dict without `workspace.on_times`."""
     if workspace.on_times is not None:
         return sequence.run_timed(num_threads, isa)
     sequence.run(num_threads, isa)

@@ -2,8 +2,8 @@
 
     norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
 
-Each part is the call of `cpu_row_ops.py`, `cpu_linear.py` or `cpu_attention_native.py`, so the bits are those of the
-separate calls. The results that pass from part to part are in a workspace that all layers of a model share::
+Each part is a call of `cpu_row_ops.py`, `cpu_linear.py` or `cpu_attention_native.py`, so the sequence gives the same
+bits as separate calls. The results that pass from part to part are in a workspace that all layers of a model share::
 
     token  | normed | middle | q | qkv, attended |        each area has the rows of all tokens
                                  | gate_up, inner|        the MLP reuses the memory of attention
@@ -13,7 +13,7 @@ tokens alone, once the keys and values of all tokens are written:
 
     norm │ qkv │ norm, rotate, write ║ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
 
-Bytes and flops: those of the parts.
+Bytes and flops: the sums over the parts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LayerParts:
 
     attention_norm: NormPart
     qkv: ProductPart
-    # Norms of each head of q and of k, with the same eps.
+    # Norms of each head of q and of k, with the same eps. None: no norms.
     head_norms: tuple[NormPart, NormPart] | None
     num_heads: int
     scale: float
@@ -67,22 +67,22 @@ class LayerParts:
     output: ProductPart
     mlp_norm: NormPart
     gate_up: ProductPart
-    gelu: bool  # the activation, as in `cpu_row_ops.gated`
+    gelu: bool  # activation: GELU (tanh form) if true, else SiLU
     down: ProductPart
-    k_cache: torch.Tensor  # [blocks, kv_heads, block_size, head_dim], as in `cpu_attention`
+    k_cache: torch.Tensor  # [blocks, kv_heads, block_size, head_dim]
     v_cache: torch.Tensor
-    k_pages: torch.Tensor  # [page_rows, head_dim], a view of the same memory, as in `cpu_row_ops`
+    k_pages: torch.Tensor  # [page_rows, head_dim], a view of the cache's memory as rows
     v_pages: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """The arguments of a step for all layers with the same heads, window and rotation. Made by `of`."""
+    """The arguments of a step that all layers with the same heads, window and RoPE tables share. Made by `of`."""
 
     plan: NativePlan
     tables: RotatePart
     dtype: torch.dtype
-    kept: tuple[torch.Tensor, ...]  # keeps the tensors alive to which `tables` points
+    kept: tuple[torch.Tensor, ...]  # keeps alive the tensors whose addresses `tables` holds
 
     @classmethod
     def of(
@@ -93,9 +93,10 @@ class LayerStep:
         Parameters
         ----------
         plan
-            Plan of the step's tokens. Further tokens of the step are padding. The layers run on its number of threads.
+            Attention plan of the step. Tokens beyond its own are padding. The layers run on its number of threads.
         rows, cos, sin
-            As in `cpu_row_ops.rotate_and_write`.
+            Rows of the cache for each token and KV head, and the RoPE tables of each token, as for
+            `cpu_row_ops.rotate_and_write`.
 
         Raises
         ------
@@ -139,7 +140,7 @@ class _Strides(NamedTuple):
 class PreparedLayer:
     """A decoder layer with its prepared calls, run by a `LayerStack`.
 
-    It keeps its parts alive, but no tensors of a step.
+    The object keeps the weights and the cache alive, but not the tensors of a step.
 
     Raises
     ------
@@ -200,7 +201,7 @@ class PreparedLayer:
         }
         self._sequence = CallSequence(writing | reading)
         self._halves = CallSequence(writing), CallSequence(reading)
-        # The number of tokens and the workspace for which the calls are set.
+        # Number of tokens, and size and address of the workspace, for which the calls' addresses are set.
         self._num_tokens = 0
         self._num_bytes = 0
         self._address = 0
@@ -282,7 +283,7 @@ class PreparedLayer:
 
     @property
     def selectable_work(self) -> int:
-        """Multiplications that products save for each token that is not selected; attention saves more."""
+        """Multiplications that the linear layers save for each token that is not selected; attention saves more."""
         products = (self._parts.output, self._parts.gate_up, self._parts.down)
         return sum(weight.columns * weight.depth for weight, _ in products)
 
@@ -294,9 +295,10 @@ class PreparedLayer:
         workspace: Workspace,
         isa: str | None,
     ) -> tuple[torch.Tensor, int]:
-        """Run the layer for x [tokens, hidden], which `check` has accepted, with results for the selection alone.
+        """Write the keys and values of all tokens, then compute the rest of the layer for the selected tokens alone.
 
-        Returns [selected, hidden] and the number of rows outside the cache.
+        x is [tokens, hidden] and has passed `check`. Returns [selected, hidden] and the number of rows outside the
+        cache.
         """
         writing, reading = self._halves
         self.place(len(x), workspace)

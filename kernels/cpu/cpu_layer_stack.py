@@ -1,4 +1,4 @@
-"""Runs decoder layers on the CPU as one call into C: a team of threads runs their parts in order, with barriers.
+"""Decoder layers on the CPU as one call into C: a team of threads runs their parts in order, with barriers between.
 
 norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual ┐
   ┌───────────────────────────────────── the next layer, in the same team ◀─────────────────────────────────┘
@@ -63,14 +63,14 @@ class LayerStack:
         workspace
             Memory for the layers' intermediate results.
         selection
-            Tokens for which the last layer is computed. For other tokens the result is the last layer's input. None:
-            all tokens.
+            Tokens for which the last layer is computed in full. For other tokens the result is the last layer's input.
+            None: all tokens.
         isa
-            As in `cpu_linear.packed_linear`.
+            Instruction set, one of `native_library.ISAS`; None: the best of this processor.
 
         Returns
         -------
-        [..., hidden] as x, in new memory.
+        [..., hidden] in the shape and dtype of x, in new memory.
 
         Raises
         ------

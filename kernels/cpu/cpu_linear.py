@@ -1,10 +1,10 @@
-"""Matrix products with packed weights on the CPU: fast for few rows, with the same bits for any number of rows.
+"""Linear layers with packed weights on the CPU: fast for few rows, with the same bits for any number of rows.
 
     out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n]) (+ residual[m, n])
 
 Needs the compiled library. `native/linear_tile.h` describes the layout, the loops and why a row's bits depend on that
 row alone. For the 1 to 32 rows of a decode step vendor libraries read the weights at half the memory's speed or less,
-and they choose the order of additions by the number of rows. This product serves any number of rows, so the weights
+and they choose the order of additions by the number of rows. The kernel here serves any number of rows, so the weights
 are stored only once.
 
     weight = PackedWeight.pack([w_q, w_k, w_v], 4096)      # once; columns of all parts
@@ -34,7 +34,7 @@ from quire.kernels.cpu.weight_panels import PANEL_COLUMNS, pack_rows
 from quire.kernels.huge_pages import ask_for_huge_pages
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attention.h
-# A weight for which coding does not pay is decoded and packed again, this many columns at a time.
+# Columns at a time in which a weight is decoded and packed again if coding does not pay.
 _DECODED_COLUMNS = 1024
 LIMITS = "float32, or bfloat16 with an even number of input features"
 
@@ -226,7 +226,7 @@ def _check_weight(like: torch.Tensor, int8: bool) -> None:
 
 
 def _in_strips(dtype: torch.dtype) -> bool:
-    """Whether products in `dtype` use AMX on this processor, which reads panels in strips."""
+    """Whether GEMMs in `dtype` use AMX on this processor; the AMX kernel reads panels in strips."""
     best = native_library.ISAS[native_library.installed().best_isa]
     return best == "amx_bf16" and dtype == torch.bfloat16
 
@@ -263,7 +263,7 @@ class _Panels:
 
 
 def _quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, depth] int8 and the scale of each row, [rows] float32."""
+    """Quantise each row: [rows, depth] int8 and one scale per row, [rows] float32."""
     rows = rows.float()
     scales = rows.abs().amax(dim=1) / 127.0
     # A row of zeros has the scale 0; the clamp avoids a division by zero.

@@ -1,4 +1,4 @@
-"""The end of a model on the CPU: the last norm and the product that computes logits, as one call into C.
+"""The end of a model on the CPU: the last norm and the linear layer that computes logits (LM head), as one call into C.
 
 Bytes and flops: those of `cpu_row_ops.rms_norm` and `cpu_linear.packed_linear`.
 """
@@ -20,9 +20,9 @@ from quire.kernels.cpu.cpu_row_ops import NormCall
 
 
 class NormedProduct:
-    """An RMS norm and a product of its result, as prepared calls: from a model's last hidden states to logits.
+    """An RMS norm followed by a linear layer, as prepared calls: from a model's last hidden states to logits.
 
-    It keeps its parts alive, but no tensors of a call.
+    The object keeps the weights alive, but not the inputs or results of a call.
 
     Raises
     ------
@@ -31,7 +31,7 @@ class NormedProduct:
     """
 
     def __init__(self, norm: NormPart, product: ProductPart):
-        # Keeps the tensors alive to which the calls point.
+        # Keeps the weights alive, because the prepared calls hold only their addresses.
         self._parts = norm, product
         weight = product.weight
         self._depth, self._columns, self._dtype = weight.depth, weight.columns, weight.dtype
@@ -46,16 +46,16 @@ class NormedProduct:
     def __call__(
         self, x: torch.Tensor, workspace: Workspace, *, isa: str | None = None
     ) -> torch.Tensor:
-        """Compute the norm and the product.
+        """Compute the norm and the logits.
 
         Parameters
         ----------
         x
             [rows, depth] in the weights' dtype, rows contiguous.
         workspace
-            Memory for the normed rows. It may be the workspace of the model's layers, which have finished.
+            Memory for the normed rows. It may be the workspace of the model's layers, because they have finished.
         isa
-            As in `cpu_linear.packed_linear`.
+            Instruction set, one of `native_library.ISAS`; None: the best of this processor.
 
         Returns
         -------

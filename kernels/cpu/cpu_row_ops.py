@@ -1,10 +1,11 @@
-"""The operations of a decoder layer between its matrix products, on the CPU in C: one pass over the rows for each.
+"""The operations of a decoder layer between its GEMMs, on the CPU in C. Each makes one pass over the rows.
 
     rms_norm              y = x / sqrt(mean(x^2) + eps) * weight
     gated                 y = act(gate) * up, from rows [gate | up]
     rotate_and_write      norms each head of q and k, rotates it, and writes k and v into the cache
 
-Arithmetic is float32, rounded once (a model's own operations round after each). A row's bits depend on that row alone.
+Arithmetic is float32 and the result is rounded once, while torch rounds after every operation. A row's bits depend on
+that row alone.
 Needs the compiled library (`native/row_ops_tile.h`).
 
 Bytes: each input is read once (the norm's second pass reads from the cache), each output is written once. Flops: 4 for
@@ -42,7 +43,10 @@ class NormCall(ctypes.Structure):
 
     @classmethod
     def of(cls, weight: torch.Tensor, columns: int, dtype: torch.dtype, eps: float) -> NormCall:
-        """Set the fields that all calls with a weight share. The caller keeps it alive. Raises as `rms_norm`."""
+        """Set the fields that all calls with a weight share. The caller keeps the weight alive.
+
+        Raises ValueError if the weight does not come from `pad_weight` for `columns` columns.
+        """
         _check_norm("weight", weight, columns)
         return cls(weight=weight.data_ptr(), columns=columns, dtype=_DTYPES[dtype], eps=eps)
 
@@ -90,7 +94,10 @@ class RotatePart(ctypes.Structure):
         sin: torch.Tensor,
         dtype: torch.dtype,
     ) -> RotatePart:
-        """Check and set the fields; arguments and errors as in `rotate_and_write`. The caller keeps them alive."""
+        """Check the arguments of `rotate_and_write` for one step and set the fields.
+
+        The caller keeps the tensors alive. Raises ValueError if a shape, dtype or stride is not supported.
+        """
         rotary = cos.shape[-1]
         if rotary % 2 or not 0 < rotary <= head_dim:
             raise ValueError(
@@ -137,7 +144,7 @@ class RotateCall(ctypes.Structure):
     ) -> RotateCall:
         """Set the fields that all calls of a layer share. The caller keeps the tensors alive.
 
-        Arguments and errors as in `rotate_and_write`.
+        Takes arguments of `rotate_and_write`; raises ValueError if a shape, dtype or stride is not supported.
         """
         head_dim, dtype = k_pages.shape[1], k_pages.dtype
         if head_dim > MAX_HEAD_DIM:
@@ -190,7 +197,7 @@ def rms_norm(
     eps
         Added to the mean square.
     isa
-        As in `cpu_linear.packed_linear`.
+        Instruction set, one of `native_library.ISAS`; None: the best of this processor.
 
     Returns
     -------
@@ -279,7 +286,7 @@ def rotate_and_write(
     eps
         Added to the norms' mean squares.
     isa
-        As in `cpu_linear.packed_linear`.
+        Instruction set, one of `native_library.ISAS`; None: the best of this processor.
 
     Returns
     -------

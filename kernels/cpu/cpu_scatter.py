@@ -32,7 +32,9 @@ class _Call(ctypes.Structure):
 
 
 def scatter_rows(target: torch.Tensor, rows: torch.Tensor, source: torch.Tensor) -> None:
-    """Set target[rows[token * heads + head]] = source[token, head]; uses the compiled library on the CPU.
+    """Set target[rows[token * heads + head]] = source[token, head].
+
+    On the CPU the compiled library does this if it is installed, otherwise torch.
 
     Parameters
     ----------

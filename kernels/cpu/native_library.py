@@ -1,8 +1,8 @@
 """Loads the compiled C library of the CPU kernels, which exists if the package was installed with a C compiler.
 
-It is plain C (`native/*.c`), called through ctypes. It runs on torch's threads, by calling `GOMP_parallel` of the
-OpenMP runtime that torch is linked to. A second pool of threads would compete for the cores with torch's threads, which
-spin for a while after each operation.
+The library is plain C (`native/*.c`), called through ctypes. It runs on torch's threads: it calls `GOMP_parallel` of
+the OpenMP runtime that torch is linked to. A second pool of threads would compete for the cores with torch's threads,
+which spin for a while after each operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NativeLibrary:
     parallel: int | None  # address of GOMP_parallel; None: one thread
 
     def isa(self, name: str | None) -> int:
-        """Index of `name` in `ISAS`; None: of the best.
+        """Index of instruction set `name` in `ISAS`; None stands for the fastest one of this processor.
 
         Raises
         ------
@@ -123,7 +123,7 @@ def load() -> NativeLibrary | None:
 
 
 def installed() -> NativeLibrary:
-    """The library, for callers that have checked that it is there."""
+    """Return the library. The caller has checked that it was compiled."""
     library = load()
     assert library is not None
     return library

@@ -1,12 +1,12 @@
-"""Lossless code for the bfloat16 weights of a packed product: 12 bits for each weight.
+"""Lossless code for the bfloat16 weights of a packed linear layer: 12 bits for each weight.
 
 The time of a decode step with few rows is the time to read the weights. The upper 8 of a weight's 16 bits (sign and
 most of the exponent) nearly always have one of 16 values, in trained and in random weights, so 4 bits can encode them
-(`native/linear_code.h` has the layout). The product decodes weights in registers; every bit of its result is the same
-as without the code.
+(`native/linear_code.h` has the layout). The GEMM decodes weights in registers; every bit of its result is the same as
+without the code.
 
-Bytes: 192 instead of 256 for 128 weights (a step of a panel), and 128 more if one of these has another value. With
-normally distributed weights this is one step in a hundred.
+Bytes: 192 instead of 256 for 128 weights (a step of a panel). A step in which a weight's upper byte has no code is
+stored uncoded, which takes 128 bytes more. With normally distributed weights this is one step in a hundred.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from quire.kernels.cpu import native_library
 from quire.kernels.cpu.weight_panels import PANEL_COLUMNS, pack_rows
 from quire.kernels.huge_pages import ask_for_huge_pages
 
-# As in native/linear_code.h.
+# The same constants as in native/linear_code.h.
 _STEP_WEIGHTS = 128
 _STEP_BYTES = 192
 _TABLE_BYTES = 16
-# Coding pays up to this share of the uncoded bytes.
+# The code is used if it takes at most this share of the uncoded bytes.
 _MOST = 0.9
 
 
@@ -85,7 +85,7 @@ class WeightCode:
 
 
 class Coder:
-    """Codes a weight that arrives in parts, panel by panel, so that a panel stays in the second-level cache.
+    """Codes a weight that arrives in parts. It works panel by panel, so a panel stays in the L2 cache.
 
     The result is `coded`, the panels [panels, steps, 48] int32, and `code`, their tables.
 
@@ -102,7 +102,8 @@ class Coder:
         panels = -(-columns // PANEL_COLUMNS)
         self.coded = torch.empty(panels, self._steps, _STEP_BYTES // 4, dtype=torch.int32)
         ask_for_huge_pages(self.coded)
-        # Address space for the case that no step can be coded; pages that are not written take no memory.
+        # These arrays are large enough for the case that no step can be coded; pages that are not written take no
+        # memory.
         entries = panels * (self._steps + 1)
         self.code = WeightCode.of(
             torch.empty(panels, _TABLE_BYTES, dtype=torch.uint8),
@@ -110,11 +111,11 @@ class Coder:
             torch.empty(entries, dtype=torch.int32),
             torch.empty(entries, _STEP_WEIGHTS, dtype=torch.uint8),
         )
-        self._used = 0  # entries
+        self._used = 0  # entries of `apart` and `high` in use
         # The last, incomplete panel, with one word for each step as scratch memory of its coding.
         self._edge = torch.zeros(1, self._steps, PANEL_COLUMNS + 1, dtype=torch.int32)
         self._scratch: torch.Tensor | None = None
-        self._done = 0  # columns
+        self._done = 0  # columns that were added so far
 
     def add(self, rows: torch.Tensor) -> None:
         """Code the next columns: `rows` [columns, depth], rows contiguous and 4-byte aligned."""
@@ -130,7 +131,7 @@ class Coder:
         self._add_to_edge(rows[head + whole :])
 
     def finish(self) -> bool:
-        """Complete `coded` and `code` after the last columns. Returns whether coding saves a tenth of the bytes."""
+        """Complete `coded` and `code` after the last columns; return whether coding saves at least 10% of the bytes."""
         if self._done % PANEL_COLUMNS:
             self._run(None, self._edge, 1)
         table_bytes = self._used * (_STEP_WEIGHTS + 4) + len(self.coded) * (_TABLE_BYTES + 8)

@@ -1,4 +1,4 @@
-"""Packs rows of a weight into panels of 64 columns, which a product reads front to back (`native/linear_unit.h`)."""
+"""Packs a weight into panels of 64 output features, which a GEMM reads front to back (`native/linear_unit.h`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pack_rows(packed: torch.Tensor, rows: torch.Tensor, first_column: int, in_st
     rows
         [columns, depth], rows contiguous and 4-byte aligned, `steps` words of 32 bits each.
     first_column
-        Column of the first row.
+        Index of the first of `rows` in the packed weight, where it becomes a column.
     in_strips
         Whether a panel is [4, steps, 16] words, the layout for AMX.
     """

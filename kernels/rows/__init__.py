@@ -1,1 +1,1 @@
-"""Kernels that compute each row alone: norms, activations, KV writes, FP8, products with a fixed order of additions."""
+"""Kernels that compute each row alone: norms, activations, KV writes, FP8, GEMMs with a fixed order of additions."""

@@ -5,8 +5,9 @@ For a row [gate | up] of 2 n numbers::
     silu_mul       gate / (1 + e^-gate) * up
     gelu_tanh_mul  gate / (1 + e^-2u) * up      u = sqrt(2 / pi) (gate + 0.044715 gate^3)
 
-The second is 0.5 gate (1 + tanh u) without the cancellation in 1 + tanh u. Both activations are computed in float32
-and rounded to the dtype before the product, as the separate operations do: fusing them changes no rounding.
+The second equals 0.5 gate (1 + tanh u) but avoids the cancellation in 1 + tanh u. Both activations are computed in
+float32 and rounded to the dtype before the multiplication by `up`, as the separate operations do. So the fusion changes
+no rounding.
 
 Layout. gate_up [tokens, 2 n], out [tokens, n]; rows contiguous, any stride between rows. Elements are independent, so
 no bit depends on the batch.
@@ -77,7 +78,7 @@ def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute gelu(gate, approximate="tanh") * up; arguments as in `silu_mul`."""
+    """Compute gelu(gate, approximate="tanh") * up; takes the arguments of `silu_mul`."""
     return _gated(gate_up, out, gelu=True)
 
 

@@ -16,10 +16,11 @@ table row r::
 The arrays of the step may be longer than the batch (captured graphs). The rest is padding: rows with kv_len 0 and
 tokens with position 0 and slot -1.
 
-The host changes the table only by differences: (row, column, value) triples that `apply_differences` scatters.
+The host never rewrites the whole table: it sends changes as (row, column, value) triples, which `apply_differences`
+scatters.
 
-Bytes: 16 for each token, 8 for each used block-table entry, 20 for each difference. Almost no arithmetic. The time is
-that of the launches, and every grid follows from the arrays' lengths, so CUDA graphs can capture them.
+Bytes: 16 for each token, 8 for each used block-table entry, 20 for each difference. There is almost no arithmetic, so
+the launches take most of the time. Every grid follows from the arrays' lengths, so CUDA graphs can capture the kernels.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _scatter_kernel(
     table_ptr, rows_ptr, columns_ptr, values_ptr, num_values, table_rows, table_width, stride_table,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scatter BLOCK values; without `columns` into column 0."""
+    """Scatter BLOCK values; if `columns_ptr` is None, into column 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = i < num_values
     row = tl.load(rows_ptr + i, mask=held, other=-1)
@@ -191,9 +192,9 @@ def gather_last_tokens(
     last_token
         [R] int32 or int64, last sampled token of each table row.
     rows, cu_q
-        [n] and [n + 1] int32, as in `prepare_batch`.
+        [n] and [n + 1] int32: table row and first token of each batch row, as for `prepare_batch`.
     decodes
-        [n] bool, uint8 or int32: rows with one token, sampled by the previous step.
+        [n] bool, uint8 or int32: nonzero for a batch row whose single token was sampled by the previous step.
 
     Raises
     ------
@@ -228,7 +229,7 @@ def apply_differences(
     table
         [R, columns] int32, int64 or float32 with contiguous rows, or [R] for a single column.
     rows, columns
-        [n] int32; without `columns` column 0. Pairs outside the table are skipped; no pair occurs twice.
+        [n] int32; `columns` None stands for column 0. Pairs outside the table are skipped; no pair may occur twice.
     values
         [n] int32, int64 or float32: an integer dtype if the table's is one, else float32.
 

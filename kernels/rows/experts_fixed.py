@@ -1,15 +1,16 @@
-"""Products of a mixture of experts: each row has the same bits in every batch, without host synchronisation.
+"""GEMMs of a mixture of experts: each row has the same bits in every batch, and the host does not synchronise.
 
 A pair is a token and one of the k experts chosen for it: pair p is choice p % k of token p // k. For pair p with
 expert e::
 
     out[p, n] = sum_k x[row of p, k] w[e, n, k] (+ bias[e, n])                     as `matmul_fixed`, one split
 
-Then the pairs of a token are added in the order of its choices, in float32 with one rounding. A token's experts, their
-order and their weights follow from the token alone, and so does its result.
+Then the results of a token's pairs are added in the order of its choices, in float32 with one rounding. A token's
+experts, their order and their weights follow from the token alone, so its result does too.
 
-The plan lists the pairs expert by expert, in tiles of BLOCK_M rows of one expert; programs of empty tiles return at
-once. The grid does not depend on how many pairs an expert has, so the launch can be captured in a CUDA graph::
+The plan (`ExpertPlan`) lists the pairs expert by expert, in tiles of BLOCK_M pairs of one expert; programs of empty
+tiles return at once. The grid does not depend on how many pairs an expert has, so the launch can be captured in a CUDA
+graph::
 
     experts of the pairs     2 0 2 1 2 0        BLOCK_M 2
     pairs, by expert         1 5 | 3 | 0 2 4
@@ -120,7 +121,7 @@ def _combine_kernel(
     out_ptr, x_ptr, weights_ptr, num_columns, stride_out, stride_x, stride_weights,
     CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the pairs of one token, times their weights, in the order of the choices."""
+    """Add the results of one token's pairs, each times its weight, in the order of the choices."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < num_columns
@@ -153,7 +154,7 @@ def plan_experts(experts: torch.Tensor, num_experts: int, dtype: torch.dtype) ->
     num_experts
         Experts of the layer.
     dtype
-        Dtype of the products' operands, which determines the rows of a tile.
+        Dtype of x and the weights in `experts_product`, which determines the rows of a tile.
 
     Raises
     ------
@@ -239,7 +240,9 @@ def experts_product(
 
 
 def combine_experts(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Add up, for each token, x [tokens * choices, N] times weights [tokens, choices]; returns [tokens, N] as x.
+    """Sum x [tokens * choices, N] times weights [tokens, choices] over each token's choices.
+
+    Returns [tokens, N] in the dtype of x.
 
     Raises
     ------

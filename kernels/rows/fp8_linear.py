@@ -1,4 +1,4 @@
-"""Matrix products in FP8 (e4m3), with one scale for each output channel of the weights and for each token.
+"""GEMMs in FP8 (e4m3), with one scale for each output channel of the weights and for each token.
 
 For activations x [rows, k] and weights w [n, k]::
 
@@ -6,15 +6,16 @@ For activations x [rows, k] and weights w [n, k]::
     x ~ X * s      s [rows, 1], computed in each call
     y = (X W^T) * s t^T + bias                        added up in float32, rounded once to bfloat16
 
-`torch._scaled_mm` computes the product: cuBLAS or CUTLASS on a GPU of compute capability 8.9 and later, oneDNN on the
-CPU. Hopper's fast accumulation, which keeps 14 bits of a sum (DeepSeek-V3 technical report, 3.3.2), is off.
+`torch._scaled_mm` computes X W^T: with cuBLAS or CUTLASS on a GPU of compute capability 8.9 and later, with oneDNN on
+the CPU. Hopper's fast accumulation, which keeps 14 bits of a sum (DeepSeek-V3 technical report, 3.3.2), is off.
 
 Error. e4m3 has 4 significant bits, so rounding changes a number of at least 2^-6 scales by at most 2^-4 of itself.
 Every element of y is within (2^-4 + 2^-4 + 2^-8) sum |x||w| of the exact product, plus half of 2^-9 scales for each
 subnormal number, plus bfloat16's rounding. The average error is smaller: the rounding error of a number is 2.6 % (root
 mean square), and independent errors add as squares. So the error is 3.7 % of the root mean square of y, for any k.
 
-Flops: 2 rows n k. Bytes: n k for the weights, half of bfloat16; rows k more are written and read for X.
+Flops: 2 rows n k. Bytes: n k for the weights, which is half of the bfloat16 weights; X is also written and read, rows k
+bytes each time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MULTIPLE = 16  # n and k must be multiples of this, for the loads of the matrix 
 
 
 def supports(in_features: int, out_features: int) -> bool:
-    """Whether a product of this shape can be computed in FP8."""
+    """Whether a linear layer of this shape can be computed in FP8."""
     return not (in_features % MULTIPLE or out_features % MULTIPLE)
 
 
@@ -90,7 +91,7 @@ def scaled_product(
     weight_scales: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply x by the transposed weight.
+    """Compute (x * x_scales) @ (weight * weight_scales).T + bias.
 
     Parameters
     ----------

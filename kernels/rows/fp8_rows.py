@@ -1,4 +1,4 @@
-"""Quantisation of rows to float8_e4m3fn with one scale per row: the activations and the weights of FP8 products.
+"""Quantisation of rows to float8_e4m3fn with one scale per row: the activations and the weights of FP8 GEMMs.
 
 For a row x of n numbers::
 
@@ -6,8 +6,8 @@ For a row x of n numbers::
     code = x / s, clamped to +-448 and rounded to the nearest, ties to even
 
 The kernel uses IEEE divisions and `quire.kernels.rows.kv_write.e4m3_bits`, so the bits are those of
-`quire.kernels.reference.quantise_rows`. A program has one row. It reads a row of up to `MAX_BLOCK` numbers once and a
-longer row twice, the second time from the cache.
+`quire.kernels.reference.quantise_rows`. Each program computes one row. It reads a row of up to `MAX_BLOCK` elements
+once and a longer row twice, the second time from the L2 cache.
 
 Layout. x [rows, n], rows contiguous, any stride between rows; codes [rows, n] and scales [rows, 1] contiguous.
 
@@ -25,7 +25,7 @@ import triton.language as tl
 from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix
 from quire.kernels.rows.kv_write import e4m3_bits
 
-MAX_BLOCK = 8192  # numbers that a program holds: 32 for each thread of 8 warps
+MAX_BLOCK = 8192  # elements that a program holds in registers: 32 for each thread of 8 warps
 MAX_COLUMNS = 1 << 20
 NUM_WARPS = 8
 
@@ -92,5 +92,5 @@ def quantise_rows(x: torch.Tensor, bound: float | None = None) -> tuple[torch.Te
 
 
 def row_block(columns: int) -> int:
-    """Numbers that a program holds at the same time."""
+    """Number of elements that a program holds in registers at the same time."""
     return min(triton.next_power_of_2(columns), MAX_BLOCK)

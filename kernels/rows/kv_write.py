@@ -7,9 +7,9 @@ For each token at position p and each head x of q and k, R rotary dimensions of 
     y[i + h] = x[i + h] cos[p, i + h] + x[i] sin[p, i + h]
     y[j]     = x[j]                                   R <= j < D: partial rotation
 
-This is transformers' half-split ("neox") layout. Every variant of the frequencies (linear, dynamic, YaRN, Llama 3,
-LongRoPE, multimodal sections) is expressed by the tables cos, sin [positions, R] in float32, which include the
-attention factor. The rotation is computed in float32 and rounded once.
+This is transformers' half-split ("neox") layout. The RoPE tables cos and sin, [positions, R] float32, express every
+variant of the frequencies (linear, dynamic, YaRN, Llama 3, LongRoPE, multimodal sections) and include the attention
+factor. The rotation is computed in float32 and rounded once.
 
 q is written to `q_out`, k and v to their slots. A float8_e4m3fn cache stores x / scale of the head, clamped to +-448
 and rounded to the nearest, ties to even, by integer operations: the same bits on every device.
@@ -19,8 +19,8 @@ Layout::
     slots [tokens] int64, block id * block_size + offset           -1: not written (padding)
     cache [num_blocks, kv_heads, block_size, head_dim], any block stride
 
-Bytes per token: 2 heads D itemsize for q, kv_heads D (2 itemsize + 2 cache itemsize) for k and v; the tables come
-from the L2 cache. Flops: 3 R (heads + kv_heads), and 4 D more for each head with the norm.
+Bytes per token: 2 heads D itemsize for q, kv_heads D (2 itemsize + 2 cache itemsize) for k and v; the RoPE tables are
+read from the L2 cache. Flops: 3 R (heads + kv_heads), and 4 D more for each head with the norm.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _load_part(ptr, offsets, dim, held, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store_part(ptr, offsets, x, dim, held, scale, FP8: tl.constexpr, WIDTH: tl.constexpr):
-    """Store dimensions `dim` of heads into the cache or q; where FP8, as codes of x / scale [heads]."""
+    """Store dimensions `dim` of heads into the cache or q; with FP8, store the codes of x / scale [heads]."""
     if FP8:
         value = e4m3_bits(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
     else:
@@ -97,7 +97,7 @@ def _rotate_heads(
 ):  # fmt: skip
     """Norm and rotate the heads at `x_offset` and store them at `out_offset` (each [heads] int64).
 
-    `angle` is the token's offset in the tables. `angle_count` is R / 2, or 0 for a position outside the tables.
+    `angle` is the token's offset in the RoPE tables. `angle_count` is R / 2, or 0 for a position outside the tables.
     """
     HALF: tl.constexpr = ROTARY // 2
     REST: tl.constexpr = HEAD_DIM - ROTARY
@@ -147,7 +147,7 @@ def _rotate_heads(
         _store_part(out_ptr, out_base + ROTARY + rest[None, :], tail, rest, held, scale, FP8, REST)
 
 
-# The slots of a step are one row of an array [layer groups, tokens], so their alignment depends on the tokens.
+# A step's slots are one row of an array [layer groups, tokens], so their alignment depends on the number of tokens.
 @triton.jit(
     do_not_specialize=["num_slots", "num_positions"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
@@ -183,7 +183,7 @@ def _kv_write_kernel(
     else:
         head = (part - Q_BLOCKS) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         slot = tl.load(slots_ptr + token)
-        # The host does not check slots, which are on the device: one outside the cache is not written.
+        # The host does not check slots, which are on the device: a token with a slot outside the cache is not written.
         stored = (slot >= 0) & (slot < num_slots)
         held = (head < tl.where(stored, KV_HEADS, 0))[:, None]
         block = slot // BLOCK_SIZE
@@ -236,13 +236,13 @@ def write_kv(
     slots
         [tokens] int64, each slot at most once. A token with a slot outside the cache, such as -1, is not written.
     positions
-        [tokens] int32 or int64, rows of the tables. A position outside the tables gives NaN.
+        [tokens] int32 or int64, rows of `cos` and `sin`. A position outside them gives NaN in the rotated dimensions.
     cos, sin
         [positions, rotary_dim] float32, rotary_dim even and <= head_dim; None: no rotation.
     q_norm, k_norm
         [head_dim] weights of the RMS norm of each head, in the dtype of q or float32; both or neither.
     eps, gemma
-        Options of the norm, as in `quire.kernels.rows.norm.rms_norm`.
+        Options of the norm: the number added to the mean square, and whether to scale by 1 + weight (Gemma).
     k_scale, v_scale
         [kv_heads] float32 > 0 for a float8_e4m3fn cache, which then holds x / scale. None: 1.
     q_out
@@ -292,7 +292,7 @@ def _checked(
     v_scale: TensorMeta | None,
     q_out: TensorMeta,
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int | bool]]:
-    """Check the operands; return the grid, the kernel's numbers after eps, and its compile-time arguments."""
+    """Check the operands; return the grid, the kernel's scalar arguments after eps, and its compile-time arguments."""
     _check_heads_of_tokens(q, k, v, q_out)
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -372,7 +372,7 @@ def _check_tables(
     cos: TensorMeta | None,
     sin: TensorMeta | None,
 ) -> int:
-    """Check the arguments of the rotation; return its number of dimensions, 0 for none."""
+    """Check the arguments of the rotation; return the number of rotated dimensions, 0 without rotation."""
     if positions is None and cos is None and sin is None:
         return 0
     if positions is None or cos is None or sin is None:

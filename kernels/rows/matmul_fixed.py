@@ -1,4 +1,4 @@
-"""Matrix product with the same bits for a row in every batch: the order of additions depends on the weight alone.
+"""GEMM in which a row has the same bits in every batch: the order of additions depends on the weight alone.
 
     out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n])          float32 accumulation
 
@@ -12,7 +12,7 @@ of the splits are added in order::
 
 Three forms compute this. They distribute the same additions over programs differently:
 
-    apart     few rows    one program per split writes its sum; a second kernel adds the sums    uses all processors
+    apart     few rows    one program per split writes its sum; a second kernel adds the sums    uses all SMs
     in turn   many rows   one program computes all splits of its tile, one after the other       no sums in memory
     whole     one split   one program per tile                                                   wide weights
 
@@ -24,8 +24,8 @@ heights use m64n128k16 (a test reads it in the compiled code). Blackwell's instr
 tiles have 128.
 
 Bytes, few rows: N K itemsize for the weight, and 8 S M N for the sums of S splits, which fit the L2 cache. Each program
-has 3 tiles of 16 KiB in flight, and a processor has 1 to 2 programs: 48 to 96 KiB, where 24 KiB hide the memory's
-latency, provided that every processor has a program. So S is chosen such that N / BLOCK_N tiles times S is at least 128
+has 3 tiles of 16 KiB in flight, and an SM (AMD: compute unit) has 1 to 2 programs: 48 to 96 KiB. 24 KiB are enough to
+hide the memory's latency if every SM has a program. So S is chosen such that N / BLOCK_N tiles times S is at least 128
 where K allows it: 4096 x 4096 has 32 tiles and 4 splits. Flops: 2 M N K. A tile of 64 rows needs a quarter of the
 matrix units' peak when the weights are read at full memory speed; rows of the tile without data cost no bytes.
 
@@ -53,10 +53,13 @@ from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix, ch
 Form = Literal["whole", "apart", "in turn"]
 
 GROUP_M = 8
-# Programs that use all of a GPU's processors (an H100 has 132). A constant, because the splits' bits depend on it.
+# Number of programs that keep nearly all SMs of a GPU busy (an H100 has 132). It is a constant and not read from the
+# device, because the cut into splits, and with it the bits of a result, depends on it.
 PROGRAMS = 128
 MAX_SPLITS = 8
-MIN_SPLIT_DEPTH = 256  # least k of a split: shorter ones would mostly fill their pipeline of loads
+MIN_SPLIT_DEPTH = (
+    256  # least length of a split in k: a shorter one would mostly wait for its first loads
+)
 SUM_BLOCK = 512
 SUM_WARPS = 4
 
@@ -97,7 +100,7 @@ _CONFIG = {
     "sm_100": MatmulConfig(128, 64, (Tile(128, 8, 4),), Tile(128, 8, 4)),
     "gfx942": MatmulConfig(128, 32, (Tile(64, 4, 2), Tile(128, 8, 2)), Tile(128, 8, 2)),
 }
-# float32 products run outside the matrix units (IEEE arithmetic).
+# `tl.dot` in float32 runs outside the matrix units (IEEE arithmetic).
 _CONFIG_FLOAT32 = MatmulConfig(64, 16, (Tile(32, 4, 3),), Tile(32, 4, 3))
 
 
@@ -236,7 +239,7 @@ class FixedProduct:
     bias
         [N] in the dtype of the weight or float32, added in float32.
     config
-        None: `matmul_config` of the device.
+        Tile sizes; None takes `matmul_config` of the weight's device and dtype.
 
     Raises
     ------
@@ -262,7 +265,7 @@ class FixedProduct:
         self.splits = Splits.of(self.columns, self.depth, self.config)
 
     def form(self, rows: int) -> tuple[Form, Tile]:
-        """Form and tile for a product with `rows` rows."""
+        """Form and tile for an input of `rows` rows."""
         config = self.config
         if self.splits.count > 1:
             tiles_m = triton.cdiv(rows, config.in_turn.block_m)
@@ -273,7 +276,7 @@ class FixedProduct:
         return form, next(fitting, config.tiles[-1])
 
     def distinct_rows(self, max_rows: int) -> list[int]:
-        """Numbers of rows that together use every kernel variant that products of 1 to `max_rows` rows use."""
+        """Return row counts that together launch every kernel variant that calls with 1 to `max_rows` rows launch."""
         config = self.config
         tiles_n = triton.cdiv(self.columns, config.block_n)
         starts = [1, *(tile.block_m + 1 for tile in config.tiles[:-1])]

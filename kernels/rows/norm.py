@@ -28,7 +28,7 @@ from quire.kernels import tuning
 from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix, check_vector
 from quire.kernels.tensor_meta import CACHED_CHECKS, TensorMeta, meta_of
 
-MAX_HIDDEN = 1 << 15  # 32 numbers for each thread of the largest program
+MAX_HIDDEN = 1 << 15  # 32 elements for each thread of the largest program
 
 
 @triton.jit
@@ -179,6 +179,6 @@ def _checked(
 
 
 def norm_warps(block: int, arch: str) -> int:
-    """Warps of a program: 16 numbers for each thread, 32 in the largest blocks; the batch has no influence."""
+    """Warps of a program: each thread has 16 elements, 32 in the largest blocks. The batch has no influence."""
     lanes = tuning.warp_lanes(arch)
     return min(max(block // (16 * lanes), 1), tuning.PROGRAM_THREADS // lanes)

@@ -8,8 +8,8 @@ takes the next one in the order (value falling, id rising).
 Layout. logits [any, vocab], rows contiguous; out [rows, 1 + 2 width] float32: of the token, then `width` values and
 `width` ids (int32 bits).
 
-Bytes per row: at most 2 vocab itemsize, the second time from the L2 cache if it holds the rows that run. Instructions:
-15 for each element, and n passes over the list.
+Bytes per row: at most 2 vocab itemsize, the second time from the L2 cache if the rows of the running programs fit it.
+Instructions: 15 for each element, and n passes over the list.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire.kernels.sampling.sampling_tile import (
 from quire.kernels.tuning import device_arch, launch_options
 
 MAX_TOP = 128
-RESIDENT = 2  # programs that fit a multiprocessor
+RESIDENT = 2  # programs that fit one SM
 
 
 @triton.jit(
@@ -138,7 +138,7 @@ def log_probs(
     out
         [rows, 1 + 2 width] float32, contiguous, width at most `MAX_TOP`.
     workspace, config
-        As in `quire.kernels.sampling.sampling_kernel.sample_tokens`.
+        Memory between the kernels for these rows and this vocabulary (None allocates it), and the kernels' shape.
 
     Returns
     -------

@@ -15,7 +15,7 @@ distribution.
                     └── the same and the bias ───────▶  edited[e, ids[i]]        the listed ids, written again
 ```
 
-Layout. logits [S, vocab], rows contiguous; edited [E, vocab] float32; `Edits` has the others.
+Layout. logits [S, vocab], rows contiguous; edited [E, vocab] float32; `Edits` has the shapes of all other arrays.
 
 Bytes per row: vocab (itemsize + 4), 4 vocab more with penalties, vocab / 8 more with a mask; 16 for each listed id.
 Flops: 8 per element.
@@ -58,7 +58,7 @@ class Edits(NamedTuple):
     counts: torch.Tensor
 
 
-# The kernels load single numbers and short lists from these pointers: specialising on alignment would not pay.
+# The kernels load scalars and short lists from these pointers: specialising on alignment would not pay.
 _UNALIGNED = (
     "rows_ptr masks_ptr mask_rows_ptr starts_ptr ids_ptr bias_ptr counts_ptr count_rows_ptr "
     "repetition_ptr presence_ptr frequency_ptr"
@@ -102,7 +102,7 @@ def _edit_kernel(
     counts_ptr, count_rows_ptr, repetition_ptr, presence_ptr, frequency_ptr, stride_logits, stride_masks,
     VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK ids of one row, without bias."""
+    """Write the edited logits of BLOCK ids of one row, without bias."""
     edit = (tl.program_id(0) // BLOCKS).to(tl.int64)
     token = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     held = token < VOCAB
@@ -121,7 +121,7 @@ def _edit_listed_kernel(
     counts_ptr, count_rows_ptr, repetition_ptr, presence_ptr, frequency_ptr, stride_logits, stride_masks,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the ids of one row's list again, with their bias."""
+    """Write the edited logits of the ids in one row's list again, now with their bias."""
     edit = tl.program_id(0).to(tl.int64)
     end = tl.load(starts_ptr + edit + 1)
     for start in range(tl.load(starts_ptr + edit), end, BLOCK):

@@ -1,6 +1,6 @@
 """Counter-based noise for sampling: a pure function of (seed, choice, position, token id).
 
-The noise depends neither on state nor on the batch or the device. So every replica draws the same noise for the next
+The noise depends neither on state nor on the batch or the device. So every replica computes the same noise for the next
 token of a stream, and a stream can continue on another replica.
 
 On the host, once per row, in 64-bit arithmetic::
@@ -16,7 +16,7 @@ On the device, for each token id, in 32-bit arithmetic modulo 2^32::
 
 fmix32 is a bijection, so all token ids of a row have different x. `u` has the same bits on every device with 32-bit
 unsigned arithmetic (a Triton kernel uses `tl.uint32`); the two logarithms depend on the library.
-argmax(logits + gumbel) is a draw from softmax(logits) (Gumbel 1954; Maddison et al. 2014).
+argmax(logits + gumbel) is a sample from softmax(logits) (Gumbel 1954; Maddison et al. 2014).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 _U64 = np.uint64
 _MASK = 0xFFFFFFFF
 _TOKEN_FACTOR = 0x9E3779B1  # 2^32 / golden ratio, odd: spreads token ids before the first mix
-# Int64 elements of one pass on the CPU: all of its operations stay in the L2 cache
+# int64 elements of one pass on the CPU; they fit the L2 cache, so all operations of the pass work there.
 _CHUNK = 1 << 16
 
 
@@ -57,7 +57,7 @@ def noise_keys(seed: np.ndarray, choice: np.ndarray, position: np.ndarray) -> np
 
 
 def noise_bases(seed: np.ndarray, choice: np.ndarray) -> np.ndarray:
-    """The part of each row's key that does not depend on the position: [rows] uint64; arguments as in `noise_keys`."""
+    """Compute the part of each row's key that depends on `seed` and `choice` but not on the position: [rows] uint64."""
     with np.errstate(over="ignore"):
         key = _mix64(np.asarray(seed, dtype=_U64) + _U64(0x9E3779B97F4A7C15))
         return _mix64(key ^ np.asarray(choice).astype(_U64))
@@ -79,7 +79,7 @@ def uniform(keys: np.ndarray, vocab_size: int, device: torch.device | str = "cpu
     vocab_size
         Number of token ids: 0 .. vocab_size - 1.
     device
-        Of the result.
+        Device of the result.
 
     Returns
     -------
@@ -99,7 +99,7 @@ def uniform(keys: np.ndarray, vocab_size: int, device: torch.device | str = "cpu
 
 
 def gumbel(keys: np.ndarray, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Compute standard Gumbel noise, [rows, vocab_size] float32; arguments as in `uniform`."""
+    """Compute standard Gumbel noise, [rows, vocab_size] float32, from the noise keys of the rows."""
     return uniform(keys, vocab_size, device).log_().neg_().log_().neg_()
 
 

@@ -9,7 +9,8 @@ Several programs share each row::
 
     sum = sum_j e^((x_j - max) / temperature)      score = x / temperature + noise, or x for greedy rows
 
-The cut is a threshold that is nearly always low enough. The chunks' maxima are a sample of the row's largest values.
+The cut is a threshold on the logits: ids at or above it become candidates, the ids that the row may choose. It is
+nearly always low enough. The chunks' maxima are a sample of the row's largest values.
 With top-k, the cut is the highest value at or above which k maxima lie (and so at least k ids). With top-p, it is the
 highest value at which the maxima alone have a share p of the sum. If no such value is high enough, the cut is chosen
 so that evenly spread candidates fill a quarter of the lists. With min-p it is at least min-p's bound. The kernel that
@@ -22,8 +23,8 @@ depend on the batch.
 
 Layout. logits [any, vocab], rows contiguous; the results of all kernels are in a `Workspace`.
 
-Bytes per row: vocab itemsize in the survey, at most the same in the gather kernel (from the L2 cache if it holds the
-rows that run). Instructions per element: 15 in the survey, 75 with noise; 15 in the gather kernel.
+Bytes per row: vocab itemsize in the survey, at most the same in the gather kernel (from the L2 cache if the rows of the
+running programs fit it). Instructions per element: 15 in the survey, 75 with noise; 15 in the gather kernel.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from quire.kernels.tuning import device_arch, launch_options
 MAX_VOCAB = 1 << 20
 _NEVER_KEY = tl.constexpr(2147483647)  # above the key of every value
 COMBINE_WARPS = 4
-# Programs that fit a multiprocessor. With 3 of the gather kernel some versions of ptxas spill 8 bytes.
+# Programs that fit one SM. With 3 programs of the gather kernel some versions of ptxas spill 8 bytes.
 SURVEY_RESIDENT, GATHER_RESIDENT = 4, 2
 
 
@@ -67,7 +68,7 @@ class SamplingConfig:
     part_chunks: int = 8  # chunks of one program, loaded at the same time
     part_slots: int = 128  # capacity of a part's list of candidates
     tile: int = 1024  # ids of one iteration of the loops over a list or a row
-    # Thresholds of a search pass. 8 need too many registers for `sampling_kernel.RESIDENT` programs.
+    # Thresholds tried in one search pass. 8 need too many registers for `sampling_kernel.RESIDENT` programs per SM.
     pivots: int = 4
     num_warps: int = 8
 
@@ -90,11 +91,11 @@ _DTYPES = (torch.float32, torch.int32, torch.int32, torch.float32)
 class Workspace(NamedTuple):
     """Memory between the kernels of one call, for rows with C chunks, P parts and L slots."""
 
-    # [rows, C + 2 P + 3] float32: of each chunk the maximum | of each part the sum | of each part the best score |
-    # of the row the largest value, the sum, the mass that the candidates must reach
+    # [rows, C + 2 P + 3] float32: each chunk's maximum | each part's sum | each part's best score |
+    # the row's largest value, its sum, the mass that its candidates must reach
     stats: torch.Tensor
-    # [rows, 2 P + 4] int32: of each part the best id | of each part the number of candidates |
-    # of the row the key of the cut, the best id, the number that the candidates must reach, the source
+    # [rows, 2 P + 4] int32: each part's best id | each part's number of candidates |
+    # the row's cut (as `order_key`), best id, number of candidates that it must have, source
     marks: torch.Tensor
     ids: torch.Tensor  # [rows, 2 L] int32: lists of the parts | one joined list
     values: torch.Tensor  # [rows, 2 L] float32: logits of `ids` | divided by the temperature
@@ -126,7 +127,7 @@ class Workspace(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of logits and their sampling parameters. Only `top_k` is given where the largest values are wanted."""
+    """Rows of logits and their sampling parameters. To list only the largest values, `top_k` is given and no other."""
 
     logits: torch.Tensor  # [any, vocab]
     edited: torch.Tensor | None  # [any, vocab] float32
@@ -139,7 +140,7 @@ class Rows(NamedTuple):
     noise_keys: torch.Tensor | None  # [rows] int64
 
 
-# The kernels load single numbers from these pointers. Specialising on their alignment would only compile more variants.
+# The kernels load scalars from these pointers. Specialising on their alignment would only compile more variants.
 UNALIGNED = ("source_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "noise_ptr")
 
 
@@ -190,7 +191,7 @@ def quotient(x, temperature):
 
 @triton.jit
 def exponent_scale(temperature):
-    """Factor f for which exp2(f d) is the ratio of the likelihoods of two logits that differ by d."""
+    """Factor f such that exp2(f d) is the ratio of the probabilities of two logits that differ by d."""
     return tl.minimum(tl.div_rn(LOG2E, tl.where(temperature > 0.0, temperature, 1.0)), FLOAT_MAX)
 
 
@@ -261,9 +262,10 @@ def _combine_kernel(
 
 @triton.jit
 def _cut_key(maxima, highest, scale, count, mass):
-    """Key slightly below the highest value at or above which `count` maxima lie, or maxima with a sum of `mass`.
+    """Return a key slightly below the highest value at or above which `count` maxima, or maxima of mass `mass`, lie.
 
-    The key of -inf if there is no such value. The search uses the upper 16 bits of keys (the precision of bfloat16).
+    Returns the key of -inf if there is no such value. The search uses the upper 16 bits of keys (the precision of
+    bfloat16).
     """
     low = tl.full([], MINUS_INF_KEY, tl.int32) >> 16
     high = (order_key(highest) >> 16) + 1
@@ -317,7 +319,9 @@ def _gather_kernel(
 def survey_rows(
     rows: Rows, work: Workspace, config: SamplingConfig, tokens: torch.Tensor | None = None
 ) -> None:
-    """Fill `work` for `rows`. The caller has checked all arguments.
+    """Run the survey, combine and gather kernels for `rows` and store their results in `work`.
+
+    The caller has checked all arguments.
 
     Parameters
     ----------

@@ -6,10 +6,10 @@ For a row of logits x, in this order (as vLLM documents it)::
     min-p    keep y >= max y + log(min_p)
     top-k    keep the k largest
     top-p    keep the smallest set of the largest whose share of sum(exp y) reaches p, at least one
-    token = argmax over the kept ids of y + Gumbel noise      a draw from their softmax
+    token = argmax over the kept ids of y + Gumbel noise      a sample from their softmax
 
-Equal values are kept and chosen in the order of their ids. `quire.kernels.sampling.logit_edits` applies masks, bias and
-penalties before, to copies of the rows that have any.
+Equal values are kept and chosen in the order of their ids. Masks, bias and penalties are applied earlier, by
+`quire.kernels.sampling.logit_edits`, to copies of the rows that have any.
 
 There are four kernels. The three of `quire.kernels.sampling.row_survey` choose the token of greedy rows and of rows
 without top-k, top-p and min-p. The fourth samples the other rows from their lists of candidates. All four always run,
@@ -27,7 +27,7 @@ and parameters only.
 
 Bytes per row: vocab itemsize once for greedy rows and rows without top-k, top-p and min-p, at most twice for others,
 four times if their lists are incomplete. Instructions: those of the survey; then one pass over the list of candidates
-for each search pass and for the draw.
+for each search pass and one to sample the token.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from quire.kernels.tuning import device_arch, launch_options
 
 NO_TOKEN = -1
 ALL_TIES = tl.constexpr(1 << 30)
-RESIDENT = 2  # draw programs that fit a multiprocessor: 256 rows run at the same time on 132 multiprocessors
+RESIDENT = 2  # programs of `_draw_kernel` that fit one SM: 256 rows run at the same time on 132 SMs
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def _draw_kept(
     ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return the id with the best value + noise, of those above the threshold and the first `ties` equal to it."""
+    """Sample from the kept ids (those above the threshold and the first `ties` equal to it): the best value + noise."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_id = tl.zeros([TILE], tl.int32)
     seen = tl.full([], 0, tl.int32)

@@ -21,7 +21,7 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 BINS = tl.constexpr(1024)
 BINS_PER_UNIT = tl.constexpr(8.0)
 MINUS_INF_KEY = tl.constexpr(-2139095041)  # `order_key` of -inf
-# The histogram adds up in another order than the survey. This margin on a mass covers the difference.
+# The histogram adds values in another order than the survey. This margin on a mass covers the difference in rounding.
 MASS_MARGIN = tl.constexpr(1.0001)
 # Least min-p, so that its logarithm is finite. A normal float32: Triton 3.6 makes smaller constants float64.
 LEAST_SHARE = tl.constexpr(1.2e-38)
@@ -30,7 +30,7 @@ STAGES = tl.constexpr(4)  # pipelined loads in the loops over a row
 
 @triton.jit
 def row_source(source_ptr, row):
-    """Source of row `row`: s >= 0 is row s of the logits, s < 0 row -1 - s of the edited ones."""
+    """Source of row `row`: s >= 0 is row s of the logits, s < 0 is row -1 - s of the edited logits."""
     if source_ptr is None:
         source = row
     else:
@@ -85,9 +85,9 @@ def likelihood(y, highest):
 
 @triton.jit
 def limits_of(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB: tl.constexpr):
-    """Load (temperature, top_k, top_p, min_p, top-k is in effect, the row is drawn from a subset of its ids).
+    """Load (temperature, top_k, top_p, min_p, top-k is in effect, the row is sampled from a subset of its ids).
 
-    Without `temperature_ptr` the row is not sampled: its `top_k` largest values are wanted.
+    Without `temperature_ptr` the row is not sampled: the caller wants its `top_k` largest values.
     """
     top_k = tl.load(top_k_ptr + row)
     limits_k = (top_k > 0) & (top_k < VOCAB)
@@ -106,7 +106,7 @@ def limits_of(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB: tl.c
 
 @triton.jit
 def uniform_noise(token, key_low, key_high):
-    """u of `quire.kernels.sampling.noise`, with the same bits: token int32, keys uint32."""
+    """Return the uniform number u of `quire.kernels.sampling.noise`, with the same bits: token int32, keys uint32."""
     x = token.to(tl.uint32) * 0x9E3779B1 + key_low
     x ^= x >> 16
     x *= 0x85EBCA6B
@@ -217,7 +217,7 @@ def _gather_bins(
 
 @triton.jit
 def _value_bin(x):
-    """Bin of a logit. Both the product and the floor are exact."""
+    """Bin of a logit. Both the multiplication (by a power of two) and the floor are exact."""
     scaled_up = tl.minimum(tl.maximum(x * BINS_PER_UNIT, -(BINS // 2) * 1.0), BINS // 2 - 1.0)
     return tl.floor(scaled_up).to(tl.int32) + BINS // 2
 
@@ -265,7 +265,7 @@ def find_candidates(
     ids_ptr, values_ptr
         [2, PARTS * PART_SLOTS]: the lists of the parts with their logits; then room for one list with scaled values.
     counts_ptr
-        [PARTS] candidates of each part. Above PART_SLOTS they did not fit, and the list is incomplete.
+        [PARTS] number of candidates of each part. If it is above PART_SLOTS, the part's list is incomplete.
     enough_count, enough_mass
         Number and mass that the parts' candidates must reach to be used; 0 for no bound.
     top_k, target, lowest
@@ -284,7 +284,7 @@ def find_candidates(
         if (top_k > 0) | (lowest > float("-inf")):
             if top_k > 0:
                 cut = _last_bin(tl.cumsum(counts, 0, reverse=True) >= top_k)
-            # `_bin_below` goes one bin lower, to cover the rounding of this product.
+            # `_bin_below` goes one bin lower, to cover the rounding of this multiplication.
             cut = tl.maximum(cut, _bin_below(lowest * temperature))
         else:
             edge = (tl.arange(0, BINS) - BINS // 2).to(tl.float32) / BINS_PER_UNIT

@@ -1,4 +1,7 @@
-"""The engine's own checks of sampling parameters: the common bounds again, and what only the engine knows."""
+"""The engine's checks of sampling parameters: the bounds that routers check too, and those that need the model.
+
+Checks that need the model use the size of its vocabulary or its EOS ids.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +60,12 @@ def _check_bad_words(words: Sequence[Sequence[int]], vocab_size: int) -> None:
 
 
 def _check_some_token_is_left(params: SamplingParams, ending: set[int]) -> None:
-    """Refuse allowed ids that are all excluded for the first token.
+    """Refuse `allowed_token_ids` if other parameters exclude all of these ids for the first token.
 
     Parameters
     ----------
     ending
-        Ids that end the request; masked while it has fewer than `min_tokens` tokens.
+        Ids that end the request. They are masked while the output has fewer than `min_tokens` tokens.
     """
     left = set(params.allowed_token_ids) - {word[0] for word in params.bad_words if len(word) == 1}
     if params.min_tokens:

@@ -23,13 +23,14 @@ from quire.protos.errors import QuireError
 from quire.protos.wire import PromptLogprobs, TokenLogprob
 from quire.replica.core.table_changes import NO_CHANGES, TableChanges
 
-# In place of a token id; a value that no defect produces by accident.
+# Stands in the place of a token id for a row that cannot sample, because its constraints exclude every id. No defect
+# produces this value by accident.
 NO_TOKEN = int(np.iinfo(np.int64).min)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """Ids that one row's request favours or excludes, independent of its history."""
+    """Token ids that a row's request excludes or biases, independent of the tokens so far."""
 
     allowed_ids: np.ndarray | None = None  # [n] int64; all other ids are excluded
     bias_ids: np.ndarray | None = None  # [m] int64, unique
@@ -40,8 +41,8 @@ class TokenRules:
 class Penalties:
     """Penalties of P rows, which depend on how often each token has occurred.
 
-    The sampler keeps the counts on its device (`TokenCounts`) and adds each sampled token. The plan has only the
-    history of rows that sample for the first time.
+    The sampler keeps the counts on its device (`TokenCounts`) and adds each sampled token. The plan only has the tokens
+    of rows that sample for the first time.
     """
 
     index: np.ndarray  # [P] int64, index among the S rows that sample
@@ -49,12 +50,12 @@ class Penalties:
     repetition: np.ndarray  # [P] float32, 1 = off
     presence: np.ndarray  # [P] float32
     frequency: np.ndarray  # [P] float32
-    # (row, prompt ids, output ids) of rows that have sampled nothing since they were given to their request
+    # (row, prompt ids, output ids) of each row that has sampled nothing since its request got it
     begun: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
 
 
 class TokenMask(Protocol):
-    """The position of a row's output in its grammar."""
+    """The position of a row's output in its grammar, and the mask of the ids that may follow."""
 
     def mask(self) -> np.ndarray:
         """[ceil(vocab / 32)] int32; if bit i of word w is set, id 32 * w + i may come next."""
@@ -77,12 +78,12 @@ class SamplingBatch(NamedTuple):
     # [S] int64, absolute position of the token to be sampled (prompt + output)
     position: np.ndarray
     # (index in [0, S), token ids that must not be sampled): EOS and stop ids before min_tokens, bad words of one token,
-    # and the last tokens of longer bad words if the tokens before them have just been generated
+    # and the last token of each longer bad word if the output ends with the other tokens of the bad word
     suppressed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     min_p: np.ndarray | None = None  # [S] float32, 0 = off
     rules: tuple[tuple[int, TokenRules], ...] = ()  # (index in [0, S), its rules)
     penalties: Penalties | None = None
-    # (index in [0, S), its grammar): the sampler reads the masks after the forward pass is launched
+    # (index in [0, S), its grammar); the sampler computes the masks after the forward pass is launched
     grammars: tuple[tuple[int, TokenMask], ...] = ()
     # (index in [0, S), number of most likely ids to return)
     logprobs: tuple[tuple[int, int], ...] = ()
@@ -111,7 +112,7 @@ class PromptTargets:
 
     # Row of the request table.
     row: int
-    # Flat index of the hidden state that predicts the first token; those of the other tokens follow.
+    # Flat index of the hidden state that predicts the first token; the hidden states for the other tokens follow it.
     begin: int
     # Position of the first token in the prompt.
     start: int
@@ -126,9 +127,9 @@ class StepPlan(NamedTuple):
     `block_tables` is one of two buffers, and is valid until the second plan after this one is made.
     """
 
-    # Counts from 1.
+    # Number of the step, counted from 1.
     step: int
-    # The first rows have one token each.
+    # Number of decode rows, which are the first rows and have one token each.
     num_decode_rows: int
     token_ids: (
         np.ndarray
@@ -136,28 +137,30 @@ class StepPlan(NamedTuple):
     positions: np.ndarray  # [T] int32, absolute position of each token in its sequence
     cu_q: np.ndarray  # [n + 1] int32, row i owns tokens [cu_q[i], cu_q[i + 1])
     kv_len: np.ndarray  # [n] int32, tokens in the cache after this step
-    # [G, n, max blocks of the batch] int32, for G layer groups; 0 beyond a row's length and outside its window
+    # [G, n, max blocks of the batch] int32, for G layer groups; 0 where a row has no block (beyond its last block and
+    # before its window)
     block_tables: np.ndarray
     # [G, T] int64, block_id * block_size + offset: where each token's KV is written
     slots: np.ndarray
     sampling: SamplingBatch
-    # (from, to) blocks that are copied before the step (copy-on-write).
+    # (from, to) device blocks that are copied before the step: a fork's copy of its parent's last prompt block.
     copies: tuple[tuple[int, int], ...] = ()
     prompts: tuple[PromptTargets, ...] = ()
-    # Blocks that are copied between the tiers before `copies`: first the saves, then the restores.
+    # Blocks that are copied between device and host memory before `copies`: first the saves, then the restores.
     saves: np.ndarray = _NO_PAIRS  # [k, 2] int64, (device block, host block)
     restores: np.ndarray = _NO_PAIRS  # [k, 2] int64, (host block, device block)
-    # Whether the step uses blocks that are restored by this step or an earlier one and may not have arrived.
+    # Whether the step uses blocks restored by this step or an earlier one that may not have arrived.
     uses_restores: bool = True
-    # [D] int64, rows of the request table of the first D rows: each computes the token that was last sampled for it.
-    # D is `num_decode_rows`, or 0 if `token_ids` has all tokens.
+    # [D] int64, request-table rows of the step's first D rows. The input of each is the token that was last sampled for
+    # it, which the device keeps. D is `num_decode_rows`, or 0 if `token_ids` has all tokens.
     decode_rows: np.ndarray = _NO_ROWS
     # [n] int64, rows of the request table; empty: the plan was made without a request table
     rows: np.ndarray = _NO_ROWS
     # Changes of the request table since the plan before.
     changes: TableChanges = NO_CHANGES
-    # Whether `sampling` is incomplete, because the ids that some row may sample depend on a token of the step in
-    # flight. `Scheduler.complete` adds the rest after that step is committed; the forward pass does not need it.
+    # Whether `sampling` is incomplete, because the ids that some row may sample depend on its token in the step in
+    # flight (launched, not yet committed). `Scheduler.complete` adds the rest after that step is committed. The forward
+    # pass does not need it.
     awaits_tokens: bool = False
 
     @property
@@ -169,7 +172,7 @@ class StepPlan(NamedTuple):
         return len(self.token_ids)
 
     def written_blocks(self, block_size: int) -> np.ndarray:
-        """[m] int64, the blocks that the step writes to, without repetition."""
+        """The blocks that the step's tokens and `copies` write to, [m] int64, each once."""
         targets = np.array([target for _, target in self.copies], np.int64)
         return np.unique(np.concatenate([self.slots.ravel() // block_size, targets]))
 
@@ -178,17 +181,17 @@ class StepPlan(NamedTuple):
 class StepResult:
     """The result of a step."""
 
-    # [S] int64, aligned with `StepPlan.sampling`; NO_TOKEN if a row's constraints leave no token
+    # [S] int64, aligned with `StepPlan.sampling`; NO_TOKEN if a row's constraints exclude every id
     token_ids: np.ndarray
-    # From launch to tokens on the host.
+    # Seconds from the step's launch until its tokens are on the host.
     duration_s: float
-    # By index in [0, S), for rows that need them.
+    # Index in [0, S) to the log-probability of the sampled token, for rows that requested it.
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    # Aligned with `StepPlan.prompts`.
+    # Log-probabilities of prompt tokens, aligned with `StepPlan.prompts`.
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    # (blocks, seconds) of each copy from the host tier that has ended.
+    # (number of blocks, seconds) of each copy from host memory that has ended.
     restores: tuple[tuple[int, float], ...] = ()
-    # The blocks that the plans up to this step restore have arrived; None: those of all plans have.
+    # The copies from host memory of the steps up to this number have arrived; None: the copies of all steps have.
     restored_step: int | None = None
 
 
@@ -204,14 +207,14 @@ class RequestDelta:
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
-    # Of the whole request, earlier attempts included.
+    # Number of output tokens so far, those of earlier attempts included.
     num_output_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     error: QuireError | None = None
-    # One for each token, if the request needs them.
+    # Log-probability of each token in `token_ids`, if requested.
     logprobs: list[TokenLogprob] | None = None
-    # For the prompt tokens that the step computed.
+    # Log-probabilities of the prompt tokens that the step computed, if requested.
     prompt_logprobs: PromptLogprobs | None = None
-    # The part of `num_cached_tokens` that was copied back from the host tier.
+    # The part of `num_cached_tokens` that was copied back from host memory.
     num_host_cached_tokens: int = 0

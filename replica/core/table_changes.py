@@ -1,4 +1,4 @@
-"""Changes of the request table since the plan before, which a plan brings to the device's copy of the table.
+"""Changes of the request table since the last plan. Each plan brings them to the device's copy of the table.
 
 ```
  host    claim ──┐                                                     device
@@ -6,7 +6,7 @@
          replace ┘
 ```
 
-Entries that a row gives up are not reported, because they are written again before they are read.
+Block-table entries that a row gives up are not reported, because they are written again before they are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_BLOCKS = np.empty(0, np.int32)
 
 
 class ClaimedRows(NamedTuple):
-    """c rows that belong to another request now, and their sampling parameters."""
+    """c rows that were given to a request, and the request's sampling parameters."""
 
     rows: np.ndarray  # [c] int64
     temperature: np.ndarray  # [c] float32
@@ -35,8 +35,8 @@ class ClaimedRows(NamedTuple):
 class TableChanges(NamedTuple):
     """Changes of the request table, in the order in which they were made."""
 
-    # (first group, [k] int64 indices into one group's flattened table, blocks). The blocks are [k] int32 of the first
-    # group, or [G - first group, k] int32 of that group and all later ones.
+    # (first layer group, [k] int64 indices into one group's flattened table, blocks). The blocks are [k] int32 for the
+    # first group, or [G - first group, k] int32 for that group and all later ones.
     blocks: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
     claimed: ClaimedRows | None = None
 
@@ -57,7 +57,7 @@ class TableChanges(NamedTuple):
                 values.append(own)
         if len(places) == 1:
             return places[0], values[0]
-        # Keep the last change of each entry, because a device writes them in any order.
+        # Keep only the last change of each entry, because the device writes the entries in any order.
         place, value = np.concatenate(places)[::-1], np.concatenate(values)[::-1]
         place, index = np.unique(place, return_index=True)
         return place, value[index]
@@ -74,20 +74,20 @@ class TableJournal:
         self._claimed: list[int] = []
 
     def write(self, at: np.ndarray, blocks: np.ndarray, group: int = 0) -> None:
-        """Record changed entries.
+        """Record changed entries of the block tables.
 
         Parameters
         ----------
         at
             [k] int64, indices into one group's flattened table.
         blocks
-            [k] int32 of `group`, or [G - group, k] int32 of this group and all later ones.
+            [k] int32 for `group`, or [G - group, k] int32 for this group and all later ones.
         """
         if len(at):
             self._blocks.append((group, at, blocks))
 
     def claim(self, row: int) -> None:
-        """Record that the row belongs to another request now."""
+        """Record that the row was given to a request."""
         self._claimed.append(row)
 
     def take(self, columns_of: Callable[[Sequence[int]], ClaimedRows]) -> TableChanges:
@@ -96,7 +96,7 @@ class TableJournal:
         Parameters
         ----------
         columns_of
-            Returns the current columns of the given rows.
+            Returns the sampling parameters of the given rows.
         """
         if not self._blocks and not self._claimed:
             return NO_CHANGES

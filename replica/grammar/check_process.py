@@ -7,7 +7,7 @@
                     a child with limits: compile, sampled masks ──pipe──▶ result
 ```
 
-A grammar can only harm the forked child. The child has limits of processor time, address space, stack and wall clock,
+A grammar can only harm the forked child. The child has limits on CPU time, address space, stack and wall-clock time,
 and it is killed when the engine's end of the socket closes. This needs neither /proc nor memory cgroups. The process
 imports neither torch nor Ray.
 """
@@ -31,7 +31,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.replica.grammar.grammar_source import MAX_MEMORY_MIB, limits, message_of, to_source
 
-# llguidance recurses into nested grammars. A thread of the engine has twice this stack.
+# llguidance recurses into nested grammars. The engine's threads have twice this stack, so a grammar that passes here
+# does not overflow theirs.
 _STACK_BYTES = 4 << 20
 _NUM_WALKS = 4
 _WALK_LEN = 16
@@ -69,7 +70,7 @@ def main() -> None:
 def address_space_bytes() -> int:
     """Measure how much address space this process uses, without /proc.
 
-    Search the smallest limit under which the process can still map a page.
+    Binary search for the smallest limit under which the process can still map a page.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     low, high = 0, 1 << 47
@@ -94,7 +95,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 def _check_in_child(
     connection: socket.socket, tokenizer: LLTokenizer, job: dict[str, Any], used_bytes: int
 ) -> dict[str, Any]:
-    """Check a grammar in a forked child, and wait for its result, its end, its time limit or the engine's end."""
+    """Check a grammar in a forked child. Wait until it sends a result or ends, its time is over, or the engine ends."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -122,7 +123,7 @@ def _check_in_child(
 
 
 def _outcome_of(status: int) -> dict[str, Any]:
-    """The reason why a child ended without a result."""
+    """The outcome of a child that ended without a result, from its exit status."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if number in (signal.SIGPROF, signal.SIGXCPU):
         return {"outcome": "slow"}
@@ -139,14 +140,14 @@ def _run_child(tokenizer: LLTokenizer, job: dict[str, Any], used_bytes: int, wri
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
-        # A failed allocation prints a message.
+        # Rust prints a message when an allocation fails.
         os.dup2(null, 2)
         _limit(job["cpu_s"], job["wall_s"], used_bytes + (MAX_MEMORY_MIB << 20))
         result = _check(tokenizer, job)
     except MemoryError:
         result = {"outcome": "large"}
     except BaseException as error:
-        # Nothing may reach the forked copy of `main`.
+        # No exception may reach the frames above: the child would continue as a second copy of `main`.
         result = {"outcome": "crash", "message": message_of(f"{type(error).__name__}: {error}")}
     os.write(writer, json.dumps(result).encode())
     os._exit(0)
@@ -165,7 +166,7 @@ def _limit(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
         if hard == resource.RLIM_INFINITY or value <= hard:
             resource.setrlimit(which, (value, hard))
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    # The parent process enforces the wall clock; this timer is for the case that the parent has ended.
+    # The parent process enforces the wall-clock limit. This timer ends the child if the parent has died.
     signal.setitimer(signal.ITIMER_REAL, wall_s + 1)
 
 
@@ -198,7 +199,7 @@ def _walk(matcher: LLMatcher, rng: random.Random, until_s: float) -> None:
 
 
 def _random_id(mask: bytes, rng: random.Random) -> int:
-    """A random id that the mask allows, from the first non-zero byte after a random position."""
+    """A random token id that the mask allows, taken from the first non-zero byte at or after a random position."""
     start = rng.randrange(len(mask))
     turned = mask[start:] + mask[:start]
     skipped = len(turned) - len(turned.lstrip(b"\0"))

@@ -1,6 +1,6 @@
 """The order in which grammars are checked: tenants take turns, queues are bounded, waiting requests have deadlines.
 
-Pure: the caller passes the time, and there are no threads.
+This module uses neither a clock nor threads; the caller passes the time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from quire.protos.errors import Overloaded
 
-# Grammars that may wait.
+# Largest numbers of grammars that may wait.
 MAX_WAITING = 64
 MAX_WAITING_PER_TENANT = 16
 _RETRY_AFTER_S = 1.0
@@ -24,8 +24,10 @@ class WaitingGrammar(Generic[W]):
 
     Parameters
     ----------
+    key
+        Identifies the grammar.
     waiters
-        (deadline, request) of each.
+        (deadline, request) of each request; deadlines in seconds of the monotonic clock.
     """
 
     key: bytes
@@ -35,11 +37,11 @@ class WaitingGrammar(Generic[W]):
 class GrammarQueue(Generic[W]):
     """The grammars that wait for one checker, in the order in which they are checked.
 
-    Requests are opaque objects.
+    The queue does not look into the request objects; their type is the caller's choice.
     """
 
     def __init__(self) -> None:
-        # Tenants in the order of their turns; the grammars of each in the order of arrival.
+        # Tenants in the order of their turns, each with its grammars in the order of arrival.
         self._tenants: OrderedDict[str, OrderedDict[bytes, WaitingGrammar[W]]] = OrderedDict()
         self._num_waiting = 0
 
@@ -59,7 +61,7 @@ class GrammarQueue(Generic[W]):
         Raises
         ------
         Overloaded
-            Too many grammars of all tenants, or of this one, wait. Not raised if `is_bounded` is false.
+            Too many grammars of all tenants or of this tenant are waiting. Not raised if `is_bounded` is false.
         """
         own = self._tenants.get(tenant, OrderedDict())
         if key not in own:
@@ -71,7 +73,7 @@ class GrammarQueue(Generic[W]):
         own[key].waiters.extend(waiters)
 
     def pop(self) -> tuple[str, WaitingGrammar[W]] | None:
-        """Take the oldest grammar of the next tenant, and move the tenant to the end of the turns."""
+        """Take the oldest grammar of the next tenant, and move this tenant to the end of the turns."""
         if not self._tenants:
             return None
         tenant, own = self._tenants.popitem(last=False)

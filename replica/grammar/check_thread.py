@@ -1,4 +1,4 @@
-"""A thread that handles waiting grammars one at a time, with a checker of its own."""
+"""A thread that takes grammars from a queue and checks them one at a time, in a checking process of its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ W = TypeVar("W")
 
 
 class GrammarCheckThread(Generic[W]):
-    """Call `handle` for each waiting grammar.
+    """Call `handle` in a thread for each queued grammar. The first `push` starts the thread.
 
     Parameters
     ----------
     checker
-        Used by `handle` only. This object owns it and closes it.
+        The checker that `handle` uses. This object owns and closes it.
     handle
-        Called in the thread with a tenant and its grammar; must not raise.
+        Called as `handle(this, tenant, grammar)` in the thread; must not raise.
     on_expired
-        Called in the thread with each request that has reached its deadline, but not before a running `handle` returns.
+        Called in the thread for each request with a deadline that has passed; must not raise. While `handle` runs,
+        expired requests wait for it to return.
     """
 
     def __init__(
@@ -46,7 +47,17 @@ class GrammarCheckThread(Generic[W]):
     def push(
         self, tenant: str, key: bytes, waiters: list[tuple[float, W]], *, is_bounded: bool = True
     ) -> None:
-        """Queue a grammar: see `GrammarQueue.push`."""
+        """Queue a grammar. Ignored after `close`.
+
+        Parameters
+        ----------
+        key
+            Identifies the grammar; requests of a tenant with the same key share one check.
+        waiters
+            (deadline, request) of each request that needs the grammar.
+        is_bounded
+            Whether a full queue raises `Overloaded`.
+        """
         with self._changed:
             if self._is_closed:
                 return
@@ -57,7 +68,7 @@ class GrammarCheckThread(Generic[W]):
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread and the checker's process. Waiting requests get no answer."""
+        """End the checking process, and wait up to 10 s for the thread to end. Waiting requests get no answer."""
         with self._changed:
             self._is_closed = True
             self._queue.clear()

@@ -1,4 +1,4 @@
-"""Compilation of grammars, which restrict an output to a language.
+"""Compilation of grammars, which restrict a request's output to a formal language (a regex, a JSON schema).
 
 ```
  submit ──▶ known text? ──yes────────────────────────────────────┐
@@ -11,10 +11,11 @@
  each step: mask (before sampling, the forward may still run) ──▶ sample ──▶ advance with the token
 ```
 
-A request that migrates from another replica replays the tokens that were emitted there. llguidance parses grammars.
+For a request that migrates from another replica, the tokens that were emitted there are replayed. The library
+llguidance compiles the grammars and computes the masks.
 
-There are two threads because a check cannot be interrupted: a grammar that takes seconds must not delay grammars that
-take milliseconds.
+A check cannot be interrupted, so there are two threads: a grammar that takes seconds must not delay grammars that take
+milliseconds.
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ except ModuleNotFoundError:
 QUICK = Budget(cpu_s=0.2, wall_s=0.8, nice=0)
 SLOW = Budget(cpu_s=2.0, wall_s=8.0, nice=5)
 MAX_WAIT_S = 10.0
-# Migrated requests have begun their answers, and many may arrive at once.
+# Limit for migrated requests. It is longer, because their clients have already received output, and many may arrive
+# at once.
 MAX_MIGRATED_WAIT_S = 60.0
-# Texts with a remembered result.
+# Number of grammar texts with a remembered result.
 MAX_REFUSALS = 4096
-# Compiled grammars that are kept without a request: at most 20 MB each, see `grammar_source.MAX_LEXER_STATES`.
+# Compiled grammars that are kept while no request uses them. `grammar_source.MAX_LEXER_STATES` limits each to 20 MB.
 MAX_RECENT = 4
-# Tokens that are replayed in the caller's thread; this takes less than a millisecond.
+# At most this many tokens are replayed in the caller's thread; this takes less than a millisecond.
 _MAX_INLINE_REPLAY = 256
 
 OnDone = Callable[[GrammarState | QuireError], None]
@@ -79,11 +81,11 @@ class _Waiter:
 
     @property
     def max_wait_s(self) -> float:
-        """How long the request may wait for its grammar."""
+        """Maximum seconds for which the request waits for its grammar."""
         return MAX_MIGRATED_WAIT_S if self.is_migrated else MAX_WAIT_S
 
     def answer(self, outcome: GrammarState | QuireError) -> None:
-        """Call `on_done`. A closed engine must not end the checking thread."""
+        """Call `on_done`. Ignore the error of an engine that is closed, which would end the checking thread."""
         with contextlib.suppress(Unavailable):
             self.on_done(outcome)
 
@@ -91,19 +93,19 @@ class _Waiter:
 class GrammarCompiler:
     """Compile grammars for one checkpoint.
 
-    Owns two threads, each with a checking process, the reasons of refusals, and the compiled grammars. Threads and
-    processes start with the first grammar that needs them.
+    It owns two threads, each with a checking process. It also owns the compiled grammars and the reasons why grammars
+    were refused. Threads and processes start with the first grammar that needs them.
 
     Parameters
     ----------
     tokenizer_path
         The checkpoint's tokenizer.json; read for the first grammar.
     vocab_size
-        Columns of the logits.
+        Number of columns of the logits.
     eos_token_ids
-        Allowed where the output is complete.
+        Token ids that the mask allows where the output is complete.
     json_white_space
-        One of `config.JsonWhiteSpace`.
+        White space allowed in JSON: `one_space`, `none` or `any` (`grammar_source.py`).
     """
 
     def __init__(
@@ -120,16 +122,17 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
-        # By key of the text: why it was refused; empty if it passed. The newest is the last.
+        # Key of a grammar's text to the reason why it was refused; empty if it passed. The newest is the last.
         self._refusals: OrderedDict[bytes, str] = OrderedDict()
-        # By tenant and key of the text: grammars that requests use, and the most recent ones, for later requests.
+        # (tenant, key of the text) to compiled grammar. `_compiled` has those in use; `_recent` keeps the newest ones
+        # alive for later requests.
         self._compiled: weakref.WeakValueDictionary[tuple[str, bytes], CompiledGrammar] = (
             weakref.WeakValueDictionary()
         )
         self._recent: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
         self._quick = self._check_thread("quire-grammar-quick", QUICK)
         self._slow = self._check_thread("quire-grammar-slow", SLOW)
-        # If the interpreter exits while a thread is inside the library, the process ends with SIGABRT.
+        # Close the threads at exit: if the interpreter exits while one runs llguidance, the process ends with SIGABRT.
         self._at_exit = weakref.finalize(self, _close_all, (self._quick, self._slow))
 
     def submit(
@@ -141,8 +144,8 @@ class GrammarCompiler:
     ) -> None:
         """Check and compile a grammar, and replay `emitted_ids`.
 
-        `on_done` is called once, in this thread or in another one, with the state or with an error: the grammar is
-        refused, or it has waited too long.
+        `on_done` is called at most once, in this thread or in another one: with the state, or with an error if the
+        grammar is refused or has waited too long. After `close` it may never be called.
 
         Raises
         ------
@@ -198,7 +201,7 @@ class GrammarCompiler:
     def _refusal(
         self, thread: GrammarCheckThread[_Waiter], key: bytes, grammar: Grammar
     ) -> str | None:
-        """Why a grammar is refused; empty if it is not. None if the check exceeds the budget of the quick thread.
+        """The reason why a grammar is refused; empty if it passes. None: the check exceeds the quick thread's budget.
 
         Raises
         ------
@@ -226,7 +229,7 @@ class GrammarCompiler:
         return _refusal_of(result)
 
     def _compile(self, tenant: str, key: bytes, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar that has passed; overlapping requests of one tenant share the result."""
+        """Compile a grammar that has passed its check. Concurrent requests of one tenant share the result."""
         compiled = self._look_up(tenant, key)
         if compiled is None:
             tokenizer = self._load(grammar)

@@ -1,7 +1,7 @@
 """Checks in a separate process whether a grammar can be compiled and served: the engine's side of `check_process.py`.
 
-For some inputs of a kilobyte, compilers of grammars need gigabytes and minutes, in calls that cannot be interrupted. So
-each grammar is first compiled in a child process that can be killed.
+Compiling a grammar of one kilobyte can take gigabytes and minutes, in a call that cannot be interrupted. So each
+grammar is first compiled in a child process that can be killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path[:] = json.loads(sys.argv[1])["path"]
 from quire.replica.grammar.check_process import main
 main()
 """
-# How much longer than the child's wall clock to wait for an answer.
+# Seconds to wait for an answer in addition to the child's wall-clock limit.
 _ANSWER_MARGIN_S = 5.0
 
 
@@ -42,15 +42,15 @@ class Outcome(StrEnum):
     GOOD = "good"
     # The compiler refuses the grammar.
     INVALID = "invalid"
-    # The check exceeded its processor time.
+    # The check exceeded its CPU time.
     SLOW = "slow"
     # The check exceeded its memory.
     LARGE = "large"
     # The grammar crashed the child.
     CRASH = "crash"
-    # The check exceeded its wall clock, perhaps because the machine is busy.
+    # The check exceeded its wall-clock limit, perhaps because the machine is busy.
     LATE = "late"
-    # The tokenizer cannot be used, with any grammar.
+    # llguidance cannot use the tokenizer, so every grammar is refused.
     UNUSABLE = "unusable"
 
 
@@ -64,7 +64,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits of one check."""
+    """The limits of one check: CPU seconds, wall-clock seconds, and the `nice` value of the process."""
 
     cpu_s: float
     wall_s: float
@@ -125,7 +125,7 @@ class GrammarChecker:
             "cpu_s": self._budget.cpu_s,
             "wall_s": self._budget.wall_s,
         }
-        # The process may have been killed since the last grammar, or because memory is short.
+        # Retry once: the process may have died since the last check, for example when the kernel was short of memory.
         for _ in range(2):
             try:
                 return self._ask(job)
@@ -135,7 +135,7 @@ class GrammarChecker:
         raise EngineError(f"the process that checks grammars has died twice: {reason}")
 
     def close(self) -> None:
-        """End the process; a running `check` raises."""
+        """End the process. A `check` that is running in another thread raises."""
         with self._lock:
             self._is_closed = True
         self._stop()
@@ -165,7 +165,7 @@ class GrammarChecker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # A terminal's Ctrl-C must not reach it.
+                # In a new session, Ctrl-C in a terminal does not reach the process.
                 start_new_session=True,
             )
             self._process = _Process(popen, ours, ours.makefile("rb"))
@@ -176,7 +176,7 @@ class GrammarChecker:
             process, self._process = self._process, None
         if process is None:
             return
-        # The process ends, and kills its child.
+        # The closed connection makes the process kill its child and exit.
         with contextlib.suppress(OSError):
             process.connection.shutdown(socket.SHUT_RDWR)
         try:
@@ -185,7 +185,7 @@ class GrammarChecker:
             with contextlib.suppress(OSError):
                 os.killpg(process.popen.pid, signal.SIGKILL)
             process.popen.wait()
-        # A thread that is reading from `lines` gets the end of the stream, and `close` can take its lock.
+        # A thread blocked in `lines.readline` now gets the end of the stream, so `lines.close` can take its lock.
         process.lines.close()
         process.connection.close()
 

@@ -1,6 +1,6 @@
 """Conversion of a client's grammar to llguidance's form, and the limits for llguidance.
 
-The engine and the process that checks grammars both use it, so they compile exactly the same.
+The engine and the process that checks grammars both use this module, so they compile exactly the same source.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ except ModuleNotFoundError:
 else:
     _IS_INSTALLED = True
 
-# By `EngineArgs.json_white_space`; separators are regular expressions.
+# Value of `EngineArgs.json_white_space` to llguidance's options; separators are regular expressions.
 _JSON_OPTIONS: dict[str, Any] = {
     "one_space": {
         "whitespace_flexible": False,
@@ -27,14 +27,14 @@ _JSON_OPTIONS: dict[str, Any] = {
     "any": {"whitespace_flexible": True},
 }
 
-# A lexer state takes about 0.5 kB, so a text takes at most 20 MB. A string of 1,000 characters needs about 10,000
-# states with a vocabulary of 128,000 tokens. `state.py` begins an empty lexer when this many states are used.
+# A lexer state takes about 0.5 kB, so a compiled grammar takes at most 20 MB. A string of 1,000 characters needs about
+# 10,000 states with a vocabulary of 128,000 tokens. `state.py` starts an empty lexer when this many states are used.
 MAX_LEXER_STATES = 30_000
-# Fuel of one mask; a microsecond uses 7. Grammars in use need less than 50,000.
+# Work limit of llguidance for one mask; a microsecond uses 7 units. Grammars seen in practice need less than 50,000.
 STEP_LEXER_FUEL = 100_000
-# Memory for compiling a grammar and its first masks; grammars in use need less than 15.
+# Memory for compiling a grammar and its first masks; grammars seen in practice need less than 15 MiB.
 MAX_MEMORY_MIB = 64
-# Share of the limits that a check may use: a grammar that passes then has room for states that the check did not reach.
+# Share of the limits that a check may use. The rest is room for lexer states that the check did not reach.
 _CHECK_SHARE = 0.5
 _MAX_MESSAGE = 300
 # The library ends short messages with this mark.
@@ -47,7 +47,7 @@ def is_installed() -> bool:
 
 
 def limits(*, for_check: bool = False) -> LLParserLimits:
-    """The limits of one matcher; its error messages quote neither the parser's state nor the whole grammar."""
+    """llguidance's limits for one matcher. Error messages are short: no parser state, and not the whole grammar."""
     share = _CHECK_SHARE if for_check else 1.0
     return LLParserLimits(
         max_lexer_states=int(MAX_LEXER_STATES * share),

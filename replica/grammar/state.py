@@ -1,7 +1,7 @@
 """A compiled grammar, and the position of one request's output in it.
 
-Requests of one tenant with the same text share a compiled grammar. Its matchers share a lexer. The lexer adds states
-while masks are computed, and never frees them:
+Requests of one tenant with the same grammar text share a compiled grammar. Each request has a matcher (its position in
+the grammar), and the matchers share a lexer. The lexer adds states while masks are computed, and never frees them:
 
 ```
  CompiledGrammar ── lexer 1: states ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒ full ──▶ lexer 2: states ▒▒▒
@@ -10,7 +10,7 @@ while masks are computed, and never frees them:
      └─────── request a
 ```
 
-So the lexer's limit bounds the memory of each text, for any length of outputs and any number of requests.
+So the lexer's limit bounds the memory of each grammar text, for any output length and any number of requests.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ except ModuleNotFoundError:
 
 # If a lexer is full after fewer masks, a new one would be full again soon: the grammar exceeds the limits.
 MIN_MASKS_OF_A_LEXER = 16
-# The step waits while a grammar is compiled again, so grammars that take longer are not.
+# A grammar that takes longer to compile is not compiled again, because the step waits for the compilation.
 MAX_RENEWAL_S = 0.1
 
 
 class CompiledGrammar:
-    """A matcher before any token, which requests copy, and the lexer that the copies share.
+    """A matcher at the start of the output, which requests copy, and the lexer that the copies share.
 
     Parameters
     ----------
     build
-        Compiles the grammar; `is_error` of the result is true if that failed.
+        Compiles the grammar; `is_error` of the matcher is true if the compilation failed.
     """
 
     def __init__(self, build: Callable[[], LLMatcher]):
         self._build = build
         self._lock = threading.Lock()
         began = time.thread_time()
-        # It never consumes a token.
+        # Requests copy this matcher; it never consumes a token.
         self._start = build()
         self._build_s = time.thread_time() - began
         self._lexer_number = 0
-        # Masks that the current lexer has computed.
+        # Number of masks that the current lexer has computed.
         self._num_masks = 0
 
     @property
     def error(self) -> str:
-        """Why the grammar could not be compiled; empty if it was."""
+        """The reason why the grammar could not be compiled; empty if it could."""
         return message_of(self._start.get_error())
 
     def matcher(self) -> tuple[LLMatcher, int]:
-        """A new matcher before any token, and the number of its lexer."""
+        """A new matcher at the start of the output, and the number of its lexer."""
         with self._lock:
             return self._start.deep_copy(), self._lexer_number
 
@@ -71,7 +71,10 @@ class CompiledGrammar:
         self._num_masks += 1
 
     def renew(self, lexer_number: int) -> bool:
-        """Replace the lexer with this number, unless that is done already; returns whether there is a newer one."""
+        """Replace the lexer with this number, unless it was already replaced. Returns whether a newer lexer exists.
+
+        The lexer is not replaced if it has computed few masks or if the grammar takes long to compile.
+        """
         with self._lock:
             if lexer_number != self._lexer_number:
                 return True
@@ -89,14 +92,14 @@ class GrammarState:
     Parameters
     ----------
     vocab_size
-        Columns of the logits.
+        Number of columns of the logits.
     emitted_ids
-        Output so far.
+        Token ids of the output so far.
 
     Raises
     ------
     ValueError
-        The output is not in the grammar.
+        The grammar does not allow the output so far.
     """
 
     def __init__(self, grammar: CompiledGrammar, vocab_size: int, emitted_ids: Sequence[int]):
@@ -112,8 +115,8 @@ class GrammarState:
     def mask(self) -> np.ndarray:
         """[ceil(vocab / 32)] int32; if bit i of word w is set, id 32 * w + i may come next.
 
-        All zero if the matcher has failed because a step exceeded its limits. Then the request gets an error instead
-        of a wrong token.
+        All zero if the matcher has failed because it exceeded its limits. Then the request gets an error instead of a
+        wrong token.
         """
         self._grammar.count_mask()
         packed = self._fill()
@@ -125,7 +128,7 @@ class GrammarState:
         return row
 
     def advance(self, token_id: int) -> bool:
-        """Consume a sampled token; returns whether the output is complete, so that no token can follow."""
+        """Consume a sampled token. Returns whether the output is complete, so that no token can follow."""
         self._taken_ids.append(token_id)
         self._matcher.consume_token(token_id)
         if self._matcher.is_error():
@@ -134,11 +137,11 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why the matcher has failed; empty if it has not."""
+        """The reason why the matcher has failed; empty if it has not."""
         return message_of(self._matcher.get_error())
 
     def _recover(self) -> bool:
-        """Continue with a new lexer, in case this one is full; returns whether there is one."""
+        """Continue with a new lexer, in case this one is full. Returns whether a new lexer exists."""
         if not self._grammar.renew(self._lexer_number):
             return False
         self._replay()

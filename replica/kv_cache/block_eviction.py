@@ -3,14 +3,14 @@
 | order | evicts first | suits |
 |---|---|---|
 | `lru` | the leaf of the chain released longest ago | prompts that are sent again soon |
-| `most_recent` | the leaf of the chain released last | prompts that are sent again much later, output that is not |
+| `most_recent` | the leaf of the chain released last | prompts sent again much later, output never reused |
 
-Both orders evict leaf first: a block leaves before the blocks that it continues, because it cannot be found without
-them. They rely on two facts. `BlockManager.release` receives the blocks of a chain leaf first. The owner of a block
-also owns the full-attention blocks before it in its chain.
+A chain is the blocks of one sequence in order; its leaf is the last one. Both orders evict the leaf first, because a
+block can only be found through the blocks before it. They rely on two facts. `BlockManager.release` receives the
+blocks of a chain leaf first. The owner of a block also owns the full-attention blocks before it in its chain.
 
-A sliding group's blocks that fall out of the window are released alone, before the rest of their chain. For `lru` they
-are therefore older than the rest, and `most_recent` evicts them before all other blocks.
+Blocks of a sliding-window layer group that fall out of the window ("passed" blocks) are released alone, before the rest
+of their chain. For `lru` they are therefore older than the rest. `most_recent` evicts them before all other blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import MappingProxyType
 class LeastRecentlyUsed:
     """Evict the block that was released longest ago. Every operation is O(1).
 
-    A block is released after the blocks that continue it, so it is evicted after them.
+    A block is released after the blocks behind it in its chain, so it is evicted after them.
 
     Parameters
     ----------
@@ -79,9 +79,9 @@ class MostRecentlyReleased:
     _NEVER = 1 << 62
 
     def __init__(self, num_blocks: int):
-        # [num_blocks] smallest release number of the block and of the blocks that continue it
+        # [num_blocks] smallest release number of the block and of the blocks behind it in its chains
         self._release = [self._NEVER] * num_blocks
-        # Cached block to its ticket, which is unique and identifies its entry in the heap.
+        # Cached block to its ticket. Tickets are unique; a heap entry with another ticket is out of date.
         self._ticket: dict[int, int] = {}
         # (-release, ticket, block)
         self._heap: list[tuple[int, int, int]] = []
@@ -119,7 +119,7 @@ class MostRecentlyReleased:
     def releasing(self, blocks: Iterable[int], passed: bool) -> Iterable[int]:
         """Observe the blocks of one `BlockManager.release`, and yield them."""
         if passed:
-            # Unmarked blocks keep `_NEVER`, the highest number.
+            # Passed blocks are not marked: they keep `_NEVER`, the highest number, and are evicted first.
             yield from blocks
             return
         self._num_releases += 1
@@ -136,7 +136,7 @@ class MostRecentlyReleased:
 
 EvictionOrder = LeastRecentlyUsed | MostRecentlyReleased
 
-# Value of `EngineConfig.demotion_order` to the order, which is created with the number of blocks.
+# Value of `EngineConfig.demotion_order` to its class, which is called with the number of blocks.
 EVICTION_ORDERS: Mapping[str, Callable[[int], EvictionOrder]] = MappingProxyType(
     {"lru": LeastRecentlyUsed, "most_recent": MostRecentlyReleased}
 )

@@ -26,10 +26,12 @@ class IntegrityError(AssertionError):
 
 
 class BlockManager:
-    """Reference counts, and the free and cached blocks. Operations are O(1) per block, unless the order costs more.
+    """Reference counts of a tier's blocks, and its free and cached blocks.
 
-    `release` receives a request's blocks leaf first, and a block never has more owners than the block before it in its
-    chain. So every order of `block_eviction.py` evicts a cached block before the blocks that it continues.
+    Operations are O(1) per block, except that the order `most_recent` needs O(log n) for cached blocks. A chain is the
+    blocks of one sequence in order; its leaf is the last one. `release` receives a request's blocks leaf first, and a
+    block never has more owners than the block before it in its chain. So every eviction order evicts a cached block
+    before the blocks that precede it in its chain.
 
     Parameters
     ----------
@@ -38,7 +40,7 @@ class BlockManager:
     on_evict
         Called with each block before it is evicted.
     order
-        One of `block_eviction.EVICTION_ORDERS`.
+        Eviction order of cached blocks: `lru` or `most_recent` (`block_eviction.py`).
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None], order: str = "lru"):
@@ -50,7 +52,7 @@ class BlockManager:
         self._ref_count = [0] * num_blocks
         # 1: the prefix index knows the block's content.
         self._has_content = bytearray(num_blocks)
-        # A stack, so that memory that was used last is used again first.
+        # A stack: the block that was freed last is allocated first.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached = EVICTION_ORDERS[order](num_blocks)
 
@@ -75,7 +77,7 @@ class BlockManager:
         return self._ref_count[block]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` blocks, each with one owner and unknown content; None, without effect, if there are too few."""
+        """Take `count` blocks, each with one owner and unknown content. If too few are available, return None."""
         if count > self.num_available:
             return None
         while len(self._free) < count:
@@ -92,7 +94,7 @@ class BlockManager:
         return blocks
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are cached, and would no longer be available after `retain`."""
+        """Number of these blocks that are available now and would not be after `retain`."""
         return sum(self._ref_count[block] == 0 for block in blocks)
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -110,7 +112,7 @@ class BlockManager:
         blocks
             Blocks of one chain, leaf first.
         passed
-            The blocks are of sliding groups and fell out of their windows; they may have any order.
+            The blocks belong to sliding-window layer groups and fell out of the window; they may have any order.
         """
         for block in self._cached.releasing(blocks, passed):
             owners = self._ref_count[block] - 1
@@ -124,7 +126,7 @@ class BlockManager:
                     self._free.append(block)
 
     def touch(self, block: int) -> None:
-        """Count a cached block as used now."""
+        """Treat a cached block as just used, so that `lru` evicts it later. No effect if it is not cached."""
         if block in self._cached:
             self._cached.remove(block)
             self._cached.add(block)
@@ -158,14 +160,14 @@ class BlockManager:
         }
 
     def check(self, owners: Iterable[int], is_indexed: Callable[[int], bool] | None = None) -> None:
-        """Raise `IntegrityError` unless each block is in exactly one state and its owners are counted right.
+        """Raise `IntegrityError` unless each block is in exactly one state and its reference count is right.
 
         Parameters
         ----------
         owners
-            [num_blocks] owners of each block, counted in the tables of the live requests.
+            [num_blocks] number of owners of each block, counted by the caller independently of this class.
         is_indexed
-            Whether the prefix index knows a block; must agree with `has_content`.
+            Returns whether the prefix index knows a block; it must agree with `has_content`.
         """
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free) or free & cached:

@@ -1,5 +1,8 @@
 """Changes of the prefix cache, reported to the routers as routing hashes.
 
+A routing hash names 64 tokens and all tokens before them (`routing_names.py`). It is held in a tier (device or host
+memory) while at least one index entry, its holder, has it there.
+
 ```
  hold / move / drop / clear ──▶ changed (net effect) ──flush()──▶ CacheEvents{seq} ──▶ ring of the last batches
                                    │
@@ -27,7 +30,7 @@ _NO_HASHES = np.empty(0, np.uint64)
 
 
 class Tier(enum.IntEnum):
-    """Where blocks of KV are."""
+    """The memory that holds a block of KV."""
 
     # On the device that computes, which may be a CPU.
     GPU = 0
@@ -40,9 +43,9 @@ class EventLog:
     Parameters
     ----------
     epoch
-        Name of this incarnation; a random one by default.
+        Name of this cache's lifetime; a random one by default. A router that sees a new epoch drops what it knew.
     max_batches
-        Batches kept for `since`.
+        Number of the newest batches that `since` can return.
     """
 
     def __init__(self, epoch: str | None = None, max_batches: int = 1024):
@@ -55,19 +58,19 @@ class EventLog:
         self.epoch = epoch if epoch is not None else uuid.uuid4().hex
         # Number of the last flushed batch.
         self.seq = 0
-        # XOR of the hashes that each tier held at that batch.
+        # XOR of the hashes that each tier held at the last flushed batch.
         self._xors = [0, 0]
         self._ring.clear()
         # For each tier: hash to the number of entries that hold it there.
         self._holders: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        # Each hash that has moved since the last flush, and its tier at that flush. In the order of change, because
-        # parents must be reported before their children.
+        # Each hash with a tier that has changed since the last flush, and the tier at that flush (None: not held). In
+        # the order of the changes, because parents must be reported before their children.
         self._changed: dict[int, Tier | None] = {}
         # The hashes of each tier at the last flush, if the cache was cleared since; None: it was not.
         self._before_clear: tuple[set[int], set[int]] | None = None
 
     def reset(self, epoch: str | None = None) -> None:
-        """Forget everything and begin a new epoch, for a new cache."""
+        """Forget everything and start a new epoch, for a new cache."""
         self._start(epoch)
 
     @property
@@ -81,7 +84,7 @@ class EventLog:
         return len(gpu.keys() | host.keys()) if host else len(gpu)
 
     def held(self, tier: Tier | None = None) -> set[int]:
-        """The hashes that a tier holds now, or any tier if None; events that are not flushed count."""
+        """The hashes in a tier now, or in any tier if `tier` is None. Changes that are not flushed count."""
         gpu, host = self._holders
         if tier is None:
             return set(gpu.keys() | host.keys())
@@ -99,7 +102,8 @@ class EventLog:
             if routing_hash in others or routing_hash in changed:
                 self._note(routing_hash, Tier.HOST if routing_hash in others else None)
             else:
-                # The usual case, without a call: the hash is new, and changes for the first time in this batch.
+                # The usual case: the hash is new and changes for the first time in this batch. Not calling `_note`
+                # saves time.
                 changed[routing_hash] = None
 
     def drop(self, hashes: Iterable[int], tier: Tier = Tier.GPU) -> None:

@@ -1,14 +1,17 @@
-"""Blocks that are given back while a step is in flight: they are not reused before that step has run.
+"""Hold blocks that are given back while a step is in flight (launched, not yet committed) until that step has run.
 
 ```
- plan N+1 ── launch ─────────────────────┐
- commit N: a row has ended, its blocks   │ N+1 still reads and writes them, in the order of the compute stream;
- plan N+2: they are not available        │ a copy from the host tier would not wait for it
- commit N+1 ◀────────────────────────────┘ they are cached or free
+ plan N+1 ── launch ────────────────────────────────┐
+ commit N: a row has ended and gives back blocks    │ step N+1 still reads and writes these blocks
+ plan N+2: these blocks are not available           │
+ commit N+1 ◀───────────────────────────────────────┘ these blocks become cached or free
 ```
 
-Until then the step in flight owns them. For the block manager they are in use, and a request that finds their content
-in the prefix index may share them.
+Later work on the compute stream could reuse the blocks safely, because it runs after step N+1. A copy from the host
+tier (KV blocks in host memory) runs on another stream and could overwrite them too early.
+
+Until the step has run, the block manager counts held blocks as in use. A request that finds their content in the
+prefix index may share them.
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ from quire.replica.kv_cache.blocks import BlockManager
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    # Number of the step that must run before the blocks are released.
     step: int
     blocks: list[int]
+    # The blocks fell out of a sliding window (`BlockManager.release`).
     passed: bool
 
 
 class DeferredFrees:
-    """Keep blocks that are given back until the steps in flight have run.
+    """Hold blocks that are given back until the steps in flight have run.
 
     Parameters
     ----------
@@ -40,18 +45,18 @@ class DeferredFrees:
 
     def __init__(self, blocks: BlockManager):
         self._blocks = blocks
-        # In the order of their steps.
+        # Held blocks, in the order of the steps that they wait for.
         self._held: deque[_Held] = deque()
         # Number of the newest step in flight; None: no step is in flight.
         self._newest_step: int | None = None
 
     @property
     def num_references(self) -> int:
-        """References held; a block may have been given back by several requests."""
+        """Number of references that are held. A block counts once for each request that gave it back."""
         return sum(len(held.blocks) for held in self._held)
 
     def launch(self, step: int) -> None:
-        """Count this step as in flight."""
+        """Record that this step is in flight."""
         self._newest_step = step
 
     def give_back(self, blocks: Iterable[int], *, passed: bool = False) -> None:
@@ -59,8 +64,10 @@ class DeferredFrees:
 
         Parameters
         ----------
-        blocks, passed
-            See `BlockManager.release`.
+        blocks
+            Blocks of one sequence, last block first.
+        passed
+            The blocks fell out of a sliding window while their request runs on; they may have any order.
         """
         if self._newest_step is None:
             self._blocks.release(blocks, passed=passed)
@@ -68,7 +75,7 @@ class DeferredFrees:
             self._held.append(_Held(self._newest_step, held, passed))
 
     def land(self, step: int) -> bool:
-        """Release what waits for this step and those before it; returns whether that was anything."""
+        """Release the blocks that wait for this step or an earlier one. Returns whether there were any."""
         if self._newest_step is not None and self._newest_step <= step:
             self._newest_step = None
         released = False
@@ -79,6 +86,6 @@ class DeferredFrees:
         return released
 
     def num_owners(self) -> np.ndarray:
-        """[num_blocks] int64, how many times each block is held."""
+        """Number of references that are held to each block, [num_blocks] int64."""
         blocks = [block for held in self._held for block in held.blocks]
         return np.bincount(np.array(blocks, np.int64), minlength=self._blocks.num_blocks)

@@ -1,9 +1,10 @@
-"""Layer groups: layers that share block ids because their queries see the same keys.
+"""Layer groups: layers that share block ids because their queries see keys at the same positions.
 
 All groups share one pool of blocks of equal size: a block holds `block_size` tokens of one group's layers. So every
-group can use any free block, and admission compares one number. A model with one kind of layers has one group. The
-kinds of layers differ in number (Gemma 3 has one full layer for five sliding ones), so each kind is cut into groups of
-at most `width` layers. A group with fewer layers leaves a part of its blocks unused.
+group can use any free block, and admission only compares the number of blocks needed with the number available. A model
+with one kind of layers has one group. Other models have unequal numbers of each kind (Gemma 3 has one full-attention
+layer for five sliding-window layers), so each kind is cut into groups of at most `width` layers. A group with fewer
+layers leaves a part of each of its blocks unused.
 
 ```
  kinds    full: 5 layers                 sliding 1024: 29 layers                                     (34 layers)
@@ -21,7 +22,8 @@ import numpy as np
 
 Positions = TypeVar("Positions", int, np.ndarray)
 
-# Largest unused share of the layers: a smaller share needs more groups, each with a block table of its own.
+# Largest allowed memory overhead of padding groups to `width` layers. Less padding needs narrower and therefore more
+# groups, each with a block table of its own.
 _MAX_PADDING = 1 / 8
 
 
@@ -32,7 +34,7 @@ class LayerGroup:
     layers: tuple[int, ...] = ()
     num_kv_heads: int = 1
     head_dim: int = 1
-    # A query sees this many keys, its own included; None: no window.
+    # Number of keys that a query sees, its own included; None: no window.
     window: int | None = None
     # Positions are cut into chunks of this length, and a query sees keys of its own chunk only; None: no chunks.
     chunk: int | None = None
@@ -57,12 +59,15 @@ class LayerGroup:
         return first
 
     def max_blocks(self, num_tokens: int, step_tokens: int, block_size: int) -> int:
-        """Most blocks that a sequence owns at once while it grows to `num_tokens`, `step_tokens` at a time."""
+        """Largest number of blocks that a sequence owns at once while it grows to `num_tokens`.
+
+        It grows by at most `step_tokens` in one step.
+        """
         whole = -(-num_tokens // block_size)
         if self.is_full:
             return whole
         reach = min(width for width in (self.window, self.chunk) if width is not None)
-        # The first key that the step needs may be the last one of its block.
+        # Round up by one block: the first key that the step needs may be the last one of its block.
         return min(whole, -(-(reach - 1 + step_tokens + block_size - 1) // block_size))
 
 
@@ -72,7 +77,7 @@ FULL_ATTENTION = LayerGroup()
 def group_layers(
     kinds: Sequence[tuple[int | None, int | None, int, int]],
 ) -> tuple[LayerGroup, ...]:
-    """Cut a model's layers into groups, those of full attention first.
+    """Cut a model's layers into groups, full-attention groups first.
 
     Parameters
     ----------
@@ -103,9 +108,9 @@ def group_layers(
 def max_sequence_tokens(
     groups: Sequence[LayerGroup], num_blocks: int, block_size: int, bound: int
 ) -> int:
-    """Tokens of the longest sequence that `num_blocks` can hold, in whole blocks and at most `bound`.
+    """Length in tokens of the longest sequence that fits into `num_blocks`, in whole blocks and at most `bound`.
 
-    For a single group of full attention this is the size of the pool, and `bound` is ignored.
+    A model with a single full-attention group can use the whole pool, and `bound` is ignored.
     """
     if len(groups) == 1 and groups[0].is_full:
         return num_blocks * block_size

@@ -10,9 +10,10 @@
                                 free ──▶ in use by an offloaded request
 ```
 
-A second `BlockManager` owns the blocks. This module only plans copies. The next step makes them before it writes
-anything: first the saves, then the restores. So a device block may be reused as soon as its save is planned. A host
-block that is restored stays retained until that step has run, so that nothing is saved over it.
+A `BlockManager` of its own owns the tier's blocks. This module only plans copies. The next step makes them before it
+writes any KV: first the saves (device to host), then the restores (host to device). So a device block may be reused as
+soon as its save is planned. A host block that is being restored keeps an owner until that step has run, so that no
+later save overwrites it.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ class HostTier:
         self._in_flight: list[Transfers] = []
 
     def take_evicted(self, block: int) -> None:
-        """Save a cached block that is evicted from the device, if there is room for it."""
+        """Plan to save a cached block that the device evicts, if the host tier has room for it."""
         entry, g = self._prefix.place_of(block)
         copy = entry.host_blocks[g]
         if copy is not None:
             self.blocks.touch(copy)
         elif block not in self._planned.restores:
-            # A planned restore has not filled the block yet: then there is nothing to save.
+            # A block with a restore that is only planned has no content yet, so it is not saved.
             allocated = self.blocks.allocate(1)
             if allocated is not None:
                 self.save(block, allocated[0])
@@ -108,14 +109,14 @@ class HostTier:
         return launched
 
     def land(self, landed: Transfers) -> None:
-        """Release the host blocks of a step that has run or failed."""
+        """Release the host blocks that a step restored, after the step has run or failed."""
         if landed:
             self._in_flight = [t for t in self._in_flight if t is not landed]
-            # Restores are in the order of the sequence, and `release` wants the leaf first.
+            # Restores are in the order of the sequence; `release` needs the sequence's last block first.
             self.blocks.release(reversed(landed.restores.values()))
 
     def forget_saves(self, landed: Transfers) -> None:
-        """Drop the blocks that a failed step should have saved: their content is unknown."""
+        """Drop the host blocks that a failed step should have written: their content is unknown."""
         for host_block in landed.saves:
             if self._prefix.has_host_block(host_block):
                 self._prefix.forget_host(host_block)

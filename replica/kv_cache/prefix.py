@@ -1,21 +1,23 @@
 """The prefix index: full blocks of KV, found by their content.
 
-An entry has at most one block in each layer group. A hit of n entries needs all n blocks of a group of full
-attention. Of a sliding group it needs only the blocks that the token after the hit sees:
+An entry has at most one block in each layer group (layers with queries that see the same positions). A hit of n entries
+needs all n blocks of each full-attention group. In a sliding-window group it needs only the blocks that the token after
+the hit sees:
 
 ```
- entries        e0  e1  e2  e3  e4  e5       a hit of 5: full b0..b4, window of 2 blocks b3 b4
- full           b0  b1  b2  b3  b4  b5       a hit of 6 is none: the window's b5 is gone
+ entries        e0  e1  e2  e3  e4  e5       a hit of 5 is possible: full b0..b4, window of 2 blocks b3 b4
+ full           b0  b1  b2  b3  b4  b5       a hit of 6 is not: the window's b5 is gone
  window         -   b1  -   b3  b4  -
 ```
 
-Each block is on the device, in the host tier, or in both. A block that is only in the host tier is copied back when a
-request takes it. Blocks leave the device leaf first, so the beginning of a chain is on the device and its end in the
-host tier.
+Each block is on the device, in the host tier (host memory), or in both. A block that is only in the host tier is copied
+back when a request takes it. Blocks of a sequence leave the device last block first, so the start of a sequence is on
+the device and its end in the host tier.
 
 An entry stays in the index while it has a block, while other entries continue it, or while it is the last indexed entry
-of a live row. (Without a group of full attention nothing else keeps the names and token ids of a long row's beginning.)
-Its routing hashes are held as long (`routing_names.py`).
+of a live request. (The last condition matters without full-attention groups: then a long request no longer owns blocks
+of its first tokens, and only its reference keeps their names and token ids.) The routers see an entry's routing hashes
+until the entry leaves the index (`routing_names.py`).
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ class PrefixCache:
         width = 4 * self.block_size
         entries: list[Entry] = []
         num_hit = 0
-        # For each group the first entry of the unbroken run of blocks that ends here.
+        # For each group: index of the first entry of the unbroken run of blocks that ends at the current entry.
         run_start = [0] * len(self.groups)
         parent: Entry | None = None
         for i in range((len(token_ids) - 1) // self.block_size):
@@ -146,7 +148,7 @@ class PrefixCache:
         )
 
     def _first_needed(self, g: int, num_blocks: int) -> int:
-        """Index of the first of `num_blocks` full blocks that the token after these blocks sees."""
+        """Index of the first block in group g that the token after `num_blocks` full blocks sees."""
         return int(self.groups[g].first_key(num_blocks * self.block_size)) // self.block_size
 
     def register(
@@ -157,16 +159,16 @@ class PrefixCache:
         chain: ContentChain,
         i: int,
     ) -> Entry | None:
-        """Index the i-th blocks of a sequence, which the step being planned will complete.
+        """Index the blocks of a sequence at index i, one per group. The step being planned completes them.
 
-        The next `hash_new` reports their routing hash.
+        If a routing block ends here, the next `hash_new` reports its routing hash.
 
         Parameters
         ----------
         blocks
-            [G] the sequence's own block in each group; a new entry keeps the list.
+            [G] the sequence's own block in each group; a new entry keeps the list object.
         parent
-            The entry that this method returned for the block before; None for the first block.
+            The entry that this method returned for index i - 1; None for the first block.
         token_bytes
             The block's tokens, block_size int32.
         chain
@@ -174,9 +176,9 @@ class PrefixCache:
 
         Returns
         -------
-        The entry of this content. In each group it has the sequence's own block, or an older one with the same
-        content. None if the content cannot be indexed: its parent is not in the index, or another content has the
-        same name.
+        The entry with this content. In each group it has the sequence's own block, or an older one with the same
+        content. None if the content cannot be indexed: its parent is not in the index, or the name belongs to other
+        content.
         """
         if (i > 0) != (parent is not None) or (parent is not None and not parent.alive):
             return None
@@ -230,7 +232,7 @@ class PrefixCache:
 
     @property
     def num_unhashed(self) -> int:
-        """Entries that end a routing block that is not hashed yet."""
+        """Number of entries at the end of a routing block that is not hashed yet."""
         return self._routing.num_unhashed
 
     def hash_new(self) -> None:
@@ -243,8 +245,8 @@ class PrefixCache:
         Raises
         ------
         IntegrityError
-            It is the entry's last block of full attention on the device, and entries that continue it have blocks
-            there.
+            The block is the entry's last full-attention block on the device, and entries that continue this entry
+            still have blocks there.
         """
         entry, g = self.place_of(block)
         last_full = self.groups[g].is_full and all(
@@ -298,7 +300,7 @@ class PrefixCache:
                 entry.num_children -= 1
 
     def clear(self) -> tuple[list[int], list[int]]:
-        """Drop every entry; returns the device blocks and the host blocks that were indexed."""
+        """Drop every entry. Returns the device blocks and the host blocks that were indexed."""
         indexed: list[list[int]] = []
         for by_block in (self._by_block, self._by_host_block):
             indexed.append([block for block, entry in enumerate(by_block) if entry is not None])

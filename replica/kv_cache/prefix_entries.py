@@ -2,8 +2,8 @@
 
 The name of a full block is BLAKE2b-128 over the name of the block before it and its token ids, personalised by the
 tenant. So equal names mean, collisions aside, equal tenants and equal tokens from the start of the sequence. A lookup
-does not rely on names alone: an entry keeps its token ids and its parent entry, and a hit compares both. Even a
-collision of names gives right tokens.
+does not rely on names alone: an entry keeps its token ids and its parent entry, and the lookup compares both. So even a
+collision of names never causes a false hit.
 """
 
 from __future__ import annotations
@@ -84,19 +84,19 @@ class Entry:
     ):
         # Whether the entry is in the index.
         self.alive = True
-        # [G] device blocks
+        # [G layer groups] device blocks; None: the group has no device block with this content
         self.blocks: list[int | None] = blocks
-        # [G] host blocks
+        # [G] host blocks; None: the group has no host block with this content
         self.host_blocks: list[int | None] = [None] * len(blocks)
         self.digest = digest
-        # block_size int32
+        # The block's token ids, block_size int32
         self.token_bytes = token_bytes
         self.tenant = tenant
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         # Entries that continue this one.
         self.num_children = 0
-        # Whether it has a device block in a group of full attention, or in any group if there is no such group.
+        # Whether the entry has a device block in a full-attention layer group, or in any group if there is none such.
         self.on_device = False
         # Entries that continue this one and are on the device.
         self.num_device_children = 0
@@ -106,7 +106,7 @@ class Entry:
         self.tier: Tier | None = None
         # Hashes of the routing blocks that end in this block, once they are computed.
         self.routing_hashes: Sequence[int] = ()
-        # Sum of the routing blocks from the start of the sequence, if a routing block ends here.
+        # Running sum of the routing blocks' hash terms from the start of the sequence, if a routing block ends here.
         self.routing_sum = 0
 
     def is_content(self, token_bytes: bytes, tenant: str, parent: Entry | None) -> bool:
@@ -126,11 +126,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest known prefix of a sequence."""
+    """The longest prefix of a sequence that the index can serve."""
 
     entries: list[Entry]
-    # For each group the device blocks from the first one that the next token sees; None: the block is in the host
-    # tier only.
+    # For each group the device blocks of the last entries, starting at the first block that the next token sees. None:
+    # the block is only in the host tier (host memory).
     blocks: list[list[int | None]]
 
     @property

@@ -1,14 +1,19 @@
 """Routing hashes: the names under which routers know the content of the prefix index.
 
+The engine names each full KV block. Routers use coarser names: a routing block is 64 tokens, regardless of the
+engine's block size, and its routing hash depends on all tokens from the start of the sequence.
+
 ```
  tokens    [ t0 .. t31 ][ t32 .. t63 ][ t64 .. t95 ][ t96 .. t127 ]      block_size = 32
- names          n0     ▶     n1      ▶     n2      ▶      n3             of full blocks, inside the engine
- routing                     h0                           h1             reported to the routers, 64 tokens each
+ names          n0     ▶     n1      ▶     n2      ▶      n3             one per full block, inside the engine
+ routing                     h0                           h1             one per routing block, sent to the routers
 ```
 
-An entry's routing hashes are held as long as the entry is in the index: with sliding groups that is the longest chain
-that a request could ever hit. They are reported in tier `host` once no block of the entry is on the device, in the
-groups of full attention if there are any.
+A routing hash is reported as held until its entry leaves the index. With sliding-window layer groups an entry may stay
+after its sliding-window blocks are gone, so the reported chain can be longer than the hit of a request.
+
+An entry is reported in tier `host` if none of its blocks is on the device and at least one is in host memory. Only
+blocks of full-attention layer groups count here, unless the model has no such group.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.cache_events import EventLog, Tier
 from quire.replica.kv_cache.prefix_entries import Entry
 
-# Tenants with a cached chain seed; computing a seed takes microseconds.
+# Number of chain seeds (a tenant's start value of its hashes) that are cached; computing a seed takes microseconds.
 _MAX_SEEDS = 1024
 _MASK64 = 2**64 - 1
 
@@ -41,11 +46,11 @@ class RoutingNames:
     block_size
         Tokens of a block: a divisor or a multiple of the routing block.
     events
-        Receives the hashes that become held, move, or are dropped.
+        Receives the hashes that are added, that change their tier, and that are dropped.
     tier_of
-        The tier of an entry now.
+        Returns the present tier of an entry.
     model_name, revision
-        Identity of the weights.
+        Identity of the weights; a part of each hash.
     """
 
     def __init__(
@@ -65,10 +70,11 @@ class RoutingNames:
         self._block_size = block_size
         self._events = events
         self._tier_of = tier_of
-        # Entries that end a routing block that is not hashed yet, parents before their children.
+        # Entries at the end of a routing block that is not hashed yet, parents before their children.
         self._unhashed: list[Entry] = []
-        # Entries that make up one routing block, and routing blocks in one entry.
+        # Number of entries in a routing block; 1 if a routing block is not longer than an entry.
         self.num_entries = max(1, ROUTING_BLOCK_TOKENS // block_size)
+        # Number of routing blocks in an entry; 1 if an entry is not longer than a routing block.
         self._num_routing_blocks = max(1, block_size // ROUTING_BLOCK_TOKENS)
 
         @functools.lru_cache(_MAX_SEEDS)
@@ -79,24 +85,24 @@ class RoutingNames:
 
     @property
     def num_unhashed(self) -> int:
-        """Entries that end a routing block that is not hashed yet."""
+        """Number of entries at the end of a routing block that is not hashed yet."""
         return len(self._unhashed)
 
     def add(self, entry: Entry) -> None:
-        """Hash the routing blocks that end in this entry in the next `hash_new`."""
+        """Queue an entry that ends a routing block; `hash_new` hashes it."""
         self._unhashed.append(entry)
 
     def hash_new(self) -> None:
         """Hash the routing blocks of the added entries, all in one pass, and report them.
 
-        An entry leaves the index only after all entries that continue it. The last entry of a routing block therefore
-        leaves before the others, so that entry holds the hash.
+        A hash is stored in the last entry of its routing block. This entry leaves the index before the block's other
+        entries, because an entry never leaves before its children.
         """
         if not self._unhashed:
             return
         entries, self._unhashed = self._unhashed, []
         hashes = self._hashes(entries)
-        # For each tier.
+        # The new hashes of each tier, indexed by `Tier`.
         held: tuple[list[int], list[int]] = ([], [])
         for n, entry in enumerate(entries):
             begin = n * self._num_routing_blocks
@@ -107,17 +113,22 @@ class RoutingNames:
             self._events.hold(held[tier], tier)
 
     def _hashes(self, entries: list[Entry]) -> list[int]:
-        """The routing hashes of these entries, in order; sets their `routing_sum`."""
-        # Tokens of each routing block, then for each entry: the entry before the run, its first position, its seed.
+        """Compute the routing hashes of these entries, in order, and set each entry's `routing_sum`."""
+        # Token bytes of the routing blocks, in order.
         parts: list[bytes] = []
+        # For each entry: the entry before the first one of its routing block.
         before: list[Entry | None] = []
+        # For each entry: position of the first token of its routing block.
         starts: list[int] = []
+        # For each entry: the chain seed of its tenant.
         seeds: list[int] = []
         for entry in entries:
             run, first = [entry.token_bytes], entry
             for _ in range(self.num_entries - 1):
                 if first.parent is None:
-                    raise IntegrityError(f"a routing block ends at depth {entry.depth}")
+                    raise IntegrityError(
+                        f"the entry at depth {entry.depth} has too few ancestors to end a routing block"
+                    )
                 first = first.parent
                 run.append(first.token_bytes)
             parts.extend(reversed(run))
@@ -133,7 +144,7 @@ class RoutingNames:
         added = iter(routing_block_sums(begin, ids).tolist())
         sums: list[int] = []
         for entry, parent in zip(entries, before, strict=True):
-            # Parents come before their children, so the parent's sum is complete.
+            # `entries` has parents before their children, so the parent's sum is already set.
             running = 0 if parent is None else parent.routing_sum
             for _ in range(per_entry):
                 running = (running + next(added)) & _MASK64
@@ -143,14 +154,14 @@ class RoutingNames:
         return hashes
 
     def update_tier(self, entry: Entry) -> None:
-        """Report the entry's hashes in another tier, if its blocks have moved."""
+        """Report the entry's new tier if the tier has changed since the last report."""
         if entry.tier is not None and entry.tier is not (tier := self._tier_of(entry)):
             self._events.move(entry.routing_hashes, entry.tier, tier)
             entry.tier = tier
 
     def drop(self, entry: Entry) -> None:
         """Report that an entry leaves the index."""
-        # Otherwise the entry would be hashed, and its hashes held, after it has left.
+        # The entry may still be queued; a later `hash_new` would then report it after it has left.
         self.hash_new()
         if entry.tier is not None:
             self._events.drop(entry.routing_hashes, entry.tier)
@@ -161,12 +172,12 @@ class RoutingNames:
         self._events.clear()
 
     def check(self, entries: Iterable[Entry]) -> None:
-        """Raise `IntegrityError` unless the hashes of these entries are held, each in its tier.
+        """Raise `IntegrityError` unless the event log holds exactly the hashes of these entries, each in its tier.
 
         Parameters
         ----------
         entries
-            The whole index.
+            All entries of the index.
         """
         holders: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         for entry in entries:
@@ -175,4 +186,6 @@ class RoutingNames:
         for tier in Tier:
             others = holders[Tier.GPU] if tier is Tier.HOST else set()
             if holders[tier] - others != self._events.held(tier):
-                raise IntegrityError("the routing hashes held are not those of the indexed blocks")
+                raise IntegrityError(
+                    "the routing hashes in the event log differ from those of the index"
+                )

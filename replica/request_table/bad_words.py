@@ -1,4 +1,4 @@
-"""Token sequences that an output must not contain."""
+"""Bad words: token sequences that an output must not contain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class BadWords:
-    """Find the ids that would complete a forbidden sequence.
+    """Find the token ids that would complete a bad word.
 
     Parameters
     ----------
@@ -16,7 +16,7 @@ class BadWords:
 
     def __init__(self, words: Sequence[Sequence[int]]):
         self.single_ids = tuple(sorted({word[0] for word in words if len(word) == 1}))
-        # Beginning of words to their last ids.
+        # The tokens of a word without the last one, to the last ids of the words that start with them.
         self._last_ids: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             if len(word) > 1:
@@ -25,7 +25,7 @@ class BadWords:
 
     @property
     def context_len(self) -> int:
-        """How many of the newest output tokens `excluded` needs."""
+        """Number of the newest output tokens that `excluded` needs."""
         return self._lengths[-1] if self._lengths else 0
 
     def excluded(self, newest: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The decoding rows, gathered for the next step.
+"""The decoding rows (rows of the request table that get one token in each step), gathered for the next step.
 
-Each decoding row gains one token in each step. While no row comes or goes, constant columns are reused, and positions
-are computed from the positions in the step before.
+While no row comes or goes, the constant columns are reused, and the positions are those of the step before plus 1.
+`begun` are the rows with a next token that is the first of its block, `filling` those with one that is the last.
 
 ```
  block_size = 4        step n        n + 1       n + 2       n + 3
@@ -18,7 +18,7 @@ import numpy as np
 
 _NONE = np.empty(0, np.int64)
 _MANY = np.iinfo(np.int32).max
-# numpy adds an array in half the time of a Python number.
+# Constants as numpy arrays: numpy adds an array in half the time of a Python number.
 _ONE, _ONE64 = np.array(1, np.int32), np.array(1, np.int64)
 
 
@@ -31,7 +31,7 @@ class DecodeRows:
 
     block_size: int
     ids: np.ndarray  # [D] int64
-    claims: np.ndarray  # [D] int64, `RowTable.claims`
+    claims: np.ndarray  # [D] int64, `RowTable.claims`: number of the row's request
     cu_q: np.ndarray  # [D + 1] int32
     keys: np.ndarray  # [D] object
     sources: np.ndarray  # [D] int32
@@ -47,31 +47,37 @@ class DecodeRows:
     # Whether no row has a minimum of tokens, a constraint, a penalty, min_p or log-probabilities.
     is_plain: bool
 
-    # The fields below describe the token that the next step computes.
-    # Whether these fields are valid.
+    # The fields below describe the token that each row computes in the next step.
+    # Whether the fields below are up to date.
     is_located: bool = False
     position: np.ndarray = field(default_factory=lambda: _NONE)  # [D] int32
     length: np.ndarray = field(default_factory=lambda: _NONE)  # [D] int32, position + 1
-    offset: np.ndarray = field(default_factory=lambda: _NONE)  # [D] int32, in its block
-    # [D] int64, index in the flattened tails of the table
+    offset: np.ndarray = field(default_factory=lambda: _NONE)  # [D] int32, in the token's block
+    # [D] int64, index of the token in `RowTable`'s flattened tails (the tokens of each row's newest block)
     tail_index: np.ndarray = field(default_factory=lambda: _NONE)
-    # [n] int64 in [0, D): rows that begin a block with this token, and rows that fill one
+    # [n] int64 in [0, D): rows with a token that is the first of its block, and rows with one that is the last
     begun: np.ndarray = field(default_factory=lambda: _NONE)
     filling: np.ndarray = field(default_factory=lambda: _NONE)
-    # [n] int32, index of the begun block in the row's tables
+    # [n] int32, index of the new block of each row in `begun` in the row's tables
     begun_index: np.ndarray = field(default_factory=lambda: _NONE)
-    # Blocks of the longest row, including the one of this token.
+    # Number of blocks of the longest row, including the block of this token.
     num_blocks: int = 0
-    # Tokens until the first row reaches its run_length; 0 or less afterwards.
+    # Smallest number of tokens after this one until a row reaches its `run_length`; 0 or less if one has reached it.
     num_left: int = 0
-    # [G, D] int64, slots of the KV of the token before; None: not known
+    # [G, D] int64, slots to which the KV of the token before was written; None: not known
     slots: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def locate(self, num_computed: np.ndarray) -> None:
-        """Set the positions: the rows have [D] int32 computed tokens."""
+        """Set the positions of the rows.
+
+        Parameters
+        ----------
+        num_computed
+            [D] int32, number of computed tokens of each row.
+        """
         block_index = num_computed // self.block_size
         self.position = num_computed
         self.length = num_computed + 1
@@ -86,7 +92,7 @@ class DecodeRows:
         self.is_located = True
 
     def block_index(self, rows: np.ndarray) -> np.ndarray:
-        """[n] int32, table index of the next token's block, for [n] rows in [0, D)."""
+        """Table index of the next token's block, [n] int32, for `rows`, [n] integers in [0, D)."""
         index: np.ndarray = self.position[rows] // self.block_size
         return index
 
@@ -120,7 +126,7 @@ class DecodeRows:
         return slots
 
     def advance(self) -> None:
-        """Move to the token after the next one, because the next one is planned."""
+        """Move every row on by one token, because the step with the present one is planned."""
         filled = self.filling
         self.is_located = True
         self.position = self.length

@@ -32,12 +32,13 @@ class PlanWriter:
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
         """Write the plan of a step, and count its tokens as computed.
 
-        The second plan after this one may overwrite its block tables.
+        The plan's block tables are valid until the second plan after this one is written.
 
         Parameters
         ----------
         decodes
-            Rows that compute one token, as `RowTable.decode_rows` has just returned them.
+            Rows that compute one token, as the row table has just returned them. Without chunks they move on by one
+            token.
         chunks
             (row, number of tokens) of each prefill.
         copies
@@ -98,7 +99,7 @@ class PlanWriter:
         start = table.num_computed[rows]
         kv_len = start + num_q
         positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
-        # Every decoding row samples. Its newest token may not be known yet, so its length must not be compared.
+        # Every decoding row samples. Its newest token may not be recorded yet, so only chunks compare lengths.
         samples = np.ones(len(rows), bool)
         chunked = slice(len(decode_rows), None)
         samples[chunked] = kv_len[chunked] == table.length[rows[chunked]]
@@ -136,7 +137,13 @@ class PlanWriter:
     def _prompt_targets(
         self, chunks: Sequence[tuple[int, int]], begins: Sequence[int]
     ) -> tuple[PromptTargets, ...]:
-        """The prompt tokens in these chunks that need a log-probability."""
+        """The prompt tokens in these chunks that need a log-probability.
+
+        Parameters
+        ----------
+        begins
+            For each chunk the flat index of its first token, and the end of the last chunk.
+        """
         table, targets = self._table, []
         for (row, count), begin in zip(chunks, begins[:-1], strict=True):
             request = table.request(row)

@@ -1,4 +1,4 @@
-"""The block tables of the last two plans, updated in turn for the next ones."""
+"""The block tables of plans, in two buffers: each plan updates the buffer of the plan before the last one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from quire.replica.request_table.decode_rows import DecodeRows
 
-# A planned table has this many spare columns: it is gathered again only after the longest row has outgrown them.
+# Number of spare columns of a planned table: the longest row can grow into them before all tables are copied again.
 _SPARE_COLUMNS = 8
 
 
@@ -20,9 +20,9 @@ class _Buffer:
 
     # [G, n, width + spare]
     tables: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0), np.int32))
-    # The rows of these tables; None: the plan was not of decoding rows only.
+    # The rows of these tables; None: the plan had rows other than the decoding rows.
     decodes: DecodeRows | None = None
-    # Changes since then: the arguments of `append`, and the rows with other blocks.
+    # Changes since that plan: arguments of `append`, and rows with blocks that were replaced or freed.
     appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     changed: list[np.ndarray] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ class PlannedTables:
         Parameters
         ----------
         at, index
-            [n] integers each: indices of the decoding rows, and of the blocks in their tables.
+            [n] integers each: indices into the decoding rows, and indices of the blocks in the tables of these rows.
         blocks
             [G, n] int32.
         """
@@ -63,12 +63,12 @@ class PlannedTables:
                 buffer.changed.append(rows)
 
     def take(self, rows: np.ndarray, width: int, decodes: DecodeRows | None = None) -> np.ndarray:
-        """[G, rows, width] int32, the rows' tables, in the older of the two buffers.
+        """The rows' tables, [G, rows, width] int32, a view of the buffer that was used longer ago.
 
         Parameters
         ----------
         decodes
-            The rows, if these are exactly the decoding rows.
+            The same rows as `DecodeRows`, if these are exactly the decoding rows.
         """
         buffer = self._buffers[0]
         self._buffers.reverse()
@@ -80,7 +80,7 @@ class PlannedTables:
         else:
             for at, index, blocks in buffer.appended:
                 tables[:, at, index] = blocks
-            # After `appended`, because an appended block may have been replaced since.
+            # Copy changed rows after `appended`, because an appended block may have been replaced since.
             for changed in buffer.changed:
                 at = np.searchsorted(rows, changed)
                 tables[:, at] = self._block_tables[:, changed, : tables.shape[2]]

@@ -1,8 +1,8 @@
-"""The request table: numpy columns with the data that steps need of every running request.
+"""The request table: numpy columns with the data of every running request that steps need.
 
-A request keeps its row from admission until it ends or is preempted. Work that each step does for each decoding row is
-a numpy operation over columns. Python code runs for a single row only when the row fills a block or ends.
-`decode_rows` returns the decoding rows as `DecodeRows`, which are reused while no row comes or goes.
+A request keeps its row (its slot in the table) from admission until it ends or is preempted. Work that each step does
+for each decoding row is a numpy operation over columns. Python code runs for a single row only when the row fills a
+block or ends. `decode_rows` returns the decoding rows as `DecodeRows`, which are reused while no row comes or goes.
 
 ```
  position of a row      0 ........ num_tokens ...... length        run_length
@@ -10,8 +10,8 @@ a numpy operation over columns. Python code runs for a single row only when the 
                         0 ... num_computed (their KV is written when the planned step has run)
 ```
 
-`tail` holds the tokens of the block that a row is writing, prompt tokens included. Its generated tokens are appended to
-the request when the block is full, so that a single token costs no Python code.
+`tail` holds the tokens of the block that a row is writing, prompt tokens included. The generated tokens in it are
+appended to the request when the block is full, so that a single token needs no Python code.
 
 In each layer group a row owns the blocks [first_block, num_blocks) of its table. Earlier blocks were given back when no
 later query could see them. Later blocks are allocated when their tokens are scheduled.
@@ -40,15 +40,15 @@ class RowTable:
     Parameters
     ----------
     max_rows
-        R, requests that can run at once.
+        R, the largest number of requests that can run at once.
     max_blocks
-        Blocks that one request can have in a group.
+        Largest number of blocks that one request can have in a group.
     block_size
         Tokens of a block.
     vocab_size
         Token ids are in [0, vocab_size).
     groups
-        G layer groups, those of full attention first.
+        G layer groups, full-attention groups first.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class RowTable:
     ):
         self.block_size = block_size
         self.groups = tuple(groups)
-        # Groups that give blocks back when they fall out of the window.
+        # Indices of the groups that give blocks back when these fall out of the window or the attention chunk.
         self.sliding = [g for g, group in enumerate(groups) if not group.is_full]
         self.requests: list[Request | None] = [None] * max_rows
         self.keys = np.empty(max_rows, dtype=object)  # [R] `Request.key`
         self.sources = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.source`
         self.stream_ids = np.zeros(max_rows, dtype=np.int64)  # [R] `Request.stream_id`
         self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
-        # [R] number of the row's request, counted over all rows; a step compares it to find out whether the row still
-        # belongs to the same request. 0: no request.
+        # [R] number of the row's claim (`claim` counts over all rows); 0: no request. A step keeps the claims of its
+        # rows, and compares them to find out whether a row still belongs to the same request.
         self.claims = np.zeros(max_rows, dtype=np.int64)
         self._num_claims = 0
         self.decoding = np.zeros(max_rows, dtype=bool)  # [R] the request's phase is DECODING
         self.paused = np.zeros(max_rows, dtype=bool)  # [R] keeps its blocks, computes nothing
         self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
         self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
-        # [R] tokens whose KV is written, or will be by the planned steps
+        # [R] number of tokens with KV that is written, or will be by the planned steps
         self.num_computed = np.zeros(max_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)  # [R] the client's prompt
         self.run_length = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.run_length`
@@ -95,17 +95,17 @@ class RowTable:
         # [R, block_size] token at position % block_size of the block that the row is writing
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)
         self._flat_tail = self._tail.reshape(-1)
-        # [vocab] number of rows that end on this id
+        # [vocab] number of rows with a request that ends on this id
         self._num_enders = np.zeros(vocab_size, dtype=np.int32)
         self._free = list(range(max_rows - 1, -1, -1))
-        # None: a row has come or gone.
+        # Last result of `decode_rows`; None: the set of decoding rows has changed since.
         self._decode_rows: DecodeRows | None = None
         # For `PlanWriter`: tables of the last plans, and changes since the last plan.
         self.planned = PlannedTables(self.block_tables)
         self.journal = TableJournal()
-        # Computed tokens of the decoding rows.
+        # Total number of computed tokens of the decoding rows.
         self.num_decode_tokens = 0
-        # Tokens that the prefilling rows still have to compute.
+        # Total number of tokens that the prefilling rows still have to compute.
         self.num_missing_tokens = 0
 
     @property
@@ -122,7 +122,7 @@ class RowTable:
         Parameters
         ----------
         blocks
-            For each group the blocks from the first one that the next token sees.
+            For each group the request's blocks, starting with the first one that the next token sees.
         """
         row = self._free.pop()
         params = request.params
@@ -178,8 +178,8 @@ class RowTable:
 
         Returns
         -------
-        The row's blocks in the order of the sequence; for the same tokens, blocks of full attention come first.
-        Released in reverse, each block is evicted before the blocks that are needed to find it.
+        The row's blocks in the order of the sequence; for the same tokens, the blocks of full-attention groups come
+        first. If they are released in reverse, each block is evicted before the blocks that are needed to find it.
         """
         self.flush(row)
         request = self.request(row)
@@ -208,7 +208,7 @@ class RowTable:
         return request
 
     def blocks(self, row: int) -> list[int]:
-        """The row's blocks, in the order of `vacate`."""
+        """The row's blocks in the order of the sequence; for the same tokens, full-attention groups come first."""
         if len(self.groups) == 1:
             first, end = self.first_block[0, row], self.num_blocks[0, row]
             blocks: list[int] = self.block_tables[0, row, first:end].tolist()
@@ -282,24 +282,24 @@ class RowTable:
         )
 
     def _decodes(self, rows: Any) -> Any:
-        """[n] bool, whether the next step decodes these rows.
+        """[n] bool, whether each of these rows decodes in the next step.
 
-        A row that will have all its tokens when the step in flight is over is not decoded again.
+        A row that gets its last token in the step in flight (launched, not yet committed) does not.
         """
         is_short = self.num_computed[rows] + 1 < self.run_length[rows]
         return self.decoding[rows] & ~self.paused[rows] & is_short
 
     @property
     def current_decodes(self) -> DecodeRows | None:
-        """The last result of `decode_rows`; None: a row has come or gone since."""
+        """The last result of `decode_rows`; None if the set of decoding rows has changed since."""
         return self._decode_rows
 
     def are_unchanged(self, decodes: DecodeRows) -> bool:
-        """Whether no decoding row has come or gone since `decode_rows` returned `decodes`."""
+        """Whether the set of decoding rows is the same as when `decode_rows` returned `decodes`."""
         return self._decode_rows is decodes
 
     def lacking_block(self, decodes: DecodeRows) -> np.ndarray:
-        """[n] int64 in [0, D), the rows without a block for their next token."""
+        """The rows without a block for their next token, [n] int64 in [0, D)."""
         begun = decodes.begun
         if not len(begun):
             return begun
@@ -310,7 +310,7 @@ class RowTable:
     def fill_blocks(
         self, rows: np.ndarray, index: np.ndarray
     ) -> Iterator[tuple[int, Request, int, list[int], bytes]]:
-        """Flush rows with a newest token that fills its block.
+        """Append the newest tokens of rows with a block that is now full to the rows' requests.
 
         Parameters
         ----------
@@ -331,7 +331,7 @@ class RowTable:
             token_bytes = raw[begin : begin + width]
             begin += width
             request = requests[row]
-            # Tokens of the block that the request already has.
+            # Number of the block's tokens that the request already has.
             known = request.num_tokens - i * self.block_size
             request.append(token_bytes[4 * known :] if known else token_bytes)
             yield row, request, i, own, token_bytes
@@ -344,9 +344,9 @@ class RowTable:
         Parameters
         ----------
         lacking
-            [n] the result of `lacking_block`.
+            [n] the result of `lacking_block`: rows in [0, D) without a block for their next token.
         blocks
-            [G * n] for each group one block per row.
+            [G * n] one block per group and row: first those of group 0, then those of group 1, and so on.
         """
         index = decodes.begun_index if lacking is decodes.begun else decodes.block_index(lacking)
         own = np.array(blocks, np.int32).reshape(len(self.groups), len(lacking))
@@ -360,7 +360,7 @@ class RowTable:
             self.planned.mark_changed(decodes.ids[lacking])
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
-        """Append the same number of blocks to the row's table in each sliding group."""
+        """Append the same number of blocks to the row's table in each sliding-window group."""
         count = len(blocks) // len(self.sliding)
         for i, g in enumerate(self.sliding):
             end = int(self.num_blocks[g, row])
@@ -370,12 +370,12 @@ class RowTable:
             self.num_blocks[g, row] = end + count
 
     def trim(self, held: Mapping[int, int] | None = None) -> list[int]:
-        """Take blocks from the rows that no later query sees; returns them, oldest tokens first.
+        """Remove the blocks that no later query of their row sees, and return them; for each row the oldest first.
 
         Parameters
         ----------
         held
-            Row to an earlier position that a fork of the row may still compute.
+            Row to the position of an earlier token that a fork of the row may still compute: blocks that it sees stay.
         """
         freed: list[int] = []
         if not self.sliding:
@@ -396,7 +396,7 @@ class RowTable:
         return freed
 
     def replace_block(self, g: int, row: int, i: int, block: int) -> None:
-        """Replace the i-th block in the row's table of group g by another one with the same content."""
+        """Replace the block at index i in the row's table of group g by another one with the same content."""
         self.block_tables[g, row, i] = block
         self._journal_span(g, row, i, i + 1)
         if self._decodes(row):
@@ -423,7 +423,17 @@ class RowTable:
     def count_computed(
         self, rows: np.ndarray, kv_len: np.ndarray, num_decode_rows: int, num_chunk_tokens: int
     ) -> None:
-        """Count a planned step as computed: its rows ([n]) have `kv_len` ([n] int32) tokens in the cache after it."""
+        """Count the tokens of a planned step as computed.
+
+        Parameters
+        ----------
+        rows, kv_len
+            [n] each: the rows of the step, and the number of their tokens in the cache after it (int32).
+        num_decode_rows
+            Number of decoding rows in the step.
+        num_chunk_tokens
+            Number of tokens in the step's prefill chunks.
+        """
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += num_decode_rows
         self.num_missing_tokens -= num_chunk_tokens
@@ -452,7 +462,7 @@ class RowTable:
         return length
 
     def record_decodes(self, decodes: DecodeRows, token_ids: np.ndarray) -> np.ndarray:
-        """`record` for a step of these decoding rows only, if all are still there."""
+        """Fast path of `record` for a step of these decoding rows only, if each still belongs to its request."""
         self._flat_tail[decodes.tail_index] = token_ids
         self.last_token[decodes.ids] = token_ids
         self.length[decodes.ids] = decodes.length
@@ -493,6 +503,6 @@ class RowTable:
             for i in self.sampling.has_grammar[rows].nonzero()[0].tolist():
                 grammar = self.request(int(rows[i])).grammar
                 if grammar is not None and grammar.advance(int(token_ids[i])):
-                    # Nothing can follow, even where EOS ends no request.
+                    # The grammar allows no further token, so the request ends even if it ignores EOS.
                     reasons[i] = FinishReason.STOP
         return reasons

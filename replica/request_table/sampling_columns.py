@@ -1,4 +1,4 @@
-"""Sampling parameters of the running requests as columns, and the batch of these that a step's sampler gets."""
+"""Sampling parameters of the running requests as columns, gathered for each step into a `SamplingBatch`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.replica.request_table.bad_words import BadWords
 
 
 class Histories(Protocol):
-    """The part of the request table (`rows.RowTable`) that sampling reads; R rows."""
+    """The part of the request table (`rows.RowTable`) that `SamplingColumns` reads; R rows."""
 
     decoding: np.ndarray  # [R] bool
     num_prompt_tokens: np.ndarray  # [R] int32
@@ -32,12 +32,12 @@ class Histories(Protocol):
 
 
 class SamplingColumns:
-    """Sampling parameters by row. Rare parameters are looked up only for the rows that have them.
+    """Sampling parameters by row. Boolean columns mark the rows with rare parameters, so that only those are visited.
 
     Parameters
     ----------
     max_rows
-        R, requests that can run at once.
+        R, the largest number of requests that can run at once.
     """
 
     def __init__(self, max_rows: int):
@@ -57,13 +57,13 @@ class SamplingColumns:
         self._ruled = np.zeros(max_rows, dtype=bool)  # [R]
         self._has_bad_words = np.zeros(max_rows, dtype=bool)  # [R]
         self.has_grammar = np.zeros(max_rows, dtype=bool)  # [R]
-        # [R] the allowed ids depend on the token before, which the host must know first
+        # [R] whether the allowed ids depend on the tokens before, which the host must know first
         self.needs_history = np.zeros(max_rows, dtype=bool)
-        # [R] needs more than temperature, top-k, top-p and noise at any length
+        # [R] whether sampling needs more than temperature, top-k, top-p and noise, apart from `min_tokens`
         self.special = np.zeros(max_rows, dtype=bool)
 
     def claim(self, row: int, request: Request) -> None:
-        """Write the parameters of the request that has got this row."""
+        """Write the parameters of the request that was given this row."""
         params = request.params
         greedy = params.temperature < GREEDY_TEMPERATURE
         self.temperature[row] = 0.0 if greedy else params.temperature
@@ -95,7 +95,7 @@ class SamplingColumns:
         )
 
     def claimed(self, rows: Sequence[int]) -> ClaimedRows:
-        """The parameters of these rows that a device keeps."""
+        """The sampling parameters of these rows that the device keeps in its copy of the table."""
         index = np.array(rows, np.int64)
         return ClaimedRows(
             index,
@@ -144,12 +144,13 @@ class SamplingColumns:
         )
 
     def complete(self, table: Histories, batch: SamplingBatch, alive: np.ndarray) -> SamplingBatch:
-        """Add the parts that depend on the newest tokens to a batch that was made before they were known.
+        """Complete a batch that was made before the newest tokens were known: set `suppressed` and `grammars` again.
 
         Parameters
         ----------
         alive
-            [S] bool, rows that still have their requests; the tokens of other rows are dropped.
+            [S] bool, whether each row still belongs to its request. Rows that do not get no constraints, because their
+            tokens are dropped.
         """
         return batch._replace(
             suppressed=self._suppressed(table, batch.rows, batch.position, alive),

@@ -43,7 +43,7 @@ def check(table: RowTable, owners: np.ndarray, num_ahead: int = 0) -> None:
     owners
         [num_blocks] the result of `num_owners`.
     num_ahead
-        Tokens of a row that are planned and not known yet.
+        Number of tokens of a row that are planned and not known yet.
     """
     computed = table.num_computed
     decode = int(computed[table.decoding].sum())
@@ -75,7 +75,9 @@ def check(table: RowTable, owners: np.ndarray, num_ahead: int = 0) -> None:
         num_computed, length = int(table.num_computed[row]), int(table.length[row])
         num_blocks = table.num_blocks[:, row]
         if num_computed > min(length + num_ahead, int(num_blocks.min()) * table.block_size):
-            raise IntegrityError(f"{name} has {num_computed} computed tokens of {length}")
+            raise IntegrityError(
+                f"{name} has {num_computed} computed tokens, more than its {length} tokens or its blocks allow"
+            )
         if decoding and (num_blocks != num_blocks[0]).any():
             raise IntegrityError(f"{name} decodes with {num_blocks.tolist()} blocks")
         for g, group in enumerate(table.groups):

@@ -1,10 +1,10 @@
 """Admission: whether a waiting request fits now, and the blocks that it gets when it starts.
 
-A request starts only if it fits in all layer groups. In the groups of full attention its row then gets the blocks of
-all its known tokens. In a sliding group it gets the blocks of a chunk when the chunk is scheduled, and the next plan
-frees the blocks that have fallen out of the window. So a long prompt needs no more blocks there than for window and
-chunk, and admission reserves that many. Cached blocks that are only in the host tier are copied back while the
-request's first step runs, if that is faster than computing them again (`copy_speed.py`).
+A request starts only if it fits in all layer groups. In the full-attention groups it then gets the blocks of all its
+known tokens. In a sliding-window group it gets the blocks of a chunk when the chunk is scheduled, and the next plan
+frees the blocks that have fallen out of the window. So a long prompt needs no more blocks there than for one window and
+one chunk, and admission reserves that many. Cached blocks that are only in the host tier (host memory) are copied back
+in the request's first step, if that is faster than computing them again (`copy_speed.py`).
 
 While requests run, two thresholds on the available blocks hold admissions back::
 
@@ -45,7 +45,7 @@ class Offer:
 
     hit: Hit
     num_hit_tokens: int
-    # Blocks to allocate in each group of full attention.
+    # Number of new blocks to allocate in each full-attention group.
     num_lacking: int
 
 
@@ -64,7 +64,7 @@ class Admission:
         self.reconfigure(config)
 
     def reconfigure(self, config: EngineConfig) -> None:
-        """Apply other margins."""
+        """Apply the margins of another configuration."""
         self._margin_blocks = config.safety_margin * config.num_blocks
         self._resume_blocks = config.resume_margin * config.num_blocks
 
@@ -85,7 +85,7 @@ class Admission:
         Parameters
         ----------
         prefilling
-            The running prefills, which have sliding blocks reserved.
+            The running prefills; sliding-window blocks for their later chunks are reserved.
         """
         if self._is_held():
             return None
@@ -120,18 +120,18 @@ class Admission:
         held: Sequence[int],
         prefilling: Iterable[Request],
     ) -> bool:
-        """Whether a request of `num_tokens` fits now; see `offer`.
+        """Whether a request of `num_tokens` fits now, by the rules of `offer`.
 
         Parameters
         ----------
         known
             Device blocks that it would share.
         num_fresh
-            Blocks that it would be allocated now.
+            Number of blocks that it would be allocated now.
         held
-            For each sliding group the number of these blocks.
+            Number of blocks that it would have in each sliding-window group after the start.
         prefilling
-            See `offer`.
+            The running prefills; sliding-window blocks for their later chunks are reserved.
         """
         if self._is_held():
             return False
@@ -149,7 +149,7 @@ class Admission:
         hit, lacking = offer.hit, offer.num_lacking
         self._blocks.retain(hit.device_blocks)
         restores = hit.to_restore()
-        # Before any allocation: a block that is evicted from the device may evict another one from the host tier.
+        # Retain the host blocks before any allocation: a device block that is evicted to the host tier may evict one.
         copies = [c for g, _, entry in restores if (c := entry.host_blocks[g]) is not None]
         self._host.blocks.retain(copies)
         num_full = len(self._config.groups) - len(self._rows.sliding)
@@ -171,17 +171,17 @@ class Admission:
             self._prefix.retain_entry(request.tip)
 
     def restore(self, entry: Entry, g: int, copy: int, block: int) -> None:
-        """Plan to copy an entry's retained host block to a device block."""
+        """Plan to copy an entry's host block, which the caller has retained, to a device block."""
         self._host.restore(copy, block)
         self._prefix.place(entry, g, block)
         self._blocks.mark_contents([block])
 
     def extend_sliding(self, row: int, count: int) -> int:
-        """Give the row the sliding blocks of its next `count` tokens, or of fewer if blocks are short.
+        """Give the row the sliding-window blocks of its next `count` tokens, or of fewer if blocks are short.
 
         Returns
         -------
-        How many of these tokens have their blocks.
+        Number of these tokens that have their blocks.
         """
         block_size, num_groups = self._config.block_size, len(self._rows.sliding)
         start = int(self._rows.num_computed[row])
@@ -195,11 +195,11 @@ class Admission:
         """Allocate blocks that must be available."""
         blocks = self._blocks.allocate(count)
         if blocks is None:
-            raise IntegrityError(f"{count} blocks were available and are not")
+            raise IntegrityError(f"{count} blocks were found available, but the allocation failed")
         return blocks
 
     def _set_aside(self, num_tokens: int, step_tokens: int, held: Sequence[int]) -> int:
-        """Sliding blocks that a prefill of `num_tokens` may need in addition to those it has in each such group."""
+        """Number of sliding-window blocks that a prefill of `num_tokens` may need in addition to those it holds."""
         groups, block_size = self._config.groups, self._config.block_size
         return sum(
             max(0, groups[g].max_blocks(num_tokens, step_tokens, block_size) - count)
@@ -207,7 +207,7 @@ class Admission:
         )
 
     def _num_set_aside(self, prefilling: Iterable[Request]) -> int:
-        """Sliding blocks that the running prefills may still need."""
+        """Number of sliding-window blocks that the running prefills may still need."""
         held = self._rows.num_blocks - self._rows.first_block
         return sum(
             self._set_aside(

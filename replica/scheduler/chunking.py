@@ -9,8 +9,8 @@
 
 With `max_prefill_ms`, the time between two tokens of a row is at most a decode step plus `max_prefill_ms`, for prompts
 of any length, as far as the measured speed (`StepSpeed`) predicts the next step. Without it, that time is the duration
-of a step with `max_batch_tokens`. Under `prefill_first` it is the duration of the steps that compute all started
-prompts, because no new prompt starts before the next step of the decoding rows.
+of a step with `max_batch_tokens` tokens. Under `prefill_first` it is the duration of all steps that compute the started
+prompts, because no new prompt starts before the decoding rows have had a step.
 
 While no row decodes, only `max_batch_tokens` bounds a chunk.
 """
@@ -26,8 +26,8 @@ from quire.replica.scheduler.speed import StepSpeed
 # A step computes at least this much prefill, even if it is slow, so that every prompt ends. Also the size of the first
 # chunk, from which the speed is measured.
 MIN_CHUNK_TOKENS = 16
-# After this many steps in a row that were short of time, one step has no prefill. Only such a step measures the time
-# of decoding alone. If that time has grown, the growth was counted as cost of the prefill tokens.
+# After this many steps in a row in which prefill was cut for lack of time, one step has no prefill, to measure the time
+# of decoding alone. Without this measurement, a growth of that time would be counted as cost of the prefill tokens.
 _MAX_CUT_STEPS = 32
 
 
@@ -39,12 +39,12 @@ class StepBudget:
     speed
         Estimates the duration of chunks.
     tokens
-        Prefill tokens that fit into the step in addition to the decoding rows.
+        Number of prefill tokens that fit into the step in addition to the decoding rows.
     seconds
         Time for these tokens; infinite if no decoding row waits.
     block_size
-        A chunk that is cut because of the time ends at the end of a block. The time is an estimate anyway, and the
-        rest of it goes to the next prefill.
+        Tokens of a KV block. A chunk that is cut because of the time ends at the end of a block; the time left goes to
+        the next prefill.
     """
 
     def __init__(self, speed: StepSpeed, tokens: int, seconds: float, block_size: int):
@@ -52,7 +52,7 @@ class StepBudget:
         self._block_size = block_size
         self.tokens = tokens
         self.seconds = seconds
-        # Tokens in the step, and the keys that they read, see `StepSpeed`.
+        # Prefill tokens granted in this step, and the number of keys that they read (for each token, those up to it).
         self.num_tokens = 0
         self.num_keys = 0
         # Whether some prefill got fewer tokens because of the time.
@@ -66,7 +66,7 @@ class StepBudget:
         return self._speed.tokens_within(self.seconds, 0) < MIN_CHUNK_TOKENS
 
     def grant(self, start: int, missing: int) -> int:
-        """How many of a prefill's `missing` tokens, which begin at position `start`, this step may compute."""
+        """Number of a prefill's `missing` tokens, from position `start`, that this step may compute."""
         count = min(missing, self.tokens)
         if self.seconds == math.inf or count <= 0:
             return max(0, count)
@@ -81,7 +81,7 @@ class StepBudget:
         return min(count, within)
 
     def spend(self, start: int, count: int) -> None:
-        """Count `count` tokens, which begin at position `start`, as part of the step."""
+        """Subtract the cost of `count` tokens from position `start`, which are now part of the step."""
         self.tokens -= count
         self.seconds -= self._speed.prefill_s(start, count)
         self.num_tokens += count
@@ -94,9 +94,9 @@ class Chunking:
     Parameters
     ----------
     config
-        `scheduler`, `max_batch_tokens`, `max_prefill_ms`.
+        Its fields `scheduler`, `max_batch_tokens`, `max_prefill_ms` and `block_size` are used.
     speed
-        The measured speed, updated here.
+        The measured speed; `observe` updates it.
     """
 
     def __init__(self, config: EngineConfig, speed: StepSpeed):
@@ -105,9 +105,9 @@ class Chunking:
         self._max_batch_tokens = config.max_batch_tokens
         self.prefill_first = POLICIES[config.scheduler].prefill_first
         self.reconfigure(config)
-        # Duration of the steps since the last one that did not leave out the decoding rows.
+        # Total duration of the steps that have left out the decoding rows since the last step with them.
         self._waited_s = 0.0
-        # Steps in a row that were short of time.
+        # Number of steps in a row in which prefill was cut for lack of time.
         self._num_cut = 0
 
     def reconfigure(self, config: EngineConfig) -> None:
@@ -124,11 +124,11 @@ class Chunking:
         Parameters
         ----------
         num_decodes
-            Rows that decode.
+            Number of decoding rows.
         start
-            Position of the first running prefill.
+            Position of the next token of the first running prefill.
         missing
-            Tokens that the running prefills still have to compute.
+            Number of tokens that the running prefills still have to compute.
         """
         beside = self._max_batch_tokens - num_decodes
         if not num_decodes or missing <= beside:
@@ -143,7 +143,7 @@ class Chunking:
         Parameters
         ----------
         num_decodes
-            Rows that decode in this step.
+            Number of rows that decode in this step.
         left_out
             Whether decoding rows are left out of this step.
         """

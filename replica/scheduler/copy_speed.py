@@ -1,13 +1,15 @@
-"""The choice between copying blocks back from the host tier and computing them again, by measured speeds.
+"""The choice between copying blocks back from the host tier (host memory) and computing them again.
+
+The estimates of both times come from measured speeds:
 
 ```
- seconds    copy back   ___....----      linear in the blocks: the best of the last copies
+ seconds    copy back   ___....----      linear in the number of blocks, at the speed of the fastest recent copy
             compute     ____........     attention makes later tokens slower: `StepSpeed.prefill_s`
 ```
 
-A copy that had to wait for other copies does not show the bandwidth, so the fastest of the last few copies counts.
-While blocks are computed again, no copy is measured. So each such choice lowers the estimate, until a copy is tried
-again.
+A copy that had to wait for other copies does not show the bandwidth, so the fastest of the last few copies counts. A
+choice to compute yields no new measurement of a copy. So each such choice lowers the estimated time of a copy a little,
+until a copy is tried again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from quire.replica.scheduler.speed import StepSpeed
 
 _NUM_MEASURED = 8
 _LEAST_MEASURED = 4
-# Factor of the estimate for each choice against copying.
+# Each choice to compute multiplies the estimated time of a copy by this factor.
 _DOUBT = 0.9
 
 
@@ -38,7 +40,7 @@ class CopySpeed:
         self._always_copies = always_copies
         # Seconds per block of the last copies.
         self._measured: deque[float] = deque(maxlen=_NUM_MEASURED)
-        # Choices for copying and for computing.
+        # Number of choices to copy, and number of choices to compute.
         self.num_copied = 0
         self.num_computed = 0
 
@@ -52,14 +54,14 @@ class CopySpeed:
         self._measured.append(seconds / num_blocks)
 
     def prefers_copy(self, num_blocks: int, start: int, num_tokens: int) -> bool:
-        """Whether to copy blocks back; true while a speed is not known.
+        """Choose: true to copy the blocks back, false to compute them. True while a speed is not known.
 
         Parameters
         ----------
         num_blocks
-            Blocks to copy.
+            Number of blocks to copy.
         start, num_tokens
-            Otherwise `num_tokens` tokens, which begin at position `start`, must be computed.
+            The tokens to compute instead: `num_tokens` tokens from position `start`.
         """
         compute_s = self._speed.prefill_s(start, num_tokens)
         copies = self._always_copies or not compute_s or num_blocks * self.block_s <= compute_s

@@ -1,4 +1,4 @@
-"""The rows and blocks of one engine, and the one way to give them back.
+"""The rows (slots of running requests in the request table) and KV blocks of one engine.
 
 ```
  EngineMemory
@@ -30,15 +30,17 @@ from quire.replica.scheduler.queues import BlockedHead
 class EngineMemory:
     """Rows, blocks of both tiers, the prefix index and its events.
 
-    Everything that gives memory back goes through here, so that no block is reused while a step in flight
-    uses it, and the blocked head of the queue is looked at again.
+    All code that gives rows or blocks back calls this class. It makes sure that no block is reused while a step in
+    flight uses it, and that the scheduler checks again whether the queue's head fits.
 
     Parameters
     ----------
     config
         The engine's sizes.
-    epoch, max_event_batches
-        See `EventLog`.
+    epoch
+        Name of this cache's lifetime for the event log; None: a random one.
+    max_event_batches
+        Number of batches of cache events to keep for routers that missed some.
     """
 
     def __init__(self, config: EngineConfig, epoch: str | None, max_event_batches: int):
@@ -68,7 +70,15 @@ class EngineMemory:
         self.blocked_head = BlockedHead()
 
     def give_back(self, blocks: Iterable[int], *, passed: bool = False) -> None:
-        """Release blocks once no step in flight uses them; arguments of `BlockManager.release`."""
+        """Release blocks once no step in flight uses them.
+
+        Parameters
+        ----------
+        blocks
+            Blocks of one sequence, last block first.
+        passed
+            The blocks fell out of a sliding window; they may have any order.
+        """
         self.deferred_frees.give_back(blocks, passed=passed)
 
     def vacate(self, request: Request) -> None:
@@ -82,12 +92,12 @@ class EngineMemory:
         request.tip, request.num_indexed = None, 0
 
     def trim(self, held: Mapping[int, int] | None = None) -> bool:
-        """Free the blocks that fell out of the rows' windows; returns whether there were any.
+        """Free the blocks that fell out of the rows' sliding windows. Returns whether there were any.
 
         Parameters
         ----------
         held
-            See `RowTable.trim`.
+            Row to the position of a token that a fork of the row may still compute: blocks that it sees are kept.
         """
         stale = self.rows.trim(held)
         if stale:
@@ -96,11 +106,11 @@ class EngineMemory:
         return bool(stale)
 
     def launch(self, step: int) -> None:
-        """Count this step as in flight: it may use every block that is given back before it lands."""
+        """Record that a step is in flight: it may use every block that is given back before `land`."""
         self.deferred_frees.launch(step)
 
     def land(self, step: int, transfers: Transfers) -> None:
-        """Release what was held for a step that has run or failed."""
+        """Release the blocks that were kept for a step that has run or failed."""
         self.host.land(transfers)
         if self.deferred_frees.land(step):
             self.blocked_head.unblock()
@@ -116,7 +126,7 @@ class EngineMemory:
         self.blocked_head.unblock()
 
     def counts_in_use(self) -> dict[str, int]:
-        """What live requests hold, by name; all 0 when no request is alive."""
+        """Name of each resource to the amount that live requests hold; all 0 if no request is alive."""
         return {
             "blocks of the device": self.blocks.num_in_use,
             "blocks of the host tier": self.host.blocks.num_in_use,
@@ -133,7 +143,7 @@ class EngineMemory:
         requests
             Every live request.
         num_ahead
-            See `table_checks.check`.
+            Number of tokens of a row that are planned and not yet known.
         """
         self.prefix.check()
         owners = table_checks.num_owners(self.rows, self._num_blocks)

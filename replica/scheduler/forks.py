@@ -1,4 +1,4 @@
-"""Forks: requests with the prompt of another request (the parent), which is computed once for all.
+"""Forks: requests with the same prompt as another request (the parent). The prompt is computed only once.
 
 ```
  parent   [ full ][ full ][ full ][ pro.. ]──▶ own tokens
@@ -7,9 +7,9 @@
 ```
 
 A fork waits outside the queue until its parent has sampled its first token. Then it shares the parent's blocks before
-the one with the last prompt token, gets a copy of that block, and computes the last prompt token again for its own
-logits. So every block is written by its only owner, and forks do not need the prefix index. If the parent has ended or
-has been preempted, the fork is an ordinary request.
+the block with the last prompt token, gets a copy of that block, and computes the last prompt token again for its own
+logits. So only the single owner of a block writes to it, and forks do not need the prefix index. If the parent has
+ended or has been preempted, the fork runs as an ordinary request.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from quire.replica.scheduler.engine_memory import EngineMemory
 class Share:
     """The blocks that a fork gets from its parent."""
 
-    # [G] blocks that both own.
+    # For each of G layer groups the blocks that parent and fork will both own.
     blocks: list[list[int]]
-    # [G] the parent's blocks with the last prompt token; empty: that token begins a block, so nothing is copied.
+    # [G] the parent's blocks with the last prompt token, to be copied. Empty if that token is the first of its block,
+    # so that nothing is copied.
     sources: tuple[int, ...]
-    # Prompt tokens without the last one.
+    # Number of prompt tokens without the last one.
     num_computed: int
     # Prefix entry of the last shared block that is indexed.
     tip: Entry | None
@@ -58,7 +59,7 @@ class WaitingForks:
         return parent is not None and request.key in self._of_parent.get(parent.key, ())
 
     def append(self, request: Request) -> None:
-        """Let a fork wait for its parent."""
+        """Add a fork, which waits for its parent."""
         self._of_parent.setdefault(_parent_key(request), {})[request.key] = request
         self._count += 1
 
@@ -72,7 +73,7 @@ class WaitingForks:
         self._count -= 1
 
     def take(self, parent: Request) -> list[Request]:
-        """Take out the forks that wait for this parent; returns them in order of submission."""
+        """Remove and return the forks that wait for this parent, in order of submission."""
         forks = list(self._of_parent.pop(parent.key, {}).values())
         self._count -= len(forks)
         return forks
@@ -116,7 +117,7 @@ class Sharing:
         if parent is None or parent.phase is not Phase.DECODING:
             return None
         if request.num_tokens > request.num_prompt_tokens:
-            # It has generated tokens of its own.
+            # A preempted fork that has generated tokens of its own needs KV for these too, which the parent lacks.
             return None
         row, block_size = parent.row, self._block_size
         last = request.num_tokens - 1
@@ -141,12 +142,12 @@ class Sharing:
     def fits(self, request: Request, admission: Admission, prefilling: Iterable[Request]) -> bool:
         """Whether there is room for the fork now."""
         num_sliding = len(self._rows.sliding)
-        # It gets all blocks for its prompt now, so nothing is reserved for later chunks.
+        # The fork gets all blocks of its prompt now, so nothing is reserved for later chunks.
         held = [-(-request.num_tokens // self._block_size)] * num_sliding
         return admission.has_room(request.num_tokens, [], self._num_groups, held, prefilling)
 
     def take(self, request: Request, share: Share) -> list[tuple[int, int]]:
-        """Give the fork its row; returns the (from, to) blocks to copy before its first step.
+        """Give the fork its row. Returns (from, to) of each block to copy before its first step.
 
         `fits` must have found room for one block in each group.
         """
@@ -154,7 +155,9 @@ class Sharing:
             self._blocks.retain(blocks)
         fresh = self._blocks.allocate(self._num_groups)
         if fresh is None:
-            raise IntegrityError(f"{self._num_groups} blocks were available and are not")
+            raise IntegrityError(
+                f"{self._num_groups} blocks were found available, but the allocation failed"
+            )
         own = [[*blocks, block] for blocks, block in zip(share.blocks, fresh, strict=True)]
         self._rows.claim(request, own, share.num_computed)
         if share.tip is not None:
@@ -186,10 +189,10 @@ def find_parent(
         )
     if request.params.prompt_logprobs is not None:
         return None
-    # A fork of a waiting fork has the same parent.
+    # If the named request is itself a waiting fork, both have the same parent.
     return parent.parent if parent in waiting else parent
 
 
 def held_positions(parents: Iterable[Request]) -> dict[int, int]:
-    """Map the rows of these parents to the first position that their forks may still compute."""
+    """Map the row of each parent to the position of the last prompt token, which its forks compute again."""
     return {p.row: p.num_prompt_tokens - 1 for p in parents if p.phase is Phase.DECODING}

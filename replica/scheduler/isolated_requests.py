@@ -1,4 +1,4 @@
-"""Requests that run alone, because more than one replica has crashed while they ran.
+"""Isolated requests: they run alone, because more than one replica has crashed while they ran.
 
 Such requests start one at a time. Until a request has generated `ISOLATED_TOKENS` tokens, each step holds that request
 only. The model's output depends on the request alone, so a request that made a replica crash does so again at the same
@@ -23,12 +23,12 @@ class IsolatedRequests:
         self.current: Request | None = None
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         return len(self._waiting)
 
     @property
     def any(self) -> bool:
-        """Whether some request runs alone or waits to: then no step is planned while one is in flight."""
+        """Whether a request runs alone or waits to. If so, no step is planned while another one is in flight."""
         return len(self._waiting) > 0 or self.current is not None
 
     def append(self, request: Request) -> None:
@@ -38,19 +38,18 @@ class IsolatedRequests:
         self._waiting.remove(request)
 
     def head(self) -> Request | None:
-        """The request that runs alone next, if none does now."""
+        """The request that runs alone next; None if one runs alone now or none waits."""
         if self.current is not None or not self._waiting:
             return None
         return self._waiting[0]
 
     def start(self, request: Request) -> None:
-        """The head has a row now."""
+        """Record that the head has a row and runs alone now."""
         self._waiting.remove(request)
         self.current = request
 
     def update(self, num_new_tokens: int) -> None:
-        """Let the current request run together with the others once it has enough tokens; forget it when it has lost
-        its row or is paused.
+        """End the isolation of the current request if it has enough tokens, has lost its row, or is paused.
 
         Parameters
         ----------

@@ -8,8 +8,8 @@
  return         d0   d1   d7   d8   d9               d0, d1 were still cached; the others are copied back
 ```
 
-An offloaded request keeps its reference to its last indexed entry. So its computed blocks can still be found, and later
-blocks can be indexed as their continuation.
+An offloaded request keeps its reference to its last indexed entry of the prefix index. So its blocks that are still
+cached can be found, and later blocks can be indexed as their continuation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Return:
 
     # For each of `Parked.blocks` the device block that still has its content; None: it must be copied back.
     known: list[int | None]
-    # Further blocks to allocate in each group of full attention.
+    # Number of further blocks to allocate in each full-attention group.
     num_lacking: int
 
 
@@ -61,11 +61,11 @@ class Offload:
         self._copies = copies
 
     def save(self, request: Request) -> Parked | None:
-        """Plan to copy a running request's computed blocks to the host tier. It keeps its row and blocks.
+        """Plan to copy a running request's computed blocks to the host tier. The request keeps its row and blocks.
 
         Returns
         -------
-        The host blocks, which the caller owns. None, without effect, if the tier has no room for all blocks, or if
+        The host blocks, which the caller owns. None, without a copy, if the tier has no room for all blocks, or if
         nothing is computed.
         """
         rows, row = self._rows, request.row
@@ -80,7 +80,7 @@ class Offload:
         ]
         copies = [None if (e := entries[i]) is None else e.host_blocks[g] for i, g in places]
         known = [copy for copy in copies if copy is not None]
-        # Before the allocation, which may evict these blocks from the tier.
+        # Retain the known blocks before the allocation, which could evict them from the host tier.
         self._host.blocks.retain(known)
         fresh = self._host.blocks.allocate(len(places) - len(known)) if places else None
         if fresh is None:
@@ -122,7 +122,7 @@ class Offload:
         return self._copies.prefers_copy(len(missing), start, parked.num_computed - start)
 
     def _known(self, request: Request) -> list[int | None]:
-        """See `Return.known`."""
+        """For each of the request's parked blocks the device block that still has its content, or None."""
         parked = _parked(request)
         entries = self._entries(request, -(-parked.num_computed // self._block_size))
         return [
@@ -136,7 +136,7 @@ class Offload:
         Parameters
         ----------
         prefilling
-            See `Admission.offer`; the same rules apply.
+            The running prefills; sliding-window blocks for their later chunks are reserved, as in `Admission.offer`.
         """
         parked = _parked(request)
         end = -(-parked.num_computed // self._block_size)
@@ -205,9 +205,9 @@ class PendingRestores:
     def __init__(self, memory: EngineMemory):
         self._rows = memory.rows
         self._host = memory.host
-        # (step, blocks of the device that it restores), the oldest step first.
+        # (step, device blocks that it restores), the oldest step first.
         self._copying: deque[tuple[int, Collection[int]]] = deque()
-        # Key of a prefill that waits to the step that makes its copies.
+        # Key of a waiting prefill to the number of the step that makes its copies.
         self._waiting: dict[Hashable, int] = {}
 
     def __contains__(self, key: Hashable) -> bool:
@@ -215,11 +215,11 @@ class PendingRestores:
         return key in self._waiting
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         return len(self._waiting)
 
     def keys(self) -> Collection[Hashable]:
-        """The requests that wait."""
+        """The keys of the requests that wait."""
         return self._waiting.keys()
 
     def step_of(self, row: int, number: int) -> int | None:
@@ -228,7 +228,7 @@ class PendingRestores:
         Parameters
         ----------
         number
-            The step that is being planned, which makes the copies that are planned now.
+            Number of the step that is being planned; it makes the copies that are planned now.
         """
         if not self._copying and not self._host.planned_restores:
             return None
@@ -243,7 +243,7 @@ class PendingRestores:
         self._waiting[request.key] = step
 
     def drop(self, key: Hashable) -> None:
-        """A request no longer waits: it has ended or lost its row."""
+        """Remove a request that has ended or lost its row."""
         self._waiting.pop(key, None)
 
     def clear(self) -> None:
@@ -251,7 +251,7 @@ class PendingRestores:
         self._waiting.clear()
 
     def launch(self, step: int, transfers: Transfers) -> None:
-        """The copies of a step are on their way."""
+        """Record that a step is launched with these copies."""
         if transfers.restores:
             self._copying.append((step, transfers.restores.keys()))
 
@@ -268,7 +268,7 @@ class PendingRestores:
         return copied or bool(np.isin(plan.block_tables, list(restored)).any())
 
     def land(self, through: int) -> None:
-        """The copies of this step and of those before it have arrived."""
+        """Record that the copies of step `through` and of earlier steps have arrived."""
         while self._copying and self._copying[0][0] <= through:
             self._copying.popleft()
         if self._waiting:

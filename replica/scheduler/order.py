@@ -1,4 +1,4 @@
-"""The order in which waiting requests start, and in which running prefills share a step's budget.
+"""The order in which waiting requests start, and the order in which running prefills get a step's prefill budget.
 
 | scheduler | waiting requests | running prefills |
 |---|---|---|
@@ -35,7 +35,7 @@ from quire.protos.fairness import AGEING, OLDEST_EVERY
 from quire.replica.core.request import Request
 from quire.replica.scheduler.queues import WaitingQueue
 
-# Seconds that a request's missing tokens take.
+# Estimates the seconds that a request's missing tokens take.
 PrefillSeconds = Callable[[Request], float]
 Urgency = tuple[int, float, int]
 
@@ -47,10 +47,10 @@ def urgency(request: Request) -> Urgency:
 
 
 class RankedQueue(WaitingQueue):
-    """Waiting requests by the rank that each has on arrival, after the requests that returned to the front.
+    """Waiting requests by the rank that each got on arrival. Requests that `push_front` returned come before them.
 
-    Every operation is O(log n) amortised, removal by key included: the heap keeps the entry of a removed request until
-    the entry is on top, or until half of the heap are such entries.
+    Every operation is O(log n) amortised, removal included: the heap keeps the entry of a removed request until the
+    entry is on top, or until half of the heap are such entries.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class RankedQueue(WaitingQueue):
         super().__init__()
         self._rank = rank
         self._returned: OrderedDict[Hashable, Request] = OrderedDict()
-        # (rank, ticket, request) in order of tickets, which are unique.
+        # Key to (rank, ticket, request), in the order of tickets; tickets are unique.
         self._arrived: OrderedDict[Hashable, tuple[Urgency | float, int, Request]] = OrderedDict()
         self._heap: list[tuple[Urgency | float, int, Request]] = []
         self._num_tickets = 0
@@ -112,7 +112,7 @@ class ShortestFirstQueue(RankedQueue):
     Parameters
     ----------
     prefill_s
-        Estimates the seconds of a request's missing tokens.
+        Estimates the seconds that a request's missing tokens take.
     """
 
     def __init__(self, prefill_s: PrefillSeconds):
@@ -120,11 +120,11 @@ class ShortestFirstQueue(RankedQueue):
 
 
 class PriorityQueue(RankedQueue):
-    """Waiting requests by urgency; every `OLDEST_EVERY` starts the one that has waited longest starts."""
+    """Waiting requests by urgency. One of `OLDEST_EVERY` starts in a row is the request that has waited longest."""
 
     def __init__(self) -> None:
         super().__init__(urgency)
-        # Starts in a row that left the oldest request waiting.
+        # Number of starts in a row that left the oldest request waiting.
         self._num_passed = 0
 
     def head(self) -> Request:
@@ -152,7 +152,7 @@ class PrefillOrder:
 
     def __init__(self, by_urgency: bool):
         self._by_urgency = by_urgency
-        # Steps in a row that were ordered by urgency.
+        # Number of steps in a row that were ordered by urgency.
         self._num_urgent = 0
 
     def sort(self, prefilling: Iterable[Request]) -> tuple[Iterable[Request], bool]:
@@ -175,12 +175,12 @@ class PrefillOrder:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What distinguishes one `config.scheduler` from the others."""
+    """The settings behind one value of `config.scheduler`."""
 
     make_queue: Callable[[PrefillSeconds], WaitingQueue]
-    # Running prefills share a step by urgency, and more urgent requests start before them.
+    # Whether running prefills get a step's budget by urgency, and more urgent waiting requests start before them.
     prefills_by_urgency: bool = False
-    # Started prompts come before the decoding rows, see `Chunking.leaves_out_decodes`.
+    # Whether a step may leave out the decoding rows to compute started prompts (`Chunking.leaves_out_decodes`).
     prefill_first: bool = False
 
 

@@ -1,4 +1,7 @@
-"""Which running request is preempted when the cache is full, and in which order preempted requests return."""
+"""The choice of the running request to preempt when the cache is full, and the queue of preempted requests.
+
+A preempted request loses its row and blocks. It returns before waiting requests start.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,20 @@ _arrival_index = attrgetter("arrival_index")
 def choose_preempted(arrival_index: np.ndarray, paused: np.ndarray, others_wait: bool) -> int:
     """Choose the running request to preempt.
 
-    The newest paused request, because it computes nothing with its blocks. Without paused requests the oldest one; but
-    while preempted requests wait to return, the newest one. Then the oldest running request keeps what it has computed
-    until it ends, or until there is room for the preempted ones. Every preemption makes room for a step that computes
-    something, and generated tokens are never lost. So some request always gets closer to its end.
+    If requests are paused, choose the newest paused one, because a paused request computes nothing with its blocks.
+    Otherwise choose the oldest request, or, while preempted requests wait to return, the newest one. Then the oldest
+    running request keeps its KV until it ends, or until there is room for the preempted requests. Every preemption
+    makes room for a step that computes something, and generated tokens are never lost. So some request always gets
+    closer to its end.
 
     Parameters
     ----------
     arrival_index
         [n] int64, order of submission of the running requests; n > 0.
     paused
-        [n] bool.
+        [n] bool, whether the request is paused.
     others_wait
-        Preempted requests that are not paused wait to return.
+        Whether preempted requests, which are not paused, wait to return.
 
     Returns
     -------
@@ -42,15 +46,15 @@ def choose_preempted(arrival_index: np.ndarray, paused: np.ndarray, others_wait:
 
 
 class ReturnQueue:
-    """Preempted requests, the oldest first.
+    """Preempted requests that wait to return, the oldest first.
 
-    They are few, because rows and host blocks are; so a sorted list is enough.
+    A sorted list is fast enough, because rows and host blocks limit the number of preempted requests.
     """
 
     def __init__(self) -> None:
-        # By `arrival_index`.
+        # Sorted by `arrival_index`.
         self._requests: list[Request] = []
-        # Tokens that they must compute before they generate again.
+        # Number of tokens that these requests must compute before they generate again.
         self.num_tokens = 0
 
     def __len__(self) -> int:

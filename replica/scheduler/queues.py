@@ -12,7 +12,7 @@ from quire.replica.kv_cache.blocks import IntegrityError
 
 
 class RequestCollection(Protocol):
-    """The requests in one stage."""
+    """The requests in one stage (`request_book.Stage`)."""
 
     def __len__(self) -> int: ...
 
@@ -44,7 +44,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[Hashable, Request] = OrderedDict()
-        # Tokens that these requests must compute when they start.
+        # Estimated number of tokens that these requests must compute when they start.
         self.num_missing_tokens = 0
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class WaitingQueue:
         self.num_missing_tokens += request.num_missing_tokens
 
     def push_front(self, request: Request) -> None:
-        # Not the `append` of a subclass: its order does not apply here.
+        # Call this class's `append`, because the order of a subclass does not apply to the front.
         WaitingQueue.append(self, request)
         self._requests.move_to_end(request.key, last=False)
 
@@ -100,7 +100,7 @@ class Deadlines:
         Parameters
         ----------
         num_live
-            Number of live requests: the heap is rebuilt when most of its entries are of ended ones.
+            Number of live requests; the heap is rebuilt when most of its entries belong to ended requests.
         """
         if len(self._heap) > 2 * num_live + 64:
             self._heap = [entry for entry in self._heap if entry[2].phase is not Phase.FINISHED]
@@ -114,7 +114,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
     def pop_expired(self, now_s: float) -> Iterator[tuple[float, Request]]:
-        """Take out (deadline, request) of every live request with a deadline that has passed."""
+        """Remove and yield (deadline, request) of each live request with a deadline that has passed."""
         while self._heap and self._heap[0][0] <= now_s:
             deadline_s, _, request = heapq.heappop(self._heap)
             if request.phase is not Phase.FINISHED:
@@ -128,9 +128,9 @@ class BlockedHead:
     """
 
     def __init__(self) -> None:
-        # Arrival index of the request; None: nothing is known to be blocked.
+        # Arrival index of the blocked request; None: no request is known to be blocked.
         self._arrival_index: int | None = None
-        # Whether the request that starts next lacks blocks, as far as the last plan knows.
+        # Whether the next request to start lacked blocks in the last plan that checked.
         self.lacks_blocks = False
 
     def block(self, request: Request) -> None:
@@ -139,7 +139,7 @@ class BlockedHead:
         self.lacks_blocks = True
 
     def unblock(self) -> None:
-        """Look at the head again: blocks or rows were given back, or the queue has changed."""
+        """Let the scheduler check the head again: blocks or rows were given back, or the queue has changed."""
         self._arrival_index = None
 
     def is_blocked(self, request: Request) -> bool:

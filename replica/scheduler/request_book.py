@@ -1,4 +1,4 @@
-"""Where each live request is: the owner of every queue, and the one way in and out.
+"""The live requests and the stage of each. The request book owns all queues and moves requests between them.
 
 ```
  add ──▶ FORK ──▶ WAITING ──┐
@@ -40,9 +40,9 @@ from quire.replica.scheduler.speed import StepSpeed
 
 
 class Stage(enum.Enum):
-    """Which collection holds a live request."""
+    """The stage of a live request: it says which collection holds the request."""
 
-    # In the queue of the scheduler's order.
+    # In the waiting queue, ordered by `config.scheduler`.
     WAITING = "waiting"
     # Outside the queue, until its parent has its first token.
     FORK = "fork"
@@ -55,7 +55,7 @@ class Stage(enum.Enum):
     PAUSED = "paused"
     # Has a row; some of its known tokens are not computed yet.
     PREFILLING = "prefilling"
-    # Has a row; gets one token a step.
+    # Has a row; gets one token in each step.
     DECODING = "decoding"
 
 
@@ -74,7 +74,7 @@ TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened to requests since the start."""
+    """Numbers of events and tokens since the start."""
 
     num_preemptions: int = 0
     num_offloads: int = 0
@@ -87,7 +87,7 @@ class Counters:
 class RequestBook:
     """Every live request and its stage.
 
-    Also holds the parts with which requests start and stop: admission, the host tier, forks.
+    It also owns the parts that start and stop requests: admission, offloading, forks, pending restores.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class RequestBook:
         self.isolated = IsolatedRequests()
         self.returning = ReturnQueue()
         self._paused = KeyedRequests()
-        # In order of admission.
+        # Prefilling requests in order of admission.
         self.prefilling = KeyedRequests()
-        # The row table holds the decoding requests.
+        # There is no collection for DECODING: the request table holds those requests.
         self._collections: dict[Stage, RequestCollection] = {
             Stage.WAITING: self.waiting,
             Stage.FORK: self.forks,
@@ -123,13 +123,13 @@ class RequestBook:
         self.deadlines = Deadlines()
         self._num_submitted = 0
         self._ended: list[RequestDelta] = []
-        # Requests that started since the last plan: their blocks are not filled yet.
+        # Keys of the requests that started since the last plan: their blocks are not filled yet.
         self._unfilled: set[Hashable] = set()
         # Parents that got their first token since the last plan.
         self._fresh_parents: list[Request] = []
 
     def reconfigure(self, config: EngineConfig) -> None:
-        """Apply other limits; queued requests stay queued."""
+        """Apply the limits of another configuration. Queued requests stay queued even above a smaller limit."""
         self._config = config
         self.admission.reconfigure(config)
         self._memory.blocked_head.unblock()
@@ -192,9 +192,9 @@ class RequestBook:
         Raises
         ------
         Overloaded
-            `max_waiting_requests` requests wait.
+            `max_waiting_requests` requests are already waiting.
         InvalidRequest
-            `fork_of` names a request with another prompt.
+            `fork_of` names a request with another prompt or tenant.
         """
         self._check_room()
         parent = find_parent(request, self.requests, self.forks)
@@ -255,7 +255,7 @@ class RequestBook:
         return request.delta(index, list(token_ids), reason, error)
 
     def _replace_parent(self, ended: Request) -> None:
-        """Let the first fork of a request that ended or paused compute the prompt for the other forks."""
+        """If forks wait for a request that ends or pauses, the first fork becomes the parent of the others."""
         forks = self.forks.take(ended)
         if not forks:
             return
@@ -269,7 +269,7 @@ class RequestBook:
     def release_unreported(
         self, request: Request, reason: FinishReason, error: QuireError | None = None
     ) -> None:
-        """End a request now, and keep its delta for `take_ended`."""
+        """End a request now, and keep its last delta until `take_ended` returns it."""
         self._ended.append(self.release(request, reason, error=error))
 
     def expire(self, now_s: float) -> None:
@@ -280,7 +280,7 @@ class RequestBook:
             self.release_unreported(request, FinishReason.ABORT, error)
 
     def take_ended(self) -> list[RequestDelta]:
-        """The deltas that `release_unreported` kept since the last call."""
+        """Remove and return the deltas that `release_unreported` has kept."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -298,7 +298,7 @@ class RequestBook:
         return None
 
     def start(self, request: Request) -> None:
-        """Count a request as prefilling; the caller gives it its row next."""
+        """Move a request to PREFILLING. The caller gives it its row next."""
         self._move(request, Stage.PREFILLING)
         request.enter(Phase.PREFILLING)
         request.parent = None
@@ -306,7 +306,7 @@ class RequestBook:
         self._unfilled.add(request.key)
 
     def begin_decoding(self, request: Request, now_s: float) -> None:
-        """Count a request as decoding, because its first token has been sampled; its forks may start."""
+        """Move a request to DECODING, because its first token has been sampled. Its forks may start."""
         self._move(request, Stage.DECODING)
         request.enter(Phase.DECODING)
         if request.first_token_s is None:
@@ -323,14 +323,19 @@ class RequestBook:
         return self._fresh_parents
 
     def end_plan(self) -> None:
-        """A step is planned: the blocks of started requests will be filled, and parents may drop old blocks."""
+        """Record that a step is planned: it fills the blocks of started requests, and parents may drop old blocks."""
         self._unfilled.clear()
         self._fresh_parents.clear()
 
     def preempt(self, request: Request, *, may_offload: bool = True) -> None:
         """Take a running request's row and blocks away.
 
-        Its blocks are copied to the host tier if they fit there; otherwise it computes them again.
+        Its blocks are copied to the host tier (host memory) if they fit there; otherwise it computes its tokens again.
+
+        Parameters
+        ----------
+        may_offload
+            Whether the blocks may be copied.
         """
         parked = None
         # Blocks that are not filled yet cannot be copied: a step makes its copies before it computes.
@@ -357,7 +362,7 @@ class RequestBook:
         self._put(request, stage)
 
     def pause(self, key: Hashable) -> None:
-        """See `Scheduler.pause`."""
+        """Let a live request compute nothing until `resume`; the rules are those of `Scheduler.pause`."""
         request = self.requests.get(key)
         if request is None or request.is_paused:
             return
@@ -374,7 +379,7 @@ class RequestBook:
         self._memory.blocked_head.unblock()
 
     def resume(self, key: Hashable) -> None:
-        """See `Scheduler.resume`."""
+        """Let a paused request continue; the rules are those of `Scheduler.resume`."""
         request = self.requests.get(key)
         if request is None or not request.is_paused:
             return
@@ -391,7 +396,7 @@ class RequestBook:
     # -- inspection --------------------------------------------------------------------------------------
 
     def counts_held(self) -> dict[str, int]:
-        """Requests in each collection; all 0 when no request is alive."""
+        """Number of requests in each collection, by name; all 0 if no request is alive."""
         return {f"{s.value} requests": len(c) for s, c in self._collections.items()}
 
     def snapshot(self) -> dict[str, object]:
@@ -439,9 +444,7 @@ class RequestBook:
                         f"it has parked: {request.parked}"
                     )
             if stage is Stage.PAUSED and not request.is_paused:
-                raise IntegrityError(
-                    f"request {key!r} waits with the paused ones and is not paused"
-                )
+                raise IntegrityError(f"request {key!r} is in stage PAUSED but is not paused")
 
 
 def _describe(request: Request) -> dict[str, object]:

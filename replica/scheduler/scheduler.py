@@ -1,4 +1,4 @@
-"""The scheduler: which tokens of which requests a step computes, and what came of it.
+"""The scheduler: it decides which tokens of which requests a step computes, and takes in the results.
 
 ```
  add ──▶ waiting ──admit──▶ prefilling ──last chunk──▶ decoding ──commit──▶ release
@@ -15,11 +15,12 @@
 | composing a step | `step_composer.py` |
 | committing a step | `step_committer.py` |
 
-One thread owns the scheduler. `plan` and `commit` (or `fail_step`) alternate, or `plan` is one step ahead: then each
-row in flight gains a token that is not known yet. Blocks that are given back while a step is in flight are not reused
-before it is over (`deferred_frees.py`). A preemption needs the unknown tokens, so no step that preempts is planned
-ahead. If the ids that a row may sample depend on them (a grammar, bad words), the plan awaits them, and `complete`
-adds the rest of its sampling.
+One thread owns the scheduler. `plan` and `commit` (or `fail_step`) alternate, or `plan` is one step ahead: it plans a
+step while another one is in flight (planned, not yet committed). Then the newest token of each row in flight is not yet
+known. Blocks that are given back while a step is in flight are not reused before that step has run
+(`deferred_frees.py`). A preemption needs the unknown tokens, so no step that preempts is planned ahead. If the ids that
+a row may sample depend on the unknown tokens (a grammar, bad words), the plan is marked `awaits_tokens`, and `complete`
+adds the rest of its sampling parameters once they are known.
 """
 
 from __future__ import annotations
@@ -57,19 +58,19 @@ class Scheduler:
 
     | `config.scheduler` | |
     |---|---|
-    | shortest_first | requests start by arrival and length, see `order.py` |
+    | shortest_first | requests start by arrival time plus a multiple of their prefill time (`order.py`) |
     | fifo | requests start in the order of arrival |
-    | prefill_first | the same; started prompts come before the decoding rows, see `Chunking.leaves_out_decodes` |
-    | priority | requests start, and prefills share a step, by priority, deadline, arrival; see `order.py` |
+    | prefill_first | as fifo; started prompts come before the decoding rows (`Chunking.leaves_out_decodes`) |
+    | priority | requests start, and prefills get a step's budget, by priority, deadline, arrival (`order.py`) |
 
     Parameters
     ----------
     config
         The engine's limits.
     epoch
-        Name of this incarnation for the event log; a random one by default.
+        Name of this cache's lifetime for the event log; a random one by default.
     max_event_batches
-        Batches of cache events kept for routers that missed some.
+        Number of batches of cache events to keep for routers that missed some.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class Scheduler:
         Raises
         ------
         InvalidRequest
-            A field is out of its bounds, or the key names a live request. See `request.validate`.
+            A field is out of its bounds (`request.validate`), or the key is that of a live request.
+        EngineError
+            The request has a grammar that is not compiled yet.
         """
         validate(request, self.config)
         if request.params.grammar is not None and request.grammar is None:
@@ -121,7 +124,7 @@ class Scheduler:
             raise InvalidRequest(f"request_id: {request.key!r} is in use", field="request_id")
 
     def add(self, request: Request) -> RequestDelta | None:
-        """Queue a request. The only delta of a refused request is returned: `error`, with a `QuireError`."""
+        """Queue a request and return None. If it is refused, return its only delta, which has the error."""
         try:
             self.validate(request)
             self.book.add(request)
@@ -130,7 +133,7 @@ class Scheduler:
         return None
 
     def abort(self, key: Hashable) -> RequestDelta | None:
-        """End a request, also while its step is in flight; None when it is not alive."""
+        """End a request, even while its step is in flight, and return its last delta. None if it is not alive."""
         request = self.book.requests.get(key)
         return None if request is None else self.book.release(request, FinishReason.ABORT)
 
@@ -166,19 +169,24 @@ class Scheduler:
         self.book.resume(key)
 
     def next_deadline_s(self) -> float | None:
-        """When to call `plan` again after it returned None; None: not before something changes."""
+        """The time at which `plan` must be called again after it returned None, to end a request at its deadline.
+
+        None: not before something changes.
+        """
         return self.book.deadlines.next_s()
 
     def take_ended(self) -> list[RequestDelta]:
-        """Deltas of the requests that `plan` ended. `commit` and `fail_step` return them too; call this when `plan`
-        returned None."""
+        """Remove and return the deltas of the requests that `plan` ended.
+
+        `commit` and `fail_step` include them in their results, so this is needed only if `plan` returned None.
+        """
         return self.book.take_ended()
 
     # -- steps -------------------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that have been planned and neither committed nor failed."""
+        """Number of steps that have been planned and neither committed nor failed."""
         return len(self.steps)
 
     @property
@@ -192,8 +200,7 @@ class Scheduler:
 
         Returns
         -------
-        None when no request is alive, or only paused ones; with a step in flight also when nothing can be planned
-        before that is committed.
+        The plan. None if no request is alive or all are paused, or if the step in flight must be committed first.
 
         Raises
         ------
@@ -215,13 +222,13 @@ class Scheduler:
         return plan
 
     def complete(self, plan: StepPlan) -> SamplingBatch:
-        """The sampling of a plan that awaited tokens, once the step before it is committed."""
+        """The complete sampling parameters of a plan with `awaits_tokens`, once the step before is committed."""
         step = self.steps.oldest(plan)
         alive = step.is_alive(self.rows, step.sample_rows)
         return self.rows.sampling.complete(self.rows, plan.sampling, alive)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
-        """Take in the sampled tokens; end and release finished requests.
+        """Record the sampled tokens, and end and release finished requests.
 
         A result that cannot be right (wrong length, ids out of the vocabulary) fails the step.
 
@@ -232,10 +239,10 @@ class Scheduler:
         return self._committer.commit(plan, result, now_s)
 
     def fail_step(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
-        """End every request of a step that failed, and of the step behind it, which has read its output.
+        """End every request of a step that failed, and of the step planned behind it, which reads its output.
 
-        Both tiers of the cache forget the blocks that the steps would have written. Requests for which they would
-        have copied blocks compute them again.
+        Both tiers of the cache forget the blocks that the steps would have written. If a step would have copied blocks
+        of other requests, these requests compute their tokens again.
         """
         return self._committer.fail(plan, error)
 
@@ -246,8 +253,10 @@ class Scheduler:
 
         Parameters
         ----------
-        num_compiles, stalled_s
-            Numbers of the runner and of the loop.
+        num_compiles
+            Number of compilations, counted by the runner.
+        stalled_s
+            Seconds since the last step ended while there is work, measured by the loop.
         """
         memory, counters = self.memory, self.book.counters
         blocks, host = memory.blocks, memory.host.blocks
@@ -305,7 +314,7 @@ class Scheduler:
     def check_idle(self) -> None:
         """Raise `IntegrityError` if no request is alive and something is still held for one.
 
-        A few comparisons, however large the cache is; `check` is thorough.
+        It only compares a few counters, so it is cheap for any cache size; `check` compares all records.
         """
         if self.book.requests or self.steps:
             return
@@ -315,6 +324,6 @@ class Scheduler:
             raise IntegrityError(f"no request is alive, but these are held: {leaked}")
 
     def check(self) -> None:
-        """Compare all records; raise `IntegrityError` (an AssertionError) where two of them disagree."""
+        """Compare all records; raise `IntegrityError` (an AssertionError) where two disagree."""
         self.memory.check(self.book.requests.values(), num_ahead=max(0, len(self.steps) - 1))
         self.book.check()

@@ -18,7 +18,7 @@ class StepSpeed:
     """Seconds of a decode step and of a prefill token.
 
     `decode_step_s` averages the steps without prefill. The additional time of a step with prefill is the cost of its
-    prefill tokens. All averages are exponential. 0: not known yet.
+    prefill tokens. All averages are exponential; 0 means that the value is not known yet.
     """
 
     # Share of the averages that one step replaces.
@@ -27,10 +27,11 @@ class StepSpeed:
     # may have changed.
     HORIZON_S = 10.0
     # When the first prefill after a pause is slower than the average, the average keeps the weight of this many tokens.
-    # Other load makes a step slower and nothing makes it faster, so a fast step is proof and a slow step is a hint.
-    # Each replica of an idle cluster has such a first step, and a router avoids a replica that seems slow.
+    # Other load on the machine can only make a step slower, so a fast step proves a speed and a slow step only hints at
+    # one. Each replica of an idle cluster has such a first step, and a router avoids a replica that seems slow.
     KEPT_TOKENS = 1000.0
-    # As `WEIGHT`, for the fit, which needs steps at different positions.
+    # Share of the fit's sums that one step replaces. It is below `WEIGHT`, because the fit needs steps at different
+    # positions.
     FIT_WEIGHT = 0.05
     # A token at the start of a prompt costs at least this share of the average token: otherwise noise could make `a` 0.
     _MIN_SHARE = 0.25
@@ -39,7 +40,7 @@ class StepSpeed:
 
     def __init__(self) -> None:
         self.decode_step_s = 0.0
-        # Steps with decodes and prefill since the last step without prefill.
+        # Number of steps with both decodes and prefill since the last step without prefill.
         self._steps_since_decode = 0
         self._prefill_s = 0.0
         self._prefill_tokens = 0.0
@@ -47,7 +48,7 @@ class StepSpeed:
         self._prefill_end_s = -math.inf
         # Weighted sums for the fit: tokens * tokens, tokens * keys, keys * keys, tokens * seconds, keys * seconds.
         self._tt = self._tk = self._kk = self._ts = self._ks = 0.0
-        # a and b.
+        # The fitted a and b.
         self._per_token_s = 0.0
         self._per_key_s = 0.0
 
@@ -62,7 +63,7 @@ class StepSpeed:
         return self._per_token_s * num_tokens + self._per_key_s * num_keys
 
     def tokens_within(self, seconds: float, start: int) -> int:
-        """How many prefill tokens that begin at position `start` take at most `seconds`; 0 while not known."""
+        """Number of prefill tokens from position `start` that take at most `seconds`; 0 while the speed is unknown."""
         if self._per_token_s <= 0 or seconds <= 0:
             return 0
         # Solve b/2 n^2 + (a + b (start + 1/2)) n = seconds for n, in the form that works for b = 0.
@@ -106,7 +107,7 @@ class StepSpeed:
             keep = max(keep, min(1.0, self.KEPT_TOKENS / self._prefill_tokens))
         keep *= 1 - self.WEIGHT
         fit_keep = 1 - self.FIT_WEIGHT
-        # In a step with decodes the share of the prefill is an estimate, so such a step is no proof.
+        # In a step with decodes, the time of the prefill is an estimate, so such a step does not prove a speed.
         if not num_decode_rows and self._prefill_tokens:
             odds = self._odds(num_prefill_tokens, num_prefill_keys, prefill_s)
             keep = min(keep, odds * num_prefill_tokens / self._prefill_tokens)
@@ -120,7 +121,7 @@ class StepSpeed:
 
         If the step took r times that half, the average gets the weight r and the step 1 - r. A replica may compute its
         first prompts while it shares a core with other replicas that do the same. The first prompt that it computes
-        alone then replaces those measurements. Smaller differences, such as those from a neighbour's steps, do not.
+        alone is then far faster and replaces those measurements. Smaller differences replace nothing.
         """
         half_s = (self._per_token_s * tokens + self._per_key_s * keys) / 2
         return seconds / (half_s - seconds) if seconds < half_s else math.inf
@@ -134,7 +135,7 @@ class StepSpeed:
         spread = self._tt * self._kk - self._tk * self._tk
         if spread > self._MIN_SPREAD * self._tt * self._kk:
             self._per_key_s = max(0.0, (self._tt * self._ks - self._tk * self._ts) / spread)
-        # The best a for this b.
+        # The least-squares a for this b.
         per_token_s = (self._ts - self._per_key_s * self._tk) / self._tt
         least_s = self._MIN_SHARE * self.prefill_s_per_token
         if per_token_s < least_s:

@@ -34,14 +34,14 @@ class _Recorded(NamedTuple):
 
     rows: np.ndarray  # [m] int64
     tokens: np.ndarray  # [m] int32
-    length: np.ndarray  # [m] int32, tokens of the row with this one
+    length: np.ndarray  # [m] int32, number of tokens of the row, this one included
     columns: _DeltaColumns
-    # The rows, if the step had decoding rows only and all are still there.
+    # The rows, if the step had decoding rows only and each still belongs to its request.
     decodes: DecodeRows | None
 
 
 class StepCommitter:
-    """Takes in what steps have computed."""
+    """Commits the results of steps, and undoes failed steps."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class StepCommitter:
         self._restores = book.restores
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
-        """See `Scheduler.commit`."""
+        """Record the sampled tokens, and end and release finished requests. Implements `Scheduler.commit`."""
         step = self._steps.oldest(plan)
         tokens = np.asarray(result.token_ids)
         try:
@@ -74,7 +74,7 @@ class StepCommitter:
         self._steps.land()
         self._memory.land(step.number, step.transfers)
         self._note_restores(result)
-        # Before any of these rows ends.
+        # Collect the prompts' log-probabilities before any of these rows ends.
         scored = self._prompt_scores(step, plan, result)
         complete: dict[int, RequestDelta] = {}
         recorded = self._record(step, tokens, has_stuck, complete, now_s)
@@ -92,7 +92,7 @@ class StepCommitter:
         return batch.without(complete) if complete else batch
 
     def fail(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
-        """See `Scheduler.fail_step`."""
+        """End every request of the failed step and of the step behind it. Implements `Scheduler.fail_step`."""
         self._steps.oldest(plan)
         failed = self._steps.land_all()
         for step in failed:
@@ -107,7 +107,7 @@ class StepCommitter:
             if step.transfers:
                 self._recompute_copied(step.transfers)
             unknown += [*step.registered, *step.transfers.restores]
-        # All steps at once: blocks of one step may continue blocks of another one.
+        # Forget the blocks of all steps at once, because blocks of one step may continue blocks of another one.
         self._indexer.forget(unknown)
         for step in failed:
             self._memory.host.forget_saves(step.transfers)
@@ -118,7 +118,7 @@ class StepCommitter:
     def _recompute_copied(self, transfers: Transfers) -> None:
         """Let requests compute again what a failed step should have copied between the tiers for them."""
         for row in np.flatnonzero(self._rows.active).tolist():
-            # Such a row is not in the step: it waits for its blocks.
+            # A row that uses restored blocks and is still active was not in the step: it waits for its blocks.
             if not transfers.restores.keys().isdisjoint(self._rows.blocks(row)):
                 self._book.preempt(self._rows.request(row), may_offload=False)
         for request in list(self._book.requests.values()):
@@ -130,12 +130,12 @@ class StepCommitter:
     # -- checks and measurements -------------------------------------------------------------------------
 
     def _has_stuck(self, step: Step, tokens: np.ndarray) -> bool:
-        """Whether some row got no token, because its constraints left none.
+        """Whether some row is stuck: it got NO_TOKEN instead of a token id, because its constraints exclude all ids.
 
         Raises
         ------
         EngineError
-            The tokens cannot be right.
+            The number of tokens is wrong, or a token id is not in the vocabulary.
         """
         if tokens.shape != step.sample_rows.shape:
             wrong = f"sampled {tokens.shape}, planned {step.sample_rows.shape}"
@@ -149,14 +149,14 @@ class StepCommitter:
         return True
 
     def _note_restores(self, result: StepResult) -> None:
-        """Measure the copies from the host tier that have ended; their prefills take part in the next plan."""
+        """Measure the copies from the host tier that have ended, and let the prefills that waited for them continue."""
         for num_blocks, seconds in result.restores:
             self._copies.observe(num_blocks, seconds)
         through = result.restored_step
         self._restores.land(self._steps.num_planned if through is None else through)
 
     def _prompt_scores(self, step: Step, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
-        """Deltas with the log-probabilities of prompts; they come before the first token."""
+        """Deltas with the log-probabilities of prompt tokens; clients get them before the first token."""
         deltas = []
         for targets, scores in zip(plan.prompts, result.prompt_logprobs, strict=True):
             if not step.is_alive(self._rows, np.array([targets.row]))[0]:
@@ -183,7 +183,7 @@ class StepCommitter:
         Parameters
         ----------
         complete
-            Receives the deltas of first tokens, by index in the result.
+            Receives the deltas of first tokens. Keys are indices into the rows of the result.
         """
         decodes = step.decodes
         if decodes is not None and not has_stuck and self._rows.are_unchanged(decodes):
@@ -204,7 +204,7 @@ class StepCommitter:
         return _Recorded(rows, tokens, length, _DeltaColumns(*owners, index, tokens), None)
 
     def _record_decodes(self, decodes: DecodeRows, step: Step, tokens: np.ndarray) -> _Recorded:
-        """`_record` for a step of decoding rows that are all still there, with columns that are already gathered."""
+        """Fast path of `_record` for a step of decoding rows only, if no row is gone: their columns are gathered."""
         tokens = tokens.astype(np.int32, copy=False)
         length = self._rows.record_decodes(decodes, tokens)
         index = decodes.position - decodes.num_prompt_tokens
@@ -212,7 +212,7 @@ class StepCommitter:
         return _Recorded(step.sample_rows, tokens, length, columns, decodes)
 
     def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """End the rows that got no token; returns the other rows and their tokens."""
+        """End the requests of rows that got NO_TOKEN. Returns the other rows and their tokens."""
         stuck = tokens == NO_TOKEN
         for row in rows[stuck].tolist():
             index = int(self._rows.length[row] - self._rows.num_prompt_tokens[row])
@@ -229,7 +229,7 @@ class StepCommitter:
         complete: dict[int, RequestDelta],
         now_s: float,
     ) -> None:
-        """Let rows with their last chunk in this step decode; adds their deltas to `complete`."""
+        """Let rows that had their last chunk in this step decode, and add their deltas to `complete`."""
         prefilled = np.flatnonzero(~self._rows.decoding[rows])
         for i in prefilled.tolist():
             request = self._rows.request(int(rows[i]))
@@ -239,13 +239,13 @@ class StepCommitter:
             self._rows.begin_decoding(rows[prefilled])
 
     def _end_finished(self, recorded: _Recorded, complete: dict[int, RequestDelta]) -> None:
-        """End the requests that got their last token in this step; adds their deltas to `complete`."""
+        """End the requests that got their last token in this step, and add their deltas to `complete`."""
         rows, tokens, length, _, decodes = recorded
         for i, reason in self._rows.ended(rows, tokens, length, decodes).items():
             request = self._rows.request(int(rows[i]))
             if reason is FinishReason.LENGTH and length[i] < request.max_length:
                 if length[i] >= request.run_length:
-                    # Its credit is spent.
+                    # The request has generated as many tokens as its router allows for now.
                     self._book.pause(request.key)
                 continue
             complete[i] = self._book.release(request, reason, [int(tokens[i])])
@@ -254,7 +254,7 @@ class StepCommitter:
 def _add_logprobs(
     step: Step, result: StepResult, recorded: _Recorded, complete: dict[int, RequestDelta]
 ) -> None:
-    """Put the log-probabilities of sampled tokens into complete deltas of their rows."""
+    """Add the log-probabilities of sampled tokens to their deltas, which are created for rows without one."""
     logprobs = {int(step.sample_rows[i]): found for i, found in result.logprobs.items()}
     columns = recorded.columns
     for i, row in enumerate(recorded.rows.tolist()):

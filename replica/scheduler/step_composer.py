@@ -5,8 +5,9 @@
           1. blocks for their next token    2. while the budget lasts     3. while blocks and budget last
 ```
 
-A request that runs alone (`isolated_requests.py`) gets a step without any other. Under `prefill_first` a step may hold
-chunks only. Preempting a request needs its newest token, so a step that would preempt waits for the step in flight.
+A request that runs alone (`isolated_requests.py`) gets steps without other requests. Under `prefill_first` a step may
+hold chunks only. Preempting a request needs its newest token, so a step that would preempt is not planned before the
+step in flight (launched, not yet committed) is committed.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from quire.replica.scheduler.preemption import choose_preempted
 from quire.replica.scheduler.request_book import RequestBook
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
 
-# Decoding rows fill few routing blocks in a step, and hashing one costs as much as hashing ten. Their hashes are
-# computed after this many steps, or when this many blocks wait. A prompt's blocks are hashed in their own step.
+# Decoding rows complete few routing blocks (64 tokens that routers know by a hash) in a step, and hashing one costs as
+# much as hashing ten. Their hashes are computed after this many steps, or when this many blocks wait. A prompt's blocks
+# are hashed in the step that computes them.
 _HASH_STEPS = 8
 _HASH_BLOCKS = 32
 
 
 class StepComposer:
-    """Chooses the work of each step and gives it its rows and blocks."""
+    """Chooses the work of each step, and gives rows and blocks to its requests."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class StepComposer:
         self._prefill_order = PrefillOrder(POLICIES[config.scheduler].prefills_by_urgency)
 
     def plan(self, now_s: float) -> tuple[Step, StepPlan] | None:
-        """The next step; None when there is nothing to compute, or not before the step in flight is committed."""
+        """The next step. None if there is nothing to compute, or if the step in flight must be committed first."""
         composed = self._compose(now_s)
         if composed is None:
             return None
@@ -78,7 +80,7 @@ class StepComposer:
         return step, plan
 
     def _compose(self, now_s: float) -> tuple[Step, DecodeRows] | None:
-        """The work of the next step, which is not empty, and its decoding rows."""
+        """The next step, which is not empty, and its decoding rows. None under the conditions of `plan`."""
         while True:
             composed = self._compose_once(now_s)
             if composed is None:
@@ -92,18 +94,18 @@ class StepComposer:
                 # There is nothing else to do: the step itself waits for the copies.
                 self._restores.clear()
             elif self._is_blocked():
-                # Prefills wait for each other's sliding blocks, or for those of paused rows. The loop ends
-                # because a request that runs alone always fits.
+                # Prefills wait for blocks of sliding-window groups that other prefills or paused rows hold. The loop
+                # ends, because a request that is the only one always fits.
                 self._book.preempt(self._choose_preempted())
             else:
                 self._memory.prefix.hash_new()
                 return None
 
     def _compose_once(self, now_s: float) -> tuple[Step, DecodeRows] | None:
-        """The work of the next step, perhaps none; None when it must wait for the step in flight."""
+        """The next step, which may be empty, and its decoding rows. None if it must wait for the step in flight."""
         if self._rows.sliding:
-            # A parent keeps the blocks that its new forks see for one plan. A fork that does not start in it
-            # computes what is gone again.
+            # For one plan a parent keeps the blocks that its new forks see. A fork that starts later may have to
+            # compute the prompt itself.
             self._memory.trim(held_positions(self._book.fresh_parents))
         if (alone := self._compose_alone(now_s)) is not None:
             return alone
@@ -158,14 +160,14 @@ class StepComposer:
         if len(lacking):
             blocks = self._blocks.allocate(self._num_groups)
             if blocks is None:
-                # The ordinary step gives it blocks, or preempts a request.
+                # The ordinary step gives the request its blocks, or preempts another one.
                 return None
             self._rows.append_blocks(decodes, lacking, blocks)
         self._indexer.register_decodes(step, decodes, are_known=True)
         return step, decodes
 
     def _num_new_tokens(self, request: Request | None) -> int:
-        """Output tokens that a running request has generated on this replica."""
+        """Number of output tokens that a running request has generated on this replica; 0 without a row."""
         if request is None or request.row < 0:
             return 0
         length = int(self._rows.length[request.row])
@@ -174,7 +176,7 @@ class StepComposer:
     # -- decoding rows -----------------------------------------------------------------------------------
 
     def _leaves_out_decodes(self) -> bool:
-        """Whether the step holds chunks only, see `Chunking.leaves_out_decodes`."""
+        """Whether the step holds prefill chunks only; the rule is in `Chunking.leaves_out_decodes`."""
         if not self._chunking.prefill_first or not self._book.prefilling:
             return False
         rows = [request.row for request in self._ready_prefills()]
@@ -190,8 +192,8 @@ class StepComposer:
 
         Returns
         -------
-        The decoding rows, and whether requests may start in this step: not after a preemption. None if a request
-        would have to be preempted and a step is in flight.
+        The decoding rows, and whether requests may start in this step (false after a preemption). None if a request
+        must be preempted while a step is in flight.
         """
         decodes = self._rows.decode_rows()
         lacking = self._rows.lacking_block(decodes)
@@ -203,7 +205,7 @@ class StepComposer:
                 continue
             if self._steps:
                 return None
-            # The loop ends: a request that runs alone always fits, or `add` would have refused it.
+            # The loop ends, because a request that is the only one always fits; `add` refuses those that would not.
             self._book.preempt(self._choose_preempted())
             decodes = self._rows.decode_rows()
             lacking = self._rows.lacking_block(decodes)
@@ -220,7 +222,7 @@ class StepComposer:
         )
 
     def _choose_preempted(self) -> Request:
-        """The running request to preempt; a request that waits for copied blocks only if there is no other."""
+        """The running request to preempt. One that waits for copied blocks is chosen only if there is no other."""
         rows = np.flatnonzero(self._rows.active)
         copying = [self._book.requests[key].row for key in self._restores.keys()]
         others = rows[~np.isin(rows, copying)]
@@ -258,7 +260,7 @@ class StepComposer:
         Parameters
         ----------
         at_least
-            Tokens to schedule even if the budget's time is spent.
+            Number of tokens to schedule even if the budget is spent.
         """
         row = request.row
         start = int(self._rows.num_computed[row])
@@ -301,8 +303,8 @@ class StepComposer:
                 return
             start = self._num_known(request, offer)
             if not step.budget.grant(start, request.num_tokens - start):
-                # A request that starts must have a chunk in the step: if the step fails, the request must end
-                # with it, because the blocks that it found may be written by that step.
+                # A request that starts must have a chunk in the step. The step may write the cached blocks that the
+                # request found, so if the step fails, the request must end too.
                 return
             self._book.start(request)
             self._head.lacks_blocks = False
@@ -313,12 +315,14 @@ class StepComposer:
                 self._take(request, offer, now_s)
             if self._waits_for_copies(step, request, offer):
                 continue
-            # A fork's copies belong to this step, so its one token does too.
+            # A fork's blocks are copied in this step, so its one token must be in this step too.
             self._schedule_chunk(step, request, at_least=isinstance(offer, Share))
 
     def _find_offer(self, request: Request) -> Offer | Return | Share | None:
-        """What the request gets if it starts now: blocks of its parent, copies from the host tier, or cached and
-        new blocks; None if it must wait."""
+        """The blocks that the request gets if it starts now; None if it must wait.
+
+        A request gets copies from the host tier, blocks of its parent, or cached and new blocks.
+        """
         prefilling = self._book.prefilling.values()
         if request.parked is not None:
             return self._offload.offer(request, prefilling)
@@ -339,7 +343,10 @@ class StepComposer:
     def _waits_for_copies(
         self, step: Step, request: Request, offer: Offer | Return | Share
     ) -> bool:
-        """Let a request that has just started wait for its blocks, while other requests have work in the step."""
+        """Let a request that has just started wait for its copied blocks, if other requests have work in the step.
+
+        Returns whether it waits.
+        """
         if isinstance(offer, Share) or not (step.chunks or step.num_decodes > 0):
             return False
         copying_step = self._restores.step_of(request.row, step.number)
@@ -350,7 +357,7 @@ class StepComposer:
 
     @staticmethod
     def _num_known(request: Request, offer: Offer | Return | Share) -> int:
-        """Tokens that need not be computed if the request takes the offer."""
+        """Number of tokens that need not be computed if the request takes the offer."""
         if isinstance(offer, Share):
             return offer.num_computed
         if isinstance(offer, Offer):
@@ -376,10 +383,10 @@ class StepComposer:
     # -- the plan ----------------------------------------------------------------------------------------
 
     def _write(self, step: Step, decodes: DecodeRows) -> StepPlan:
-        """The step's plan; its rows count as computed from now on."""
+        """Write the step's plan. From now on, its tokens count as computed."""
         for before in self._steps:
             if before.decodes is decodes:
-                # `write` moves these rows on by one token; the step before is still to be committed with them.
+                # `write` moves this object on by one token. The step before is committed later and needs its old state.
                 before.decodes_then = copy.copy(decodes)
         plan, step.rows, step.sample_rows = self._writer.write(
             step.number, decodes, step.chunks, step.copies
@@ -391,13 +398,13 @@ class StepComposer:
         return plan
 
     def _needs_tokens(self, decodes: DecodeRows) -> bool:
-        """Whether the ids that some row may sample depend on its token in the step in flight."""
+        """Whether some row's allowed token ids depend on the token that the step in flight samples for it."""
         if decodes.is_plain:
             return False
         return bool(self._rows.sampling.needs_history[decodes.ids].any())
 
     def _add_transfers(self, step: Step, plan: StepPlan) -> StepPlan:
-        """Put the copies between the tiers that are planned by now into the step."""
+        """Add the copies between device and host tier that are planned by now to the step."""
         transfers = step.transfers = self._memory.host.launch()
         if transfers:
             plan = plan._replace(saves=transfers.save_pairs(), restores=transfers.restore_pairs())

@@ -1,4 +1,4 @@
-"""The steps in flight, and the blocks that they index.
+"""The steps in flight (planned, not yet committed), and the blocks that they add to the prefix index.
 
 A block enters the prefix index when the step that fills it is *planned*. In each layer all rows of a step write their
 KV before any row reads, so a row may share a block that an earlier row of the same step computes. If the step in flight
@@ -37,18 +37,19 @@ class Step:
     # Rows that decode.
     num_decodes: int = 0
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n] int64
-    # [n] int64, `RowTable.claims` of the rows
+    # [n] int64, `RowTable.claims` of the rows at the plan; a row with another claim now belongs to another request
     claims: np.ndarray = field(default_factory=lambda: _NO_ROWS)
     sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S] int64
     # The rows, if the step has no chunks.
     decodes: DecodeRows | None = None
-    # `decodes` before the step behind this one was planned with the same object, which moved it by one token.
+    # A copy of `decodes` as of this step, if the next step was planned with the same object, which moved it on by one
+    # token.
     decodes_then: DecodeRows | None = None
-    # If the step was planned before its last tokens were known: rows with a next token that fills its block, the
-    # blocks' table indices, and the rows' claims. [m] each.
+    # If the step was planned before its input tokens were known: the rows with a next token that fills its block, the
+    # blocks' table indices, and the rows' claims, [m] each.
     fills: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     transfers: Transfers = field(default_factory=Transfers)
-    # (row, number of tokens)
+    # (row, number of tokens) of each prefill chunk
     chunks: list[tuple[int, int]] = field(default_factory=list)
     # (from, to) blocks that are copied for forks.
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -58,7 +59,7 @@ class Step:
     duplicates: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def is_alive(self, table: RowTable, rows: np.ndarray) -> np.ndarray:
-        """[m] bool, which of the step's rows [m] still belong to the requests that it was planned for."""
+        """[m] bool, whether each of these rows of the step still belongs to the request that it was planned for."""
         claims = self.claims
         if len(rows) < len(self.rows):
             # Both arrays are in the order of the step.
@@ -83,7 +84,7 @@ class StepsInFlight(deque[Step]):
         Raises
         ------
         ValueError
-            It is not.
+            The oldest step has another plan, or no step is in flight.
         """
         if not self or self[0].number != plan.step:
             raise ValueError(f"step {plan.step} is not the oldest in flight")
@@ -133,7 +134,7 @@ class StepIndexer:
             step.fills = (rows, index, decodes.claims[decodes.filling])
 
     def register_known(self, step: Step) -> None:
-        """Index the blocks that `register_decodes` has postponed, because the step before is committed."""
+        """Index the blocks that `register_decodes` postponed. Call it once the step before this one is committed."""
         if step.fills is None:
             return
         (rows, index, claims), step.fills = step.fills, None
@@ -148,7 +149,7 @@ class StepIndexer:
                 self._register(step, row, request, i, blocks, token_bytes)
 
     def register_chunk(self, step: Step, row: int, count: int) -> bool:
-        """Index the blocks that the row's next `count` tokens fill; returns whether they fill any."""
+        """Index the blocks that the row's next `count` tokens fill. Returns whether they fill any."""
         if not self._enabled:
             return False
         block_size = self._block_size
@@ -175,7 +176,7 @@ class StepIndexer:
         blocks: list[int],
         token_bytes: bytes,
     ) -> bool:
-        """Index a row's i-th block of each group; returns whether its content is indexed."""
+        """Index a row's block at index i of each group. Returns whether its content is indexed."""
         if i != request.num_indexed:
             # A block can be indexed only as the continuation of an indexed one.
             return False
@@ -199,11 +200,11 @@ class StepIndexer:
         return True
 
     def adopt(self, step: Step) -> None:
-        """Replace blocks with content that was already indexed by the indexed blocks, and give the duplicates back.
+        """In the rows' tables, replace duplicates by the indexed blocks with the same content, and give them back.
 
         The plan keeps its tables: the step writes and reads the duplicates, and the next step reads the indexed blocks,
-        which are complete by then. So every owner of an indexed block also owns the indexed blocks before it, on which
-        leaf-first eviction relies (see `BlockManager`).
+        which are complete by then. So every owner of an indexed block also owns the indexed blocks before it.
+        Leaf-first eviction relies on this (`BlockManager`).
         """
         duplicates, step.duplicates = step.duplicates, []
         for g, row, i, own, indexed in duplicates:
@@ -213,7 +214,7 @@ class StepIndexer:
     def forget(self, blocks: Sequence[int]) -> None:
         """Remove the blocks of failed steps from the index, because their content is unknown.
 
-        A block may occur twice: it was copied back and then filled.
+        `blocks` may contain a block twice, if it was copied back and then filled.
         """
         # The cache may have been cleared since.
         indexed = [block for block in dict.fromkeys(blocks) if block in self._prefix]

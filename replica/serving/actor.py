@@ -7,9 +7,10 @@
  router ──abort(ids)────────▶ engine.abort
 ```
 
-The unary call `generate` stays open until its request ends, so Serve knows about the work (cancellation, drain,
-autoscaling, death). The tokens travel in the frames of the attach stream. A request ends when it loses its reader: its
-call is cancelled, it is aborted, the router's attach stream ends or, if all of these fail, its lease expires.
+The unary call `generate` stays open until its request ends, so Serve counts the request as ongoing for cancellation,
+draining and autoscaling, and fails the call when the replica dies. The tokens travel in the frames of the attach
+stream. A request also ends when it loses its reader: its call is cancelled, it is aborted, the router's attach stream
+ends or, if all of these fail, its lease (renewed periodically by the router) expires.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class Replica:
     engine_args
         Fields of `EngineArgs`.
     heartbeat_ms
-        Milliseconds after which an idle replica reports to each router; the interval grows up to 1000.
+        Milliseconds from the last frame to the first heartbeat; while the replica is idle, the interval grows to 1000.
     """
 
     engine_class: type[Engine] = Engine
 
-    # Ray awaits it.
+    # Ray Serve awaits the constructor.
     async def __init__(  # type: ignore[misc]
         self, engine_args: dict[str, Any], heartbeat_ms: int
     ):
@@ -79,7 +80,8 @@ class Replica:
             )
         assert self._engine.recorder is not None
         self._engine.recorder.catch_fatal_signals()
-        # Loaded objects stay alive: exclude torch and the model from collections, which would delay steps.
+        # Exclude the objects of torch and the model from garbage collections: they stay alive, and scanning them would
+        # delay steps.
         gc.collect()
         gc.freeze()
         # Collect again: CPython starts a full collection only after new objects exceed 25% of the last survivors.
@@ -89,7 +91,9 @@ class Replica:
         )
         self._arrivals = Arrivals()
         self._engine.watch(self._end_process)
-        self._router_queues: dict[str, float] = {}  # seconds of prefill, by router
+        self._router_queues: dict[
+            str, float
+        ] = {}  # router id to this replica's share of its queued prefill, seconds
         self._leases = Leases(LEASE_S)
         self._reaper = asyncio.create_task(self._reap())
         self._metrics = ReplicaMetrics(self._engine)
@@ -101,10 +105,10 @@ class Replica:
     # -- the bus -----------------------------------------------------------------------------------------
 
     async def attach(self, router_id: str, *, route: list[str]) -> AsyncIterator[bytes | Part]:
-        """Stream `Hello`, a snapshot of the cache, and one frame per step until the router leaves; long ones in parts.
+        """Stream `Hello`, a snapshot of the cache, and frames until the router detaches. Long frames are sent in parts.
 
-        `serve_router` reads `route`, the id of the replica. Serve may send the call to another replica; that one sends
-        `Hello` only, because a second attachment would end the router's existing one.
+        The request router (`serve_router`) uses `route`, the id of the intended replica. Serve may still send the call
+        to another replica. That one sends `Hello` only, because a second attachment would end the router's first one.
         """
         yield self._engine.hello(self._replica_id, self._node).encode()
         if route != [self._replica_id]:
@@ -121,11 +125,11 @@ class Replica:
             await frames.aclose()
 
     def _frames(self, router_id: str) -> AsyncGenerator[bytes, None]:
-        """Frames of a router's attach stream; tests that inject faults (`faulty_actor.py`) override it."""
+        """Frames of a router's attach stream. `faulty_actor.py` overrides this method to inject faults."""
         return self._attachments.stream(router_id, self._engine.load)
 
     async def resync(self, router_id: str, from_seq: int, *, route: list[str]) -> None:
-        """Send the cache events after `from_seq` in the router's attach stream.
+        """Send the batches of cache events after number `from_seq` in the router's attach stream.
 
         Sends a snapshot instead if these events are no longer stored, or if `from_seq` is -1.
         """
@@ -180,9 +184,9 @@ class Replica:
         self._leases.renew(router_id, stream_ids, time.monotonic())
 
     async def grant(self, router_id: str, credit: dict[int, int], *, route: list[str]) -> bool:
-        """Give the router's streams more credit: stream id to the total number of output tokens allowed.
+        """Allow the router's streams more output tokens. `credit` maps stream id to the total number allowed.
 
-        Returns False if Serve sent the call to another replica than that of the streams.
+        Returns False, without effect, if Serve sent the call to a replica other than the one that runs the streams.
         """
         if route != [self._replica_id]:
             return False
@@ -190,7 +194,7 @@ class Replica:
         return True
 
     async def ping(self, *, route: list[str]) -> None:
-        """Do nothing: the first call through a handle makes Serve send it the list of running replicas."""
+        """Do nothing. A router's first call through a handle makes Serve send it the list of running replicas."""
 
     async def abort(self, router_id: str, stream_ids: list[int], *, route: list[str]) -> None:
         """Abort these requests if they have not ended."""
@@ -198,7 +202,7 @@ class Replica:
             self._engine.abort((router_id, stream_id))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Change light options in place; Serve calls this with values of `LIGHT_FIELDS`."""
+        """Change options that need no restart (`LIGHT_FIELDS`); Serve calls this with their new values."""
         await asyncio.to_thread(self._engine.reconfigure, user_config)
 
     # -- what Serve calls --------------------------------------------------------------------------------
@@ -256,7 +260,7 @@ class Replica:
     # -- from the engine's thread and back ---------------------------------------------------------------
 
     def _on_output(self, output: LoopOutput) -> None:
-        """Called in the engine's thread; schedules one call in the event loop per step."""
+        """Hand a step's output to the event loop, with one call per step. Runs in the engine's thread."""
         self._event_loop.call_soon_threadsafe(self._publish, output)
 
     def _publish(self, output: LoopOutput) -> None:
@@ -306,7 +310,7 @@ class Replica:
 
 
 def _flight_folder() -> Path:
-    """A folder in the directory of this Ray session, which is removed with it; a temporary folder without Ray."""
+    """The folder for the flight recorder: in the directory of this Ray session, or a temporary one without Ray."""
     if not ray.is_initialized():
         return Path(tempfile.mkdtemp(prefix="quire-"))
     return Path(ray._private.worker._global_node.get_session_dir_path()) / "quire"

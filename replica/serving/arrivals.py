@@ -1,4 +1,7 @@
-"""The order of related calls: Serve may deliver calls in another order than they were sent."""
+"""The order of related calls: a fork (a request that shares its parent's prompt) waits for its parent's call.
+
+Ray Serve may deliver calls in another order than they were sent.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Hashable
 
-# Number of recent requests to remember. An earlier request has been submitted already, so its fork need not wait.
+# Number of recent requests to remember. A fork of a request that is no longer remembered waits `WAIT_S` in vain.
 MAX_REMEMBERED = 4096
 # Two calls that a router sends together arrive within a few milliseconds, unless they take different paths.
 WAIT_S = 0.05
@@ -29,7 +32,7 @@ class Arrivals:
         self._awaited: dict[Hashable, asyncio.Event] = {}
 
     def tell(self, key: Hashable) -> None:
-        """Record a request, which the caller submits before anything else runs in this loop."""
+        """Record that a request has arrived. The caller must submit it before its next `await`."""
         self._arrived[key] = None
         if len(self._arrived) > MAX_REMEMBERED:
             self._arrived.popitem(last=False)
@@ -38,7 +41,7 @@ class Arrivals:
             event.set()
 
     async def wait(self, key: Hashable) -> bool:
-        """Wait for a request; False if it does not arrive in time."""
+        """Wait for a request to arrive. Returns whether it arrived in time."""
         if key in self._arrived:
             return True
         event = self._awaited.setdefault(key, asyncio.Event())

@@ -1,4 +1,4 @@
-"""The replica's side of the bus: the attached routers and their frames.
+"""The replica's side of the bus (the connection to the routers): the attached routers and their frames.
 
 ```
  engine thread                          event loop of the actor
@@ -6,9 +6,10 @@
                                                        └▶ queue of router B ─▶ attach stream B
 ```
 
-Each step sends each router one frame with that router's tokens and all cache events. A router without news gets a
-heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the load changes, up to
-`max_heartbeat_s` while nothing happens. Heartbeats show that the replica is alive and reveal lost events.
+After each step, a router gets one frame with the tokens of its requests and all cache events, unless there are neither.
+Then it gets a heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the engine runs
+steps, and up to `max_heartbeat_s` after it while the engine is idle. Heartbeats show that the replica is alive, and
+their digest reveals lost events.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from quire.replica.core.request import DeltaBatch
 from quire.replica.loop import LoopOutput
 
 SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB per frame
-# A router that is further behind is detached and attaches again. 80 s of steps of 20 ms.
+# A router with a longer queue is detached, and attaches again. This many frames are 80 s of steps of 20 ms.
 MAX_QUEUED_FRAMES = 4_096
 
 
 class _ColumnFilter:
-    """Selects one attachment's rows from the columns of each step.
+    """Selects the rows of one attachment from the columns of each step (one new token per row).
 
-    While the same rows decode, the array of their sources is the same object, so the filter is computed once.
+    While the same rows decode, `DeltaBatch.sources` is the same array object, so the filter is computed only once.
     """
 
     def __init__(self, source: int):
@@ -45,7 +46,7 @@ class _ColumnFilter:
         self._count = 0
 
     def take(self, deltas: DeltaBatch) -> TokenColumns | None:
-        """The single tokens of the attachment's streams, or None."""
+        """The columns of this attachment's streams; None if they are empty."""
         sources = deltas.sources
         if sources is not self._sources:
             mine = sources == self._source
@@ -82,7 +83,7 @@ class _Attachment:
         self._columns = _ColumnFilter(source)
 
     def columns(self, deltas: DeltaBatch) -> TokenColumns | None:
-        """The single tokens of this router's streams."""
+        """The columns of this router's streams, with one new token each; None if they are empty."""
         return self._columns.take(deltas)
 
     def put(self, frame: Frame) -> None:
@@ -98,7 +99,7 @@ class _Attachment:
         self._ready.set()
 
     def touch(self) -> None:
-        """Report a changed load at most `heartbeat_s` after the last frame."""
+        """Let the next heartbeat come `heartbeat_s` after the last frame, because the load has changed."""
         if self._wait_s > self._heartbeat_s:
             self._wait_s = self._heartbeat_s
             self._ready.set()
@@ -112,7 +113,7 @@ class _Attachment:
                 async with asyncio.timeout(left_s):
                     await self._ready.wait()
             except TimeoutError:
-                # A frame that arrived at the same time goes first: a heartbeat would already count its events.
+                # Send a frame that arrived at the same time first: the heartbeat's digest already includes its events.
                 if self._frames:
                     break
                 self._sent_s = self._clock()
@@ -131,11 +132,11 @@ class AttachedRouters:
     Parameters
     ----------
     epoch
-        Id of the engine instance, in every frame.
+        Id of the engine instance; each frame contains it.
     on_detach
-        Called with a router's id when its attachment ends for any reason; the requests sent until then have lost their
-        reader. If a second attachment replaces the first, the call precedes the second and does not affect its
-        requests.
+        Called with a router's id when its attachment ends for any reason; the router's present requests have lost
+        their reader. If a router attaches again, the call for the old attachment precedes the new one, so it does not
+        affect later requests.
     """
 
     def __init__(
@@ -163,16 +164,17 @@ class AttachedRouters:
         return len(self._by_router)
 
     def source(self, router_id: str) -> int:
-        """Number of a router's current attachment, the `Request.source` of its new requests.
+        """Number of a router's current attachment; new requests of the router get it as `Request.source`.
 
-        Tokens of requests from an earlier attachment match no attachment and are dropped.
+        The columns of a request from an earlier attachment match no attachment and are dropped.
         """
         return self._by_router[router_id].source
 
     def publish(self, output: LoopOutput) -> None:
         """Queue the results of a step: each router gets its own deltas, and all get the events and the load.
 
-        Deltas have keys (router_id, stream_id). Deltas of a detached router are dropped; its requests were aborted.
+        The keys of the deltas are (router_id, stream_id). Deltas of a detached router are dropped, because its requests
+        were aborted.
         """
         self._last = output
         by_router: dict[str, list[TokenDelta]] = {}
@@ -210,7 +212,7 @@ class AttachedRouters:
             attachment.put(self._frame([], events))
 
     def send_snapshot(self, router_id: str, seq: int, gpu: np.ndarray, host: np.ndarray) -> None:
-        """Queue pages of the hashes in the two tiers at event `seq`, [n] and [m] uint64.
+        """Queue a snapshot: the routing hashes on the device ([n] uint64) and in host memory ([m]) at batch `seq`.
 
         Does nothing if the router is detached.
         """
@@ -220,7 +222,7 @@ class AttachedRouters:
                 attachment.put(frame)
 
     async def stream(self, router_id: str, load: Callable[[], Load]) -> AsyncGenerator[bytes, None]:
-        """Encoded frames for one router until it detaches; a second attachment ends the first.
+        """Attach a router and yield encoded frames until it detaches. An earlier attachment of the router ends.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Failures of a start that would fail again, marked so that Ray Serve does not retry."""
+"""Start-up failures that a retry cannot fix, marked in their text so that the deployment is not retried."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MARK = "CannotStart: "  # precedes the reason in the text of a traceback
 
 
 class CannotStart(Exception):
-    """The same start would fail again; the message is the reason, for the user."""
+    """Another start with the same arguments would fail again. The message is the reason, for the user."""
 
 
 @contextlib.contextmanager
 def final_errors(part: str) -> Iterator[None]:
-    """Turn errors of configuration, checkpoint and size into `CannotStart`, with the node's name.
+    """Turn errors in the configuration, the checkpoint and their sizes into `CannotStart`, with the node's name.
 
-    All of these are ValueErrors. So is a failed download, but that may succeed later.
+    These errors are ValueErrors. A failed download is one too, but it is passed on, because a retry may succeed.
     """
     try:
         yield

@@ -1,9 +1,9 @@
 """Leases of streams and routers.
 
-The calls and the attach stream of a router usually end when it dies, but Serve's cancellation is best effort, and
-streams without a reader would hold their blocks indefinitely. So each router renews the leases of its streams
-periodically. A stream that has not been renewed for `LEASE_S` ends, and so does the attachment of a router without
-renewals.
+A stream is one request of a router; its attachment is the connection over which the replica sends tokens. Both usually
+end when the router dies, but Serve's cancellation is best effort, and streams without a reader would hold their blocks
+indefinitely. So each router renews the leases of its streams periodically. A stream that has not been renewed for
+`LEASE_S` seconds ends, and so does the attachment of a router without renewals.
 
 Leases expire only while some router sends renewals. A draining replica receives none, because Serve sends it no calls,
 and its streams must be able to finish. If all routers die, the first renewal of a new router expires the old leases.
@@ -17,7 +17,7 @@ StreamKey = tuple[str, int]  # (router id, stream id)
 
 
 class Leases:
-    """Times of the last renewal of each router and stream, by the caller's monotonic clock.
+    """Time of the last renewal of each router and stream, in seconds of the caller's monotonic clock.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Leases:
         self._routers[router_id] = now_s
 
     def begin(self, key: StreamKey, now_s: float) -> None:
-        """Add a stream."""
+        """Add a stream that has started."""
         self._streams[key] = now_s
 
     def end(self, key: StreamKey) -> None:
@@ -44,7 +44,7 @@ class Leases:
         self._streams.pop(key, None)
 
     def renew(self, router_id: str, stream_ids: Iterable[int], now_s: float) -> None:
-        """Renew a router and these streams of it; ignores unknown streams."""
+        """Renew the leases of a router and of some of its streams; ignores unknown ones."""
         self._heard_s = now_s
         if router_id in self._routers:
             self._routers[router_id] = now_s
@@ -54,14 +54,14 @@ class Leases:
                 self._streams[key] = now_s
 
     def expire_routers(self) -> list[str]:
-        """Remove and return the routers with expired leases, detached ones included."""
+        """Remove and return the routers with an expired lease, including those that have already detached."""
         silent = [router for router, at_s in self._routers.items() if self._is_over(at_s)]
         for router in silent:
             del self._routers[router]
         return silent
 
     def expired_streams(self) -> list[StreamKey]:
-        """Streams with expired leases that have not ended."""
+        """Streams with an expired lease that have not ended."""
         return [key for key, at_s in self._streams.items() if self._is_over(at_s)]
 
     def _is_over(self, wanted_s: float) -> bool:

@@ -1,7 +1,7 @@
 """Copies of counters and gauges in Ray's own metrics, for deployments that scrape Ray's agents.
 
-`GET /metrics` has all metrics. Histograms are not copied: Ray's histograms need 10 us per value, and copies of complete
-histograms would be gauges. The names are the same after Ray's prefix `ray_`.
+`GET /metrics` serves all metrics. Histograms are not copied to Ray: its histograms accept only single values, 10 us
+each, so a complete histogram could only be copied as gauges. The names are the same, with Ray's prefix `ray_`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PERIOD_S = 1.0
 class RayMetrics:
     """Copies the counters and gauges of a `MetricSet` to Ray once a second.
 
-    Ray adds the labels application, deployment and replica. Must run in the event loop that changes the values.
+    Ray adds the labels application, deployment and replica. Create it in the event loop that changes the values.
     """
 
     def __init__(self, source: MetricSet) -> None:

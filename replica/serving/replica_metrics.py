@@ -108,7 +108,7 @@ REPLICA_FAMILIES = (
 
 
 class ReplicaMetrics:
-    """Counts the engine's outputs; reads all other values from the engine at each scrape."""
+    """Counts tokens from the engine's outputs, and reads all other values from the engine at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -147,7 +147,7 @@ class ReplicaMetrics:
         self._output.value += num_tokens
 
     def page(self, labels: Mapping[str, str]) -> Page:
-        """The text of all families; `labels` identify the replica."""
+        """The page with all metric families; `labels` identify the replica."""
         return self.metrics.page(labels)
 
     def _read(self) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
     python -m tests.perf checkpoints halfb FOLDER
 
-Random weights take a model's time and memory; their greedy answers run to the limit.
+A model with random weights takes the same time and memory as the real one. Its greedy answers run to the limit.
 """
 
 from __future__ import annotations

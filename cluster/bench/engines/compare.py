@@ -5,8 +5,9 @@ alternate. Every turn has new prompts, and an engine's process is stopped while 
 two engines within one turn; its spread is taken over the turns. Each number comes with the CPU time that other
 processes used during it.
 
-The floor is taken twice: at the machine's fastest rates of the whole run, and for each turn at the rates just before
-and after it. The two differ where other machines share the memory and its speed changes within minutes.
+The floor (`floor.py`: the least time that a workload needs at the machine's measured rates) is computed twice: with the
+fastest rates of the whole run, and for each turn with the rates just before and after it. The two differ on hosts
+whose memory other virtual machines share, because its speed changes within minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _WARM_UP = Workload("warm-up", 8, 0, 128, 4)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One engine's run of one workload.
+    """One engine's run of one workload in one repetition.
 
     Attributes
     ----------
@@ -70,7 +71,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Comparison:
-    """Turns, rates and failures of a run; `settings` by engine, in the order of the tables."""
+    """Turns, rates and failures of a run. `settings` has the engines' settings by name, in the order of the tables."""
 
     settings: dict[str, dict[str, Any]]
     startup: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -91,11 +92,11 @@ class Comparison:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def seconds(self, engine: str, workload: str) -> list[float]:
-        """Seconds of every turn, in order."""
+        """Seconds of every turn of an engine and workload, in order."""
         return [t.seconds for t in self.turns if (t.engine, t.workload) == (engine, workload)]
 
     def ratios(self, engine: str, other: str, workload: str, *, cpu: bool = False) -> list[float]:
-        """Speed of `engine` over that of `other` for each turn; above 1, `engine` is faster.
+        """Speed of `engine` divided by the speed of `other` in each repetition. Above 1, `engine` is faster.
 
         Parameters
         ----------
@@ -139,9 +140,10 @@ def compare(
         Seconds for each measurement of the machine's rates: before the first turn and after every repetition. A
         measurement between two turns gets a quarter.
     settle_s
-        Longest wait for an engine's background work before the first turn. Quire faults its cache's pages in then.
+        Longest wait, in seconds, for an engine's background work before the first turn. Quire allocates the memory
+        pages of its cache in this time.
     budget_s
-        No repetition but the first starts later than this after the engines were loaded.
+        Seconds after the engines were loaded. The first repetition always runs; no other one starts later than this.
     first_repetition
         Number of the first repetition; another number means other prompts.
     skip
@@ -237,7 +239,7 @@ def read(paths: Sequence[Path]) -> Comparison:
 def _run(
     process: EngineProcess, workload: Workload, repetition: int, vocab_size: int, found: Comparison
 ) -> Turn | None:
-    """Run one turn; None if the engine failed, which is recorded in `found`."""
+    """Run one turn. If the engine fails, record the failure in `found` and return None."""
     name = process.spec.name
     prompts = workload.prompts(repetition, vocab_size)
     with process.awake():
@@ -288,7 +290,7 @@ def busy_cpu_s() -> float:
 def summarise(
     found: Comparison, workloads: Sequence[Workload], shape: ModelShape | None, baseline: str
 ) -> dict[str, Any]:
-    """The whole comparison as JSON.
+    """Summarise the whole comparison as data for JSON.
 
     Parameters
     ----------

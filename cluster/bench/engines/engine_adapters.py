@@ -55,8 +55,9 @@ class QuireEngine:
 class TransformersBatch:
     """transformers' continuous batching. Options: fields of its `ContinuousBatchingConfig`.
 
-    On the CPU its defaults spend most of the memory on a dense mask, so the adapter sets the cache's size and the
-    tokens of a step. The manager persists between calls, like Quire's engine: starting one takes about half a second.
+    On the CPU the defaults of transformers spend most of the memory on a dense mask, so the adapter sets the cache's
+    size and the tokens of a step. The manager stays alive between calls, because starting one takes about half a
+    second; Quire's engine stays alive too.
     """
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
@@ -208,7 +209,7 @@ class OpenVinoEngine:
 class HttpEngine:
     """A server with OpenAI's `/v1/completions` that takes token ids. Options: `url`, and `extra` fields of the body.
 
-    The protocol returns no ids, so an answer is a list of zeros as long as the server's usage states.
+    The protocol returns no ids. So an answer is a list of zeros, with the length that the response's `usage` states.
     """
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):

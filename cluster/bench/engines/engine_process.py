@@ -22,7 +22,7 @@ _IDLE_CORES = 0.1  # an engine that uses fewer cores is idle
 
 
 class EngineFailed(RuntimeError):
-    """An engine could not be loaded or could not answer; the message is the engine's."""
+    """An engine could not be loaded or could not answer; the message has its name and its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +233,6 @@ class EngineProcess:
         return answer
 
     def _signal(self, number: int) -> None:
-        # The process group outlives its leader while a child runs.
+        # Signal the group and not the process: the group exists as long as one of the engine's child processes runs.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)

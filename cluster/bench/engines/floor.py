@@ -1,10 +1,10 @@
-"""The floor: least time of a workload at the machine's measured memory bandwidth and rate of matrix products.
+"""The floor: the least time of a workload at the machine's measured memory bandwidth and GEMM rate.
 
-A step reads every weight, and every cached key and value that a query sees, once. It does the multiplications that the
-model's shape needs. Its floor is the slower of the two. The floor of a workload is the sum over its steps; a prompt
-prefix that requests share is computed once, and read once per step. Both rates are measured in the run that reports the
-floor, so percentages of the floor can be compared between machines. The floor assumes weights in their own number
-format: an engine that stores weights in fewer bits, as Quire does on the CPU, may be faster.
+A step reads every weight, and every cached key and value that a query sees, once. It also does the multiplications that
+the model's shape needs. The step's floor is the longer of these two times. The floor of a workload is the sum over its
+steps; a prompt prefix that requests share is computed once, and read once per step. Both rates are measured in the run
+that reports the floor, so percentages of the floor can be compared between machines. The floor assumes weights in the
+model's dtype: an engine that stores weights in fewer bits, as Quire does on the CPU, may be faster than the floor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _COPY_BYTES = 256 << 20  # of each array, larger than any cache
 class Rates:
     """The machine's best measured rates.
 
-    `memory_gb_per_s` counts bytes read and written by a copy or a triad, the faster of the two. `gflop_per_s` is the
-    rate of a large matrix product in the model's dtype or in float32.
+    `memory_gb_per_s` counts bytes read and written by a copy (a = b) or a triad (a = b + 3 c), the faster of the two.
+    `gflop_per_s` is the rate of a large GEMM in the model's dtype or in float32, the faster of the two.
     """
 
     memory_gb_per_s: float
@@ -47,7 +47,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    layer_parameters: int  # of all layers' matrix products
+    layer_parameters: int  # weights of the linear layers in all decoder layers
     head_parameters: int  # vocabulary times hidden size
     element_bytes: int
 
@@ -58,7 +58,7 @@ class ModelShape:
         Raises
         ------
         ValueError
-            The model has experts: the weights that a step reads depend on the tokens.
+            The model has experts, so the weights that a step reads depend on the tokens.
         """
         config = json.loads((folder / "config.json").read_text())
         experts = next((key for key in config if "experts" in key and config[key]), None)
@@ -93,7 +93,7 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
 
     def attention_flops(self, pairs: float) -> float:
-        """Floating-point operations of both products for a number of pairs of a query and a key."""
+        """Floating-point operations of attention's two matrix products for a number of (query, key) pairs."""
         return 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
 
 
@@ -132,10 +132,10 @@ def floor_of(workload: Workload, shape: ModelShape, rates: Rates) -> Floor:
 
 
 def measure_rates(dtype: str = "bfloat16", budget_s: float = 1.5) -> Rates:
-    """Measure a copy, a triad and matrix products, on torch's threads.
+    """Measure a copy, a triad and GEMMs on torch's threads.
 
-    Without bfloat16 instructions torch multiplies bfloat16 at a tenth of its float32 rate, which would make the floor
-    meaningless. The best rate of the model's dtype and float32 counts.
+    On a CPU without bfloat16 instructions torch multiplies bfloat16 at a tenth of its float32 rate, which would make
+    the floor meaningless. So the faster of the model's dtype and float32 counts.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def measure_rates(dtype: str = "bfloat16", budget_s: float = 1.5) -> Rates:
 
 
 def best_of(measured: list[Rates]) -> Rates:
-    """The fastest of several measurements: load on the machine only slows them."""
+    """Return the fastest rates of several measurements, because other load on the machine can only lower them."""
     return Rates(
         max(rates.memory_gb_per_s for rates in measured),
         max(rates.gflop_per_s for rates in measured),

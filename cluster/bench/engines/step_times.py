@@ -1,4 +1,4 @@
-"""Difference of two readings of `Engine.telemetry`: where the time of the steps in between went, also as text."""
+"""Difference of two readings of `Engine.telemetry`, as data and as text: how the steps in between spent their time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def since(before: Told, now: Told) -> dict[str, Any]:
 
 
 def lines(told: Told) -> list[str]:
-    """Format telemetry for a terminal; only a device that queues its work has the `device` and `graphs` lines."""
+    """Format telemetry for a terminal. The lines `device` and `graphs` exist only on a GPU, which queues its work."""
     host = told["host"]
     parts = ", ".join(f"{name[:-3]} {host[name]:.3f}" for name in host if name.endswith("_ms"))
     text = [f"host     {host['num_steps']} steps, ms each: {parts}"]

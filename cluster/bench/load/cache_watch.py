@@ -24,12 +24,12 @@ class CacheSample:
 
 @asynccontextmanager
 async def watching(target: str | None) -> AsyncIterator[list[CacheSample]]:
-    """Collect samples of `quire.v1.Control/WatchCache` while the block runs; none without a target.
+    """Collect samples of `quire.v1.Control/WatchCache` while the `with` block runs; without a target the list is empty.
 
     Parameters
     ----------
     target
-        HOST:PORT of Quire's gRPC server.
+        HOST:PORT of Quire's gRPC server, or None.
     """
     samples: list[CacheSample] = []
     if target is None:

@@ -1,7 +1,7 @@
 """Streaming clients for OpenAI's HTTP API and for Quire's gRPC.
 
-Both record when each piece of an answer arrived and how many tokens it held. One event loop reads all streams and takes
-the times; `Run.loop_lags_s` shows whether the loop was delayed.
+Both record when each piece of an answer arrived and how many tokens it had. One event loop reads all streams and takes
+the times; `load_generator.Run.loop_lags_s` shows whether the loop was delayed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class RequestFailed(Exception):
-    """The server refused the request or broke off; the message has its status and text."""
+    """The server refused the request or ended the answer early; the message has the status and text."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,11 @@ class Answer:
     Attributes
     ----------
     arrivals_s, tokens
-        Arrival time and number of tokens of each piece that held tokens.
+        Arrival time and number of tokens of each piece that had tokens.
     token_ids
         Empty if the server does not return ids.
     cached_tokens
-        Prompt tokens that the cache had.
+        Prompt tokens found in the cache.
     predicted_tokens
         Prompt tokens that the router expected in the cache; None if the server does not report them.
     """
@@ -130,7 +130,7 @@ class OpenAIClient:
         if "error" in event:
             raise RequestFailed(str(event["error"])[:300])
         for choice in event.get("choices") or ():
-            # Without ids a piece counts as one token, which holds for nearly every server.
+            # Without ids a piece counts as one token, because nearly every server sends one token per piece.
             ids = choice.get("token_ids")
             count = len(ids) if ids is not None else bool(choice.get("text"))
             if count:
@@ -142,10 +142,10 @@ class OpenAIClient:
             details = usage.get("prompt_tokens_details") or {}
             answer.cached_tokens = details.get("cached_tokens") or 0
             missing = usage["completion_tokens"] - answer.num_tokens
-            # Some pieces held several tokens.
+            # The usage has more tokens than the pieces: some pieces had several. Count them in the last piece.
             if missing > 0 and answer.tokens:
                 answer.tokens[-1] += missing
-            # No token had text: control tokens, or the first bytes of a character.
+            # No piece had text, because the tokens are control tokens or incomplete characters: count one piece now.
             elif missing > 0:
                 answer.arrivals_s.append(now_s)
                 answer.tokens.append(missing)
@@ -277,7 +277,7 @@ def served_model(url: str, timeout_s: float = 30.0) -> str:
     Parameters
     ----------
     url
-        See `OpenAIClient`.
+        http:// or https:// with the application's prefix; /v1 at the end is optional.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""An engine in this process behind the interface of a server's client, for `load_generator`."""
+"""An engine in this process with the interface of a server's client (`clients.Client`), for `load_generator`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.replica.loop import LoopOutput
 
 
 class EngineClient:
-    """Owns an engine. All methods but the engine's callback run in one event loop.
+    """Owns an engine. All methods run in one event loop, except `_on_output`, which the engine's thread calls.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class EngineClient:
         self._sinks: dict[Hashable, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
 
     def _on_output(self, output: LoopOutput) -> None:
-        """Hand out a step's deltas; runs in the engine's thread."""
+        """Pass a step's deltas (new tokens of a request) to the requests' queues. The engine's thread calls this."""
         now_s, load = time.perf_counter(), output.load
         self.samples.append(
             CacheSample(
@@ -47,7 +47,7 @@ class EngineClient:
         for delta in output.deltas:
             if sink := self._sinks.get(delta.key):
                 found.setdefault(sink[0], []).append((sink[1], delta))
-        # One wake-up per step, not per token.
+        # Wake each event loop once per step, not once per token.
         for loop, deltas in found.items():
             loop.call_soon_threadsafe(_hand_out, now_s, deltas)
 
@@ -79,7 +79,7 @@ class EngineClient:
             del self._sinks[key]
 
     def telemetry(self) -> dict[str, Any]:
-        """See `Engine.telemetry`."""
+        """Counters and mean times of the engine's steps (`Engine.telemetry`)."""
         return self._engine.telemetry()
 
     async def close(self) -> None:

@@ -29,15 +29,15 @@ class Record:
     Attributes
     ----------
     due_s
-        When the user sends it.
+        When the user sends the request.
     sent_s
-        When this process sent it.
+        When this process sent the request.
     arrivals_s, tokens
         Arrival time and number of tokens of each piece of the answer.
     cached_tokens
-        Prompt tokens that the cache had.
+        Prompt tokens found in the cache.
     predicted_tokens
-        Prompt tokens that the router expected in the cache; None if the server does not report them.
+        Prompt tokens that the router expected in the cache; None if the server does not report this number.
     error
         Empty if the request was answered.
     """
@@ -56,17 +56,17 @@ class Record:
 
     @property
     def lag_s(self) -> float:
-        """Delay of the generator: from the due time until the request was sent."""
+        """Delay of the load generator: seconds from the due time until the request was sent."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float:
-        """From the due time to the first token."""
+        """Time to first token: seconds from the due time to the first token."""
         return self.arrivals_s[0] - self.due_s
 
     @property
     def latency_s(self) -> float:
-        """From the due time to the last token."""
+        """Seconds from the due time to the last token."""
         return self.arrivals_s[-1] - self.due_s
 
     @property
@@ -75,7 +75,7 @@ class Record:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between consecutive pieces of the answer."""
+        """Seconds between consecutive pieces of the answer."""
         return [b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
 
     @property
@@ -148,7 +148,7 @@ class _Sender:
         return None if error else answer
 
     async def finish(self, work: Sequence[asyncio.Future]) -> Run:
-        """Wait for all work while sampling the event loop's delay."""
+        """Wait for all tasks in `work`; sample the event loop's delay until they are done."""
         watch = asyncio.ensure_future(self._watch_loop())
         try:
             await asyncio.gather(*work)
@@ -183,7 +183,9 @@ async def closed_loop(
     concurrency: int,
     progress: Progress = _nothing,
 ) -> Run:
-    """Send the requests from `concurrency` users; a request is due when its user is free.
+    """Send the requests from `concurrency` users, each with one request at a time.
+
+    A request is due when a user has received the answer to the previous one.
 
     Raises
     ------
@@ -205,7 +207,7 @@ async def closed_loop(
 async def session_loop(
     client: Client, sessions: Sequence[Sequence[TimedRequest]], progress: Progress = _nothing
 ) -> Run:
-    """Run conversations: each prompt is the conversation so far, with the server's answers, and the new turn.
+    """Run conversations. Each prompt has the earlier turns, the server's answers to them, and the new turn.
 
     A later turn is due after the last token of the previous answer and the user's pause. A session ends at its first
     error.

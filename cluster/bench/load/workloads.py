@@ -1,7 +1,7 @@
 """Workloads: batches of prompts, and requests with send times.
 
-Pure: token ids and seconds, no clock. Prompts differ between repetitions, so a prefix cache carries nothing from one
-repetition to the next. A workload that needs a warm cache has shared tokens.
+The module computes token ids and seconds and reads no clock. Prompts differ between repetitions, so a prefix cache has
+no hits from an earlier repetition. A workload that needs hits has a prefix that its requests share.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of prompts and answers, drawn uniformly between two bounds, both included."""
+    """Lengths of prompts and answers, distributed uniformly between two bounds, both included."""
 
     prompt_tokens: tuple[int, int] = (128, 128)
     output_tokens: tuple[int, int] = (64, 64)
@@ -158,7 +158,7 @@ def poisson(
     vocab_size: int,
     seed: int = 0,
 ) -> list[TimedRequest]:
-    """Requests with exponentially distributed gaps, in order of time.
+    """Make requests with exponentially distributed gaps (a Poisson process), in order of time.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def poisson(
 def closed(
     num_requests: int, lengths: Lengths, mix: PrefixMix, vocab_size: int, seed: int = 0
 ) -> list[TimedRequest]:
-    """Requests without times; each user sends the next one after an answer."""
+    """Make requests without times for a closed loop, in which each user sends the next request after an answer."""
     if num_requests < 1:
         raise ValueError(f"num_requests: must be >= 1, got {num_requests}")
     maker = _PromptMaker(random.Random(f"closed/{seed}"), lengths, mix, vocab_size)
@@ -198,9 +198,9 @@ def sessions(
     vocab_size: int,
     seed: int = 0,
 ) -> list[list[TimedRequest]]:
-    """Conversations that start as a Poisson process.
+    """Make conversations whose starts are a Poisson process.
 
-    A turn holds only the user's new tokens; the client prepends the conversation so far, with the server's answers.
+    A turn has only the user's new tokens; the client puts the earlier turns and the server's answers before them.
     `at_s` of the first turn is the start of the session. For later turns it is the user's pause (exponential, mean
     `think_s`) after the last token of the previous answer.
     """
@@ -275,7 +275,7 @@ def read_trace(
     limit: int | None = None,
     scale: TraceScale = _AS_RECORDED,
 ) -> list[TimedRequest]:
-    """Requests of a JSON-lines trace, plain or `.gz`, in order of time.
+    """Read the requests of a JSON-lines trace, plain or `.gz`, in order of time.
 
     A line is `{"at_s": 0.2, "prompt_tokens": 120, "output_tokens": 40}`, or has `timestamp` in milliseconds,
     `input_length` and `output_length` as the public Mooncake traces do, with `hash_ids`: one id for each 512
@@ -357,7 +357,7 @@ class _TraceRow:
 
 
 class _PromptMaker:
-    """Draws prompts and lengths."""
+    """Makes random prompts and lengths."""
 
     def __init__(self, rng: random.Random, lengths: Lengths, mix: PrefixMix, vocab_size: int):
         if vocab_size <= FIRST_TOKEN_ID:
@@ -383,6 +383,6 @@ def _token_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 
 def batches(names: Sequence[str]) -> Iterator[Workload]:
-    """The workloads with these names, without repeats."""
+    """Yield the workloads with these names; a repeated name counts once."""
     for name in dict.fromkeys(names):
         yield Workload.parse(name)

@@ -1,4 +1,4 @@
-"""Percentiles, throughput, goodput and hit rate of a run's records. Pure."""
+"""Percentiles, throughput, goodput and hit rate of a run's records. Pure functions, without a clock or files."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def max_in_flight(records: Sequence[Record]) -> int:
 
 
 def hit_rate_over_time(records: Sequence[Record], window_s: float) -> list[tuple[float, float]]:
-    """(end of window, percent of prompt tokens found in the cache), by the time of the first token.
+    """Compute the hit rate in windows of time: (end of window, percent of prompt tokens found in the cache).
 
-    Windows without an answer are left out.
+    A request counts in the window of its first token. Windows without an answer are left out.
     """
     if window_s <= 0:
         raise ValueError(f"window_s: must be > 0, got {window_s:g}")

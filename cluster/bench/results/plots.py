@@ -91,7 +91,7 @@ def throughput_and_latency(
     """
     style = "o-" if is_sweep else "o"
     none = "" if any(row["ttft_ms"] for row in rows) else _NOTHING_ANSWERED
-    # Zeros have no place on a logarithmic axis.
+    # A logarithmic axis cannot show zeros, and the gaps are zero if every answer came in one piece.
     has_gaps = any(row["gap_ms"] and row["gap_ms"]["p99"] > 0 for row in rows)
     no_gaps = none or ("" if has_gaps else "every answer came in one piece")
     rows = [row for row in rows if row["ttft_ms"]]
@@ -196,7 +196,7 @@ def cache(samples: Sequence[CacheSample], run: Run, began_s: float, path: Path) 
 
 
 def comparison(rows: Sequence[dict[str, Any]], path: Path) -> list[str]:
-    """Plot each engine's seconds on each workload with their extremes, and the floor."""
+    """Plot each engine's median seconds on each workload with minimum and maximum, and the floor."""
     none = "" if rows else "no engine ended a workload"
     return _figure(path, [_Panel("comparison", lambda axes: _bars(axes, rows), none)])
 

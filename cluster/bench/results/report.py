@@ -1,7 +1,8 @@
 """Results of benchmarks: JSON files with the commit, the hardware, the command, and bars (values with goals).
 
-A result is one JSON file: `{commit, hardware, command, load, bars: [{name, value, unit, goal, holds, ...}]}`. It
-has the CPU model, cores and accelerator, on which the numbers depend, but no machine's name and no path.
+A result is one JSON file: `{commit, hardware, command, load, bars: [{name, value, unit, goal, holds, ...}]}`.
+`hardware` has the CPU model, the number of cores and the accelerators, because the numbers depend on them. The file has
+no name of a machine and no path.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def spread_json(spread: Spread, digits: int = 4) -> dict[str, float]:
 def alternate(
     candidates: Mapping[str, Callable[[], list[float]]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run the candidates alternately, so that the machine's load affects all of them.
+    """Run the candidates alternately, so that other load on the machine affects all candidates alike.
 
     Parameters
     ----------
@@ -140,7 +141,7 @@ def _short(name: str) -> str:
 
 
 def _git_commit() -> str:
-    """The commit of this repository; empty without one, even if a parent folder is another repository."""
+    """The commit of this repository; empty if Quire's folder is no repository, even if a parent folder is one."""
     if not (ROOT / ".git").exists():
         return ""
     name = output("git", "-C", str(ROOT), "rev-parse", "HEAD")

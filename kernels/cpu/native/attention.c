@@ -34,8 +34,8 @@ int64_t quire_last_isa(void) {
 #endif
 }
 
-/* The fastest instruction set. On Intel processors without AMX, or if a virtual machine hides it, a product of bfloat16 pairs (VDPBF16PS) takes
- * two cycles and two float32 products take one: 32 products in the time of 64. So AVX512 is faster there. */
+/* The fastest instruction set. On Intel processors without AMX, or if a virtual machine hides it, a multiplication of bfloat16 pairs (VDPBF16PS)
+ * takes two cycles, and two float32 instructions take one: 32 products in the time of 64. So AVX512 is faster there. */
 int64_t quire_best_isa(void) {
     int64_t last = quire_last_isa();
 #if defined(__x86_64__)

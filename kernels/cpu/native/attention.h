@@ -27,7 +27,7 @@ enum dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
 enum isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX_BF16 = 4 };
 
-/* Whether the compiler supports AMX, and the operating system may let a process use it. */
+/* Whether the compiler supports AMX and the operating system has a call by which a process may ask for it. */
 #if defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
 #define HAS_AMX 1
 #else
@@ -38,7 +38,7 @@ enum isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX_BF16 = 4 };
  * follow it in the list. Each continues where the trunk's keys end, with its own tokens and its own row's blocks. */
 struct query_tile {
     int64_t first_token, num_tokens; /* in the order of the plan */
-    int64_t row;                     /* of the block tables */
+    int64_t row;                     /* its row of the block tables */
     int64_t key_begin, key_end;      /* keys that some of its tokens see; a branch's key_begin is the trunk's */
     int64_t first_partial;           /* its first row of `partials`, num_tokens x heads for each split; -1: not split */
     int64_t branches;                /* number of branches; 0: not a trunk */
@@ -99,7 +99,7 @@ static inline int64_t row_floats(int64_t head_dim) { return 2 * LANES + padded_d
 /* States of a thread: the current split, and all splits before it; the same for a trunk. */
 enum state { PART = 0, WHOLE = 1, TRUNK_PART = 2, TRUNK_WHOLE = 3, NUM_STATES = 4 };
 
-/* The memory of a thread. Keys and values are those of one tile, which may be float32, or of one split in bfloat16. */
+/* The scratch memory of a thread. It holds the packed keys and values of one tile, in float32 or bfloat16, or of one split in bfloat16. */
 struct scratch {
     float *k, *v;      /* [padded / 2, SPLIT] */
     float *q;          /* [MAX_ROWS, padded] */

@@ -1,4 +1,4 @@
-/* Attention with AVX2 and fused multiply-add, products in float32. */
+/* Attention with AVX2 and fused multiply-add, matrix products in float32. */
 #include "attention.h"
 
 #if defined(__x86_64__)

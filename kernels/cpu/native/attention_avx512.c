@@ -1,4 +1,4 @@
-/* Attention with AVX-512, products in float32. */
+/* Attention with AVX-512, matrix products in float32. */
 #include "attention.h"
 
 #if defined(__x86_64__)

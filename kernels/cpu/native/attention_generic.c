@@ -1,4 +1,4 @@
-/* Attention on any processor, products in float32. */
+/* Attention on any processor, matrix products in float32. */
 #include "attention.h"
 
 #define TARGETED

@@ -1,4 +1,4 @@
-/* The products of attention in matrix registers (AMX): scores of a tile's keys, and weighted sums of its values. Included by
+/* The matrix products of attention in matrix registers (AMX): scores of a tile's keys, and weighted sums of its values. Included by
  * attention_tile.h.
  *
  *     scores [rows][keys] = q [rows][steps] . packed keys [16 keys][steps][key]          the tile has more than 16 rows
@@ -212,8 +212,8 @@ FN void attend_pages(struct unit *u, int64_t tile_begin, int64_t begin, int64_t 
     mix_values(u, b, state->mixed);
 }
 
-/* Pack all tiles first, into the second-level cache. Then process one block of rows after the other, so that a block's state and scores stay in
- * the first-level cache. */
+/* Pack all tiles first, into the L2 cache. Then process one block of rows after the other, so that a block's state and scores stay in
+ * the L1 cache. */
 SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, enum state number) {
     struct row_block blocks[SPLIT_TILES][MAX_BLOCKS];
     struct row_state state = state_of(u, number);

@@ -12,10 +12,10 @@
  * group times several tokens). A score is a sum over head_dim, in order, in one lane; an element of o is a sum over keys, in order, in
  * one lane. Other rows in the same registers do not change it. Tiles and splits begin at absolute positions, splits are merged in
  * order, and a key that a row does not see adds an exact zero. Hence a row's bits do not depend on the other rows, on the prefill chunk
- * or on the thread. With DOT_BF16 the products multiply pairs of bfloat16: weights are rounded to bfloat16, and their sum is the sum of
+ * or on the thread. With DOT_BF16 both matrix products multiply pairs of bfloat16: weights are rounded to bfloat16, and their sum is the sum of
  * the rounded weights. Otherwise all elements are widened to float32.
  *
- * The products are in attention_vectors.h or, with MATRIX_REGISTERS (AMX), in attention_matrix.h.
+ * Both matrix products are in attention_vectors.h or, with MATRIX_REGISTERS (AMX), in attention_matrix.h.
  *
  * The including file includes its simd_*.h before and defines: FN, TARGETED (function attributes); WORKER, TAKES_HEADS, EXP2 (names of the
  * functions); DOT_BF16; MATRIX_REGISTERS; BLOCK_ROWS, the rows of a block (at most 6 in vector registers); AHEAD_LEVEL, the cache level of
@@ -26,7 +26,7 @@
 
 #include "attention_math.h"
 
-/* Not inlined: a few functions inlined at every call made up most of the code to compile. */
+/* These functions are not inlined: a few functions, inlined at every call, made up most of the code to compile. */
 #define SHARED TARGETED static __attribute__((noinline))
 
 #include "attention_unit.h"
@@ -58,7 +58,7 @@ FN void copy_edges(struct unit *u, int64_t tile_begin, int64_t begin, int64_t en
 FN int turns_pairs(const struct unit *u) { return DOT_BF16 || (u->dtype == BFLOAT16 && u->dim % LANES == 0); }
 
 /* Transpose 16 keys, beginning at run r, to [step][key]; a step is an element, or with DOT_BF16 a pair of bfloat16 in 32 bits. The result is
- * written front to back: lines at a distance of 256 bytes, which are not in the first-level cache, took three times as long. */
+ * written front to back: lines at a distance of 256 bytes, which are not in the L1 cache, took three times as long. */
 SHARED void pack_key_vector(const struct unit *u, int r, float *to) {
     const int in_pairs = turns_pairs(u), is_widened = in_pairs && !DOT_BF16;
     const int dtype = in_pairs ? FLOAT32 : u->dtype, token_steps = in_pairs ? u->dim / 2 : u->dim;
@@ -565,7 +565,7 @@ TARGETED int64_t WORKER(void *argument) {
 #endif
     struct item item = {0}, next = {0};
     for (;;) {
-        if (!next.tile) { /* the own share is used up: take an item of another thread */
+        if (!next.tile) { /* this thread's share is used up: take an item of another thread */
             u.ahead.next = next = item_of(call, team_take(call->team, &member));
             if (!next.tile) break;
         }

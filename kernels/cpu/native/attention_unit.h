@@ -23,7 +23,7 @@ struct item {
 struct run_cursor {
     const int64_t *table;          /* block table of the row */
     int64_t block, within;         /* position / block_size, position % block_size */
-    int64_t head_elements;         /* elements from the begin of a block to the head */
+    int64_t head_elements;         /* elements from the start of a block to the head */
 };
 
 /* Prefetches of an item with one head. With every step of the work a few lines of keys and of values are prefetched, some runs ahead, and
@@ -43,7 +43,7 @@ struct read_ahead {
 
 /* Prefetches of an item with several heads: lines in exactly the order in which they are used. */
 struct read_piece {
-    const struct query_tile *tile; /* of the item being prefetched */
+    const struct query_tile *tile; /* tile of the item being prefetched */
     int64_t head, end;
     int64_t tile_begin, tile_end;  /* keys of the tile being prefetched */
     int64_t position;              /* first key of the tile that is not in a piece yet */
@@ -178,7 +178,7 @@ FN void read_values_ahead(struct unit *u, int lines) {
 /* ---------------------------------------------------------------------------------------------- several heads */
 
 /* Most lines that are prefetched and not used yet: with 256, and with 2,048, the work took 5% longer. The prefetches go to the second-level
- * cache, because the first-level cache can have fewer outstanding, which halves the speed (Zen 4, all builds). */
+ * cache, because the L1 cache can have fewer outstanding, which halves the speed (Zen 4, all builds). */
 enum { PIECE_AHEAD = 512 };
 
 /* Continue with the tile of the item at `position`, in one of the caches; an empty range if the item ends there. */

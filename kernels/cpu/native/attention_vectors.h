@@ -1,4 +1,4 @@
-/* The products of attention in vector registers: scores of a tile's keys, and weighted sums of its values. Included by
+/* The matrix products of attention in vector registers: scores of a tile's keys, and weighted sums of its values. Included by
  * attention_tile.h. */
 
 /* Fill scratch->q: [rows][steps]. */
@@ -103,7 +103,7 @@ FN void page_values(v16 *value, const uint16_t *token, int64_t dim, int vectors)
     }
 }
 #else
-/* Compute the scores of all rows, 16 keys at a time: the packed keys stay in the first-level cache. */
+/* Compute the scores of all rows, 16 keys at a time: the packed keys stay in the L1 cache. */
 FN void score_pages(int rows, struct unit *u, int begin, int end) {
     for (int r = begin; r < end; r += 2) {
         read_ahead(u, run_lines(u));
@@ -154,7 +154,7 @@ FN void mix_pages(int rows, int vectors, struct unit *u, int begin, int end, int
 #define WITH_CONSTANT_ROWS(rows, call) \
     switch (rows) { CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call) }
 
-/* Compute scores for a few keys at a time and all rows, while the keys are in the first-level cache. */
+/* Compute scores for a few keys at a time and all rows, while the keys are in the L1 cache. */
 FN void score_tile(struct unit *u, const struct row_block *blocks) {
     const int vectors = MAX_VECTORS, width = vectors * LANES;
     for (int first = u->runs_begin * RUN / width * width; first < u->runs_end * RUN; first += width) {

@@ -1,11 +1,11 @@
-/* Entry points of the packed matrix product: pack, unpack, multiply. */
+/* Entry points of the packed GEMM: pack, unpack, multiply. */
 #include <string.h>
 #include <unistd.h>
 
 #include "linear.h"
 
 enum {
-    TWO_CHUNKS_BYTES = 48 << 10, /* first-level cache that holds one chunk and the part of the next one that has arrived when it begins */
+    TWO_CHUNKS_BYTES = 48 << 10, /* L1 cache that holds one chunk and the part of the next one that has arrived when it begins */
 };
 
 /* Mirrored in `quire/kernels/cpu/weight_panels.py`. */
@@ -37,7 +37,7 @@ int64_t quire_linear_bytes(void) { return sizeof(struct linear_call); }
 
 int64_t quire_pack_bytes(void) { return sizeof(struct pack_call); }
 
-/* `parallel` as in quire_attention. */
+/* `parallel` is the address of GOMP_parallel; NULL: run on the calling thread alone. */
 void quire_pack(struct pack_call *call, parallel_function *parallel, int64_t num_threads) {
     call->next_panel = 0;
     team_run(pack_worker, call, parallel, num_threads);
@@ -80,7 +80,7 @@ int64_t quire_unpack_rows(const char *packed, const struct weight_code *code, in
     return outside;
 }
 
-/* Size of the first-level data cache; 0 if the system does not report it. */
+/* Size of the L1 data cache; 0 if the system does not report it. */
 static int64_t first_level_bytes(void) {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
     static int64_t bytes = -1; /* several threads may set it at the same time, to the same value */
@@ -122,7 +122,7 @@ void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, in
     call->team = &job->team;
 }
 
-/* Compute the product. `parallel` as in quire_attention. */
+/* Compute the GEMM. `parallel` is the address of GOMP_parallel; NULL: run on the calling thread alone. */
 void quire_linear(struct linear_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
     struct job job;
     quire_linear_job(&job, call, isa, num_threads);

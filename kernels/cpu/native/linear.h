@@ -1,4 +1,4 @@
-/* Declarations that the sources of the packed matrix product share: the arguments of a call and the layout of the weights.
+/* Declarations that the sources of the packed GEMM share: the arguments of a call and the layout of the weights.
  *
  * `struct linear_call` is mirrored field by field in `quire/kernels/cpu/cpu_linear.py`. A change of the structure must raise QUIRE_ABI in
  * attention.h and ABI in native_library.py.
@@ -18,7 +18,7 @@ enum {
     CHUNK = 128,        /* steps that are summed separately and then added to the total: 32 KiB of weights */
     MAX_UNIT_ROWS = 128,
     MAX_TALL_UNIT_ROWS = 256, /* with matrix registers, which finish 128 rows before the next chunk has arrived */
-    TALL_UNIT_STEPS = 512,    /* largest depth for units of 256 rows, 512 KiB of x: more would leave the second-level cache before the next panel */
+    TALL_UNIT_STEPS = 512,    /* largest depth for units of 256 rows, 512 KiB of x: more would leave the L2 cache before the next panel */
 };
 
 struct linear_call {
@@ -35,7 +35,7 @@ struct linear_call {
     int64_t residual_stride; /* bytes between rows */
     int64_t rows, steps, columns, dtype;
     int64_t unit_rows;      /* most rows of a unit; set by the library */
-    int64_t holds_two_chunks; /* whether the first-level cache holds the next chunk in addition to the current one; set by the library */
+    int64_t holds_two_chunks; /* whether the L1 cache holds the next chunk in addition to the current one; set by the library */
     struct team *team;      /* distributes the units, panels times blocks of rows; set by the library */
 };
 
@@ -58,7 +58,7 @@ static inline struct place linear_place(int64_t in_strips, int64_t steps, int64_
     return (struct place){column, PANEL_COLUMNS};
 }
 
-/* Write columns `begin` to `end` - 1 of a panel from the same number of rows, in squares that stay in the first-level cache. */
+/* Write columns `begin` to `end` - 1 of a panel from the same number of rows, in squares that stay in the L1 cache. */
 static inline void linear_pack_panel(uint32_t *panel, int64_t in_strips, int64_t steps, const char *rows, int64_t row_stride, int64_t begin, int64_t end) {
     enum { BLOCK_STEPS = 16 }; /* a cache line of a source row */
     for (int64_t step = 0; step < steps; step += BLOCK_STEPS) {
@@ -75,7 +75,7 @@ static inline void linear_pack_panel(uint32_t *panel, int64_t in_strips, int64_t
 /* A step of the sum over depth is 32 bits: one float32 or a pair of bfloat16. int8 weights have two steps in 32 bits and are widened to
  * pairs of bfloat16, one chunk at a time. */
 
-/* Like quire_attention_job. */
+/* Set the counters of a call and choose the worker for `isa`. */
 void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, int64_t num_threads);
 
 int64_t quire_linear_generic(void *call);

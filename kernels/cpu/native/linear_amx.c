@@ -1,9 +1,9 @@
-/* The packed product in bfloat16 on processors with matrix registers (Intel's AMX).
+/* The packed GEMM in bfloat16 on processors with matrix registers (Intel's AMX).
  *
  * One instruction multiplies 16 rows x 16 steps with 16 steps x 16 columns. The rows of a unit are processed 16 at a time with all columns of
  * the panel, in four registers of sums. So x is read once for four products. The chunk of the panel, which all rows read, stays in the
- * first-level cache, because loads of x bypass it. With 32 x 32 sums, or with chunks of the whole depth, the second-level cache was the limit,
- * and a product was 25% slower.
+ * L1 cache, because loads of x bypass it. With 32 x 32 sums, or with chunks of the whole depth, the L2 cache was the limit,
+ * and a GEMM was 25% slower.
  *
  * Up to 32 rows the memory is the limit. They read a panel once, over its whole depth: up to 16 rows read four strips in parallel, more rows
  * two strips and then the other two.
@@ -57,7 +57,7 @@ FN void set_extents(struct multiplier *m, int rows, int steps) {
 }
 
 /* Most rows that read the whole depth of a panel at once: each weight is loaded from memory once and used for all rows. More rows read each chunk
- * several times, from the first-level cache. */
+ * several times, from the L1 cache. */
 enum { DEEP_ROWS = 2 * REGISTER_ROWS };
 
 FN int64_t chunk_steps(const struct linear_call *c, int64_t rows) { return c->in_strips && rows <= DEEP_ROWS ? c->steps : CHUNK; }
@@ -76,7 +76,7 @@ FN void prefetch_share(struct share *s) {
     }
 }
 
-/* Prefetch a strip 512 bytes ahead, to the first-level cache; `after` is the strip's address after this iteration. Four strips at the same time at
+/* Prefetch a strip 512 bytes ahead, to the L1 cache; `after` is the strip's address after this iteration. Four strips at the same time at
  * this small distance use 20% more of the memory's bandwidth than one run of lines a chunk ahead, because hardware prefetchers recognise them. */
 FN void prefetch_strip(const char *strip, const char *after) {
     enum { TURN_LINES = REGISTER_ROWS * LANES * 4 / CACHE_LINE, NEAR_LINES = TURN_LINES / 2 };
@@ -86,7 +86,7 @@ FN void prefetch_strip(const char *strip, const char *after) {
     for (int i = 0; i < NEAR_LINES; i++) __builtin_prefetch(after + i * CACHE_LINE, 0, 3);
 }
 
-/* A product of some rows of a unit with some steps of a chunk. */
+/* The multiplication of some rows of a unit with some steps of a chunk. */
 struct block {
     const float *weight;
     int64_t step_bytes, strip; /* distance of the weights' steps in bytes, of their strips in elements */

@@ -1,4 +1,4 @@
-/* The packed product with AVX2 and fused multiply-add, in float32. */
+/* The packed GEMM with AVX2 and fused multiply-add, in float32. */
 #include "linear.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-/* The packed product with AVX-512, in float32. */
+/* The packed GEMM with AVX-512, in float32. */
 #include "linear.h"
 
 #if defined(__x86_64__)
@@ -12,7 +12,7 @@
 #define STREAM_ROWS 0
 #define MAX_VECTORS 4
 #define VECTORS_OF(rows) ((rows) > 6 ? 2 : 4)
-/* A chunk fills two thirds of the first-level cache on Intel's processors, and all of it before Ice Lake. When the next chunk was prefetched into
+/* A chunk fills two thirds of the L1 cache on Intel's processors, and all of it before Ice Lake. When the next chunk was prefetched into
  * it, it evicted the current one, and a few rows ran at 83% of the speed. */
 #define AHEAD_LEVEL 2
 #define FOLLOWS_CACHE 0

@@ -98,7 +98,7 @@ static void code_worker(void *argument) {
 
 int64_t quire_code_bytes(void) { return sizeof(struct code_call); }
 
-/* `parallel` as in quire_attention. */
+/* `parallel` is the address of GOMP_parallel; NULL: run on the calling thread alone. */
 void quire_code_panels(struct code_call *call, parallel_function *parallel, int64_t num_threads) {
     call->next_panel = call->joined = 0;
     team_run(code_worker, call, parallel, num_threads);

@@ -2,7 +2,8 @@
  *
  * The low byte of a weight (the exponent's last bit and the fraction) is almost random. The high byte (the sign and the rest of the exponent)
  * takes few values: 16 values, chosen for each panel, cover all but about 8 of 100,000 normally distributed weights. A number of 4 bits encodes
- * each of these. A step with any other value, one in a hundred, is "apart": its high bytes are stored uncoded, outside the panels.
+ * each of these 16 values. A step with any other value (about one step in a hundred) is "apart": its high bytes are stored uncoded, outside the
+ * panels.
  *
  *     panel   | step 0: 64 bytes of numbers, 128 low bytes | step 1: .. | ...                 192 bytes per step instead of 256
  *     apart   | step 17: 128 high bytes | step 203: .. | ...

@@ -1,4 +1,4 @@
-/* The packed product on any processor, in float32. */
+/* The packed GEMM on any processor, in float32. */
 #include "linear.h"
 
 #define TARGETED

@@ -1,4 +1,4 @@
-/* A packed product in vector registers; included once for each instruction set.
+/* A packed GEMM in vector registers; included once for each instruction set.
  *
  * All rows of a unit use a chunk of a panel, one register tile after the other, each of up to BLOCK_ROWS rows x MAX_VECTORS vectors of
  * columns. Each tile prefetches its share of the next chunk. Coded weights are decoded in registers if a tile has all columns, and stored as
@@ -14,13 +14,13 @@
  *
  * Without an instruction for pairs of bfloat16 both factors are widened to float32, which changes no bit. x is widened one chunk at a time,
  * once for all columns of the panel. Weights are widened in registers for a few rows. For WIDE_ROWS rows and more they are widened in
- * memory, 16 columns of the chunk at a time, which stay in the first-level cache while all rows use them.
+ * memory, 16 columns of the chunk at a time, which stay in the L1 cache while all rows use them.
  *
  * The including file includes its simd_*.h before and defines: FN, TARGETED (function attributes); LINEAR_WORKER (name of the function);
  * DOT_BF16; BLOCK_ROWS, the rows of a tile (2, 6 or 12); PAIR_ROWS, the rows of a tile that widens weights in registers; VECTORS_OF(rows), the
  * vectors of a tile (1, 2 or 4), and their maximum MAX_VECTORS; WIDE_ROWS (0: never); STREAM_ROWS (0: never, 1 or 2); AHEAD_LEVEL, the cache
  * level of prefetches (3: the first, 2: the second); AHEAD_FROM, the rows of a unit from which the next chunk is prefetched; FOLLOWS_CACHE,
- * whether a large first-level cache gets prefetches of the next chunk, and of the next lines for a few rows.
+ * whether a large L1 cache gets prefetches of the next chunk, and of the next lines for a few rows.
  */
 #define ONLY_BF16 DOT_BF16
 #define MOST_ROWS MAX_UNIT_ROWS
@@ -43,7 +43,7 @@ enum {
     STREAM_CHUNKS = 32, /* chunks whose sums are kept before they are added to the total: 4096 steps of depth */
     NEAR_BYTES = 4096,    /* prefetch distance for a few rows; 1 KiB is 10% slower (Zen 5) */
     ALONE_BYTES = 6144,   /* prefetch distance for one row, on the next page; 2, 8 and 16 KiB are 2 to 4% slower (Zen 4) */
-    FURTHER_BYTES = 4096, /* additional distance of prefetches of the next chunk, to the second-level cache; 0 is 4 to 9% slower from 24 rows on (Zen 4) */
+    FURTHER_BYTES = 4096, /* additional distance of prefetches of the next chunk, to the L2 cache; 0 is 4 to 9% slower from 24 rows on (Zen 4) */
 };
 
 #include "linear_unit.h"
@@ -105,7 +105,7 @@ struct prefetch {
     const char *begin;
     int64_t lines;     /* in total */
     int64_t done, all; /* tiles, counted by their vectors of columns */
-    int is_first;      /* prefetch to the first-level cache instead of AHEAD_LEVEL */
+    int is_first;      /* prefetch to the L1 cache instead of AHEAD_LEVEL */
     int is_near;       /* instead of the next chunk, prefetch NEAR_BYTES ahead of the reads, or ALONE_BYTES for one row and uncoded weights */
 };
 

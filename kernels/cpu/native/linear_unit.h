@@ -1,4 +1,4 @@
-/* Units of work of a packed product. Included once for each instruction set, before the functions that multiply.
+/* Units of work of a packed GEMM. Included once for each instruction set, before the functions that multiply.
  *
  *     W [columns, depth]  ->  panels of 64 columns, each [steps][64 columns]; a step is 32 bits of depth:
  *
@@ -8,8 +8,8 @@
  *     in strips, for matrix registers:  panel 0   | step 0: w[0] .. w[15] | step 1: .. | ... | step 0: w[16] .. w[31] | ...
  *
  * A unit is a panel and up to unit_rows rows. All panels are processed for the same rows before the next rows, so that x stays in the
- * second-level cache. A chunk of 128 steps of the panel (32 KiB, 24 KiB of coded weights) is used for all rows of the unit, while the next
- * chunk is prefetched. So with few rows the product is limited by the memory, with many rows by the multipliers.
+ * L2 cache. A chunk of 128 steps of the panel (32 KiB, 24 KiB of coded weights) is used for all rows of the unit, while the next
+ * chunk is prefetched. So the GEMM is limited by the memory with few rows, and by the multipliers with many rows.
  *
  * Coded weights (linear_code.h) give the same bits as uncoded ones. They are decoded one chunk at a time, for few rows in registers.
  *
@@ -43,7 +43,7 @@ struct product {
 
 FN void begin_multiplying(struct multiplier *m);
 
-/* Steps of a chunk: CHUNK, or all steps if a chunk need not stay in the first-level cache. */
+/* Steps of a chunk: CHUNK, or all steps if a chunk need not stay in the L1 cache. */
 FN int64_t chunk_steps(const struct linear_call *c, int64_t rows);
 
 /* Multiply all rows of a unit with a chunk: add the sums to p->total, and call `store_rows` after the last chunk. */
@@ -156,7 +156,7 @@ FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t
     int64_t rows = c->rows - row < c->unit_rows ? c->rows - row : c->unit_rows, chunk = chunk_steps(c, rows);
     int64_t panel_bytes = linear_panel_bytes(c, c->steps), strip = c->in_strips ? c->steps * LANES : LANES;
     const char *weight = c->weight + panel * panel_bytes;
-    const int is_stored = !c->scales && !c->code && (READS_STRIPS || !c->in_strips); /* whether it is multiplied as stored */
+    const int is_stored = !c->scales && !c->code && (READS_STRIPS || !c->in_strips); /* whether weights are multiplied as stored */
     struct reader reader = {0};
     if (c->code) reader = read_panel(c->code, c->weight, c->steps, panel);
     for (int64_t first = 0; first < c->steps; first += chunk) {

@@ -42,7 +42,7 @@ void quire_rotate_job(struct job *job, struct rotate_call *call, int64_t isa, in
     call->outside = 0;
 }
 
-/* The arguments are those of quire_attention. */
+/* `parallel` is the address of GOMP_parallel; NULL: run on the calling thread alone. At most `num_threads` threads run the call. */
 #define ENTRY(name, call_struct) \
     void name(struct call_struct *call, int64_t isa, parallel_function *parallel, int64_t num_threads) { \
         struct job job; \

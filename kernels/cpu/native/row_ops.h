@@ -1,4 +1,4 @@
-/* The operations of a decoder layer between its matrix products: arguments of the three calls.
+/* The operations of a decoder layer between its GEMMs: arguments of the three calls.
  *
  * The structures are mirrored field by field in `quire/kernels/cpu/cpu_row_ops.py`. A change of a structure must raise QUIRE_ABI in attention.h and
  * ABI in native_library.py.
@@ -57,7 +57,7 @@ struct rotate_call {
     int64_t outside;        /* number of rows outside the cache, which are not written */
 };
 
-/* Like quire_attention_job. */
+/* Set the counters of a call and choose the worker for `isa`. */
 void quire_norm_job(struct job *job, struct norm_call *call, int64_t isa, int64_t num_threads);
 void quire_gated_job(struct job *job, struct gated_call *call, int64_t isa, int64_t num_threads);
 void quire_rotate_job(struct job *job, struct rotate_call *call, int64_t isa, int64_t num_threads);

@@ -39,7 +39,7 @@ static void scatter_worker(void *argument) {
 
 int64_t quire_scatter_bytes(void) { return sizeof(struct scatter_call); }
 
-/* `parallel` as in quire_attention. */
+/* `parallel` is the address of GOMP_parallel; NULL: run on the calling thread alone. */
 void quire_scatter(struct scatter_call *call, parallel_function *parallel, int64_t num_threads) {
     call->next_token = call->outside = 0;
     team_run(scatter_worker, call, parallel, call->tokens > TOKENS_PER_CLAIM ? num_threads : 1);

@@ -17,8 +17,8 @@
 enum {
     MAX_STEPS = 16,
     SPINS = 2048, /* about 40 us; then the thread yields its core, which a thread with unfinished units may need */
-    WARM_ROWS = 16,         /* most rows of a product whose weights are prefetched: with more it is not limited by memory */
-    WARM_BYTES = 128 << 10, /* fits the second-level cache together with the data of the calls before the product */
+    WARM_ROWS = 16,         /* most rows of a GEMM whose weights are prefetched: with more rows it is not limited by memory */
+    WARM_BYTES = 128 << 10, /* fits the L2 cache together with the data of the calls before the GEMM */
 };
 
 enum kind { NORM = 0, LINEAR = 1, ROTATE = 2, ATTENTION = 3, GATED = 4 };
@@ -32,7 +32,7 @@ struct step {
 struct sequence {
     const struct step *steps; /* each with its own call; all counters are set before any call runs */
     int64_t num_steps;        /* at most MAX_STEPS */
-    int64_t *finished_ns;     /* [1 + num_steps] times of the begin and of the end of each step; or NULL */
+    int64_t *finished_ns;     /* [1 + num_steps] times of the start and of the end of each step; or NULL */
 };
 
 /* A decoder layer: its calls in order, and the calls whose arguments change with every step of the model. */
@@ -58,9 +58,9 @@ struct run {
     int64_t joined; /* threads that have begun */
 };
 
-/* Prefetches of a waiting thread: the first weights of its range of the next product. */
+/* Prefetches of a waiting thread: the first weights of its range of the next GEMM. */
 struct warming {
-    const struct stage *stage; /* stage of the product, or the end of the run */
+    const struct stage *stage; /* stage of the GEMM, or the end of the run */
     const char *line, *end;
 };
 
@@ -80,7 +80,7 @@ static inline void relax(void) {
 
 _Thread_local int64_t quire_place = -1;
 
-/* Set the prefetches for the first product at or after a stage, unless they are set already. None if the product is not limited by memory. */
+/* Set the prefetches for the first GEMM at or after a stage, unless they are set already. There are none if the GEMM is not limited by memory. */
 static void warm_next(struct warming *w, const struct run *run, const struct stage *stage) {
     const struct stage *end = run->stages + run->num_stages;
     if (w->stage >= stage) return;

@@ -5,7 +5,7 @@
  *
  * Each thread has a range of consecutive units and takes them in order; then it takes the remaining units of the other ranges. Consecutive
  * units are contiguous in memory. If threads alternated, each would read what another's hardware prefetcher had fetched beyond the end of its
- * unit: with two threads a matrix product of 32 to 128 rows ran at 80% of the speed, attention of 16 decode rows at half of it
+ * unit: with two threads a GEMM of 32 to 128 rows ran at 80% of the speed, attention of 16 decode rows at half of it
  * (kernels/README.md).
  */
 #ifndef QUIRE_TEAM_H

@@ -1,14 +1,14 @@
 """Fault injection for tests: a request's label selects a fault of its replica.
 
 The application uses `faulty_actor.FaultyReplica` instead of `Replica` only if `fault_injection` is set; no other code
-of the serving path refers to it. A request with this `x-request-id` (HTTP) or `request_id` (gRPC):
+of the serving path refers to it. A request selects a fault with its `x-request-id` (HTTP) or `request_id` (gRPC):
 
 ```
  fault:KIND[:NUMBER][!]@INDEX
 ```
 
-causes the fault when its output token INDEX is computed or sent. The fault happens in attempts that begin with the
-first token; with `!` it happens in every attempt, so it follows the request from replica to replica.
+The fault happens when the request's output token INDEX is computed or sent. It does not happen in attempts that
+continue a stream from another replica, unless the label has `!`: then it follows the request from replica to replica.
 
 | kind | NUMBER | effect |
 |---|---|---|
@@ -22,7 +22,7 @@ first token; with `!` it happens in every attempt, so it follows the request fro
 | `crawl` | milliseconds | as `drag`, and the engine measures the time as part of its steps, as on a slower device |
 | `leak` | KiB | this step and all later steps leak this much memory |
 | `clock` | seconds | the engine's clock jumps by this time, which may be negative |
-| `forget` | seconds | the cache is cleared this long after the step began |
+| `forget` | seconds | the cache is cleared this long after the step started |
 | `drop` | | the frame with the token is not sent |
 | `lose` | | the frame is sent without the request's token, with the tokens of other requests |
 | `duplicate` | | the frame is sent twice, followed by the frame before it |
@@ -82,7 +82,7 @@ class Fault:
     fired: bool = False
 
     def is_in(self, plan: StepPlan) -> bool:
-        """Whether the step computes the fault's token, or for a lasting fault a later one."""
+        """Whether the step computes the fault's token, or, for `slow`, this token or a later one of the request."""
         sampling = plan.sampling
         mine = (sampling.seed == np.uint64(self.seed)) & (sampling.choice == 0)
         if self.kind == "slow":
@@ -96,7 +96,7 @@ def parse(submit: Submit) -> Fault | None:
     Raises
     ------
     ValueError
-        The label names no known fault.
+        The label starts with `fault:` but does not have the form above or names an unknown kind.
     """
     if not submit.request_id.startswith("fault:") or submit.params.choice:
         return None
@@ -200,7 +200,7 @@ class FaultyRunner:
         if self._faults.drag_s:
             time.sleep(self._faults.drag_s)
         if self._faults.leak_bytes:
-            # Not zeros, because the kernel would not allocate memory for them.
+            # Bytes other than zero, because the kernel allocates no memory for untouched zero pages.
             self._faults.leaked.append(b"\xff" * self._faults.leak_bytes)
         return self._runner.launch(plan)
 
@@ -237,7 +237,7 @@ class FaultyEngine(Engine):
 
 
 def disturbed(fault: Fault, data: bytes, before: bytes) -> list[bytes]:
-    """The frames to send instead of a frame, given the frame before it."""
+    """The encoded frames to send instead of `data`. `before` is the encoded frame before it; empty for the first."""
     kind = fault.kind
     if kind == "drop":
         return []

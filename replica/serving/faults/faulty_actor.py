@@ -20,7 +20,7 @@ class FaultyReplica(Replica):
     engine_class = FaultyEngine
     _engine: FaultyEngine
 
-    # Ray awaits it.
+    # Ray Serve awaits the constructor.
     async def __init__(  # type: ignore[misc]
         self, engine_args: dict[str, Any], heartbeat_ms: int
     ):
