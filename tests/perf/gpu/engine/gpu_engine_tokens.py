@@ -115,7 +115,7 @@ def measure_tokens(session: Session, point: Point) -> Row:
     options |= SETTINGS[point["setting"]]
     if point["setting"].startswith("offload"):
         del options["kv_cache_gib"]
-        options["num_blocks"] = _TIGHT_BLOCKS[point["model"]]
+        options |= {"num_blocks": _TIGHT_BLOCKS[point["model"]], "kv_cache_gib": None}
     with Engine(
         model=found.folder.name,
         device=session.device.type,
