@@ -5,9 +5,9 @@ Measured with MKL 2024.2, AVX-512, float32: a row of `F.linear` has other bits i
 (`cpu_tiled_linear.py`).
 
 Every matrix product is therefore cut into tiles of fixed height, and the last tile is padded with zeros. A tile has 16
-rows, or a larger height of `TILE_ROWS` if a test on this machine finds the rows equal to those of 16-row tiles bit for bit,
-at every position, for the same weight shape. Weights are the left factor, W [N, K] x X^T [K, tile], because MKL then
-reads them faster if there are few rows.
+rows, or a larger height of `TILE_ROWS` if a test on this machine finds the rows equal to those of 16-row tiles bit for
+bit, at every position, for the same weight shape. Weights are the left factor, W [N, K] x X^T [K, tile], because MKL
+then reads them faster if there are few rows.
 """
 
 from __future__ import annotations

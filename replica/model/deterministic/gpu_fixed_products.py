@@ -1,8 +1,8 @@
 """`deterministic: true` on a GPU: matrix products in which the number of rows does not change a row's bits.
 
 Matrix products use `kernels/rows/matmul_fixed.py`, mixtures of experts use `kernels/rows/experts_fixed.py`. They
-replace the original modules after the fuse pass, so merged matrix products stay merged. In all other parts of a step, the order
-of additions for a row does not depend on other rows:
+replace the original modules after the fuse pass, so merged matrix products stay merged. In all other parts of a step,
+the order of additions for a row does not depend on other rows:
 
 | part | why |
 |---|---|
