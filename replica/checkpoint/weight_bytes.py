@@ -3,7 +3,7 @@
 On the CPU the result is an upper bound: the compiled library packs bfloat16 weights in 12 bits where their values allow
 it (`kernels/cpu/weight_code.py`).
 
-Only linear layers are quantised, so they must be told apart from other weights, by name and shape: they are matrices
+Only linear layers are quantised, so they must be distinguished from other weights, by name and shape: they are matrices
 named `X.weight`, except embeddings, the output head, routers and experts. Experts are not linear layers once loaded,
 because transformers stacks their weights in one tensor. Tests compare the result with the loaded bytes for every
 architecture.

@@ -26,7 +26,7 @@ from quire.replica.device.kv_pool import KVPool
 
 NONE = np.empty((0, 2), np.int64)
 NONE.setflags(write=False)
-# Saves of about this number of bytes share one event. A step that overwrites one of these blocks waits for all of them:
+# Saves of about this number of bytes share one event. A step that overwrites one of these blocks waits for all:
 # about 1 ms over PCIe 4.
 _PIECE_BYTES = 32 << 20
 

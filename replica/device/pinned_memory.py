@@ -6,7 +6,7 @@
 ```
 
 torch's pinned allocator rounds up to a power of two, so a host tier of 5 GiB would pin 8 GiB. Its settings for rounding
-are private and differ between versions of torch, and one combination of them corrupts memory.
+are private and differ between versions of torch, and one combination corrupts memory.
 
 A copy with `non_blocking=True` is a `cudaMemcpyAsync`, and the driver knows the registered range, so torch need not
 know that the memory is pinned. `Tensor.is_pinned` asks the driver too.

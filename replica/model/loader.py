@@ -2,7 +2,7 @@
 
 transformers' model is built on torch's meta device, without memory. Then each stored tensor is read to its final place
 (`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`). If the stored
-tensors and the model's do not match one to one, because transformers renames or converts some of them while loading,
+tensors and the model's do not match one to one, because transformers renames or converts tensors while loading,
 transformers loads the checkpoint.
 """
 

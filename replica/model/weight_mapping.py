@@ -3,7 +3,7 @@
 ```
  stored                                        the model's
  q_proj.weight, k_proj.weight, v_proj.weight   the same, adjacent in memory: the merged weight of one matrix product
-                                               is a view of them and takes neither memory nor time
+                                               is a view, which takes neither memory nor time
  experts.7.up_proj.weight                      experts.gate_up_proj[7, n:]
 ```
 """

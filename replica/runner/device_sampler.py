@@ -7,7 +7,7 @@
 
 The logits are not changed. Rows with masks, bias or penalties are sampled from float32 copies
 (`quire.kernels.sampling.logit_edits`), all other rows from the logits in the model's dtype. A step's *queued work*,
-mentioned below, is the device operations queued on its stream; none of them makes the host wait.
+mentioned below, is the device operations queued on its stream, which never make the host wait.
 """
 
 from __future__ import annotations

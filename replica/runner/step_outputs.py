@@ -8,7 +8,7 @@
 
 The host collects N before it launches N+2, so two slots are enough, and no stream waits until the host has read a slot.
 
-Terms: a step's *queued work* is the device operations queued on its stream; none of them makes the host wait. A *row*
+Terms: a step's *queued work* is the device operations queued on its stream, which never make the host wait. A *row*
 is a request's slot in the request table.
 """
 
@@ -83,7 +83,7 @@ class StepOutputs:
     max_rows
         Rows of the request table, including the padding row.
     depth
-        Number of slots: steps that may be launched before the oldest of them is collected.
+        Number of slots: steps that may be launched before the oldest one is collected.
     """
 
     def __init__(self, device: Device, max_rows: int, depth: int = 2):

@@ -19,7 +19,7 @@ _IN_PROMPT = 1 << 30
 class TokenCounts:
     """Owns the counts of all rows of an engine.
 
-    Its methods are part of a step's queued work: device operations on the step's stream, none of which makes the host
+    Its methods are part of a step's queued work: device operations on the step's stream, which never make the host
     wait.
 
     Parameters

@@ -53,7 +53,7 @@ class DeviceSizing(Protocol):
         ...
 
     def default_q_padding(self, args: EngineArgs, highest: int) -> int | None:
-        """Default of `q_padding`, to whose multiples the tokens of mixed steps are padded; None: these have no graphs.
+        """Default of `q_padding`: the tokens of mixed steps are padded to a multiple of it; None: these have no graphs.
 
         `highest` is the smaller of the longest step and the longest request, in tokens.
         """

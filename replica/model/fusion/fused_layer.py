@@ -5,7 +5,7 @@
  GPU   residual + norm │ qkv │ norm, rotate, write │ attend │ o │ residual + norm │ gate, up │ act·mul │ down
 ```
 
-Consecutive layers form a chain (`layer_chains.py`): the call of the first layer runs all of them. On the CPU, a chain
+Consecutive layers form a chain (`layer_chains.py`): the call of the first layer runs the chain. On the CPU, a chain
 is one call into the compiled library (`cpu_fused_layer.py`). On a GPU, a layer returns its residual stream and the
 result of its MLP separately. The norm that follows, in the next layer or at the end of the decoder, adds both
 (`gpu_fused_layer.py`).
