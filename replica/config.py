@@ -420,7 +420,7 @@ class EngineConfig(EngineOptions):
     def __post_init__(self) -> None:
         full = [group.is_full for group in self.groups]
         if not full or full != sorted(full, reverse=True):
-            raise ValueError("at least one layer group is needed, and full-attention groups first")
+            raise ValueError("at least one layer group is needed, those with full attention first")
 
     @property
     def plans_ahead(self) -> bool:
