@@ -112,7 +112,7 @@ class PrefixIndex:
         return self._holders[replica].seq
 
     def digest(self, replica: str) -> int:
-        """Digest of the replica's confirmed hashes. If `is_complete`, it must equal the replica's own `Frame.digest`."""
+        """Digest of the replica's confirmed hashes. If `is_complete`, it must equal the replica's `Frame.digest`."""
         holder = self._holders[replica]
         return tier_digest(holder.gpu_xor, holder.host_xor)
 
