@@ -192,7 +192,7 @@ class AdmissionGate:
         return last.queued_s + self._queue.prefill_s / self._rate.rate(last.num_replicas)
 
     def check(self, tenant: str, priority: int) -> None:
-        """Refuse a request that would be refused with any prompt. Called before the prompt is encoded, to save that work.
+        """Refuse a request that would be refused with any prompt, to save the work of encoding its prompt.
 
         Raises
         ------
