@@ -123,8 +123,8 @@ class ReplicaTable:
         block_tokens
             Tokens in one of its KV blocks, 0 if not known.
         weights
-            The checkpoint's fingerprint, `Hello.weights`. A request that started on another replica may continue here
-            only if the weights are equal.
+            `Hello.weights`: model, revision and number format. A request that started on another replica may continue
+            here only if they are equal.
         """
         entry = self._replicas.get(replica)
         if entry is None:

@@ -62,7 +62,7 @@ class TrackedReplica:
     block_tokens
         Tokens in one of its KV blocks; 0: not known.
     weights
-        The checkpoint's fingerprint, `Hello.weights`.
+        `Hello.weights`: model, revision and number format.
     mean_kv_tokens
         KV tokens of the decoding requests, mean over the reports of the last half minute.
     removed_per_s, num_removed
