@@ -15,7 +15,8 @@ from pathlib import Path
 
 PROTO_DIR = Path(__file__).resolve().parent
 PROTO_NAMES = ("generation", "control")
-# The oldest version whose code (protobuf 6.30) loads under protobuf 6 and 7: the lower bounds in pyproject.toml.
+# grpcio-tools: the oldest version whose generated code (protobuf 6.30) loads under protobuf 6 and 7. The lower bounds
+# in pyproject.toml are the same.
 TOOLS_VERSION = "1.72.1"
 
 

@@ -52,7 +52,7 @@ GRAMMAR_KINDS = ("json_schema", "regex", "choice", "lark")
 
 
 class Grammar(NamedTuple):
-    """A language that the output must be in."""
+    """A formal language, such as a JSON schema, that the output must follow."""
 
     kind: str  # one of GRAMMAR_KINDS
     text: str  # a JSON schema, a regular expression, a JSON list of strings, or a Lark grammar
@@ -65,7 +65,7 @@ _TUPLES = Codec(None, lambda items: tuple(map(tuple, items)))
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(Record):
-    """How the engine samples tokens and when it stops: complete, with every default resolved.
+    """Parameters of sampling and of the end of the output, with every default resolved.
 
     The next token is a pure function of (prompt ids, these parameters, seed, choice, absolute position), so any
     replica can continue a stream. `protos/sampling_bounds.py` has the bounds.
@@ -76,7 +76,7 @@ class SamplingParams(Record):
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0  # (0, 1]; 1 = off
-    seed: int = 0  # unsigned 64 bits; the router draws one if the client gave none
+    seed: int = 0  # unsigned 64 bits; the router chooses one if the client gave none
     choice: int = 0  # index of this sample among the n of one request; part of the noise key
     stop_token_ids: _Ids = ()  # ids that end the request as EOS does
     ignore_eos: bool = False
@@ -94,7 +94,7 @@ class SamplingParams(Record):
     # ones. None = no log-probabilities.
     logprobs: int | None = None
     grammar: Annotated[Grammar | None, optional(named_tuple(Grammar))] = None
-    # The same for the tokens of the prompt, except the first, which has no distribution.
+    # Return the same for the tokens of the prompt, except the first, which has no distribution.
     prompt_logprobs: int | None = None
 
 
@@ -124,7 +124,7 @@ class Submit(Message):
     fork_of: int | None = None
     # Number of tokens after `num_emitted` that the replica may generate before it needs more credit. None: all.
     credit_tokens: int | None = None
-    # The request was running during two replica crashes, so it generates its next tokens in steps of its own.
+    # The request was running during two replica crashes, so it generates its next tokens in steps without others.
     alone: bool = False
     # Number of leading tokens of `prompt_ids` that the router expects in the replica's cache.
     num_expected_cached: int = 0
@@ -132,7 +132,7 @@ class Submit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Completion(Message):
-    """The answer of the unary call: how the request ended and what it cost. Tokens travel in frames."""
+    """The reply to the unary call: the end of the request and its statistics. Tokens are sent in frames."""
 
     finish_reason: str  # stop | length | abort | error
     num_prompt_tokens: int
@@ -178,7 +178,7 @@ class Hello(Message):
 
     @property
     def weights(self) -> str:
-        """Identity of the tokens: a stream can continue on a replica with an equal value."""
+        """Model, revision and number format. A stream can continue only on a replica with an equal value."""
         return "\x00".join((self.model_name, self.revision, self.dtype))
 
 
@@ -208,7 +208,7 @@ class PromptLogprobs:
         return len(self.logprobs)
 
     def after(self, start: int) -> PromptLogprobs:
-        """The part from this position on."""
+        """Return the part that starts at this position of the prompt."""
         skip = min(max(0, start - self.start), len(self))
         columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         return PromptLogprobs(self.start + skip, *(column[skip:] for column in columns))
@@ -270,7 +270,7 @@ class TokenDelta:
             return [*short, *told, self.logprobs, self.prompt_logprobs.to_wire()]
         if self.logprobs is not None:
             return [*short, *told, self.logprobs]
-        # Only the first and the last delta of a stream carry more than tokens.
+        # Without log-probabilities, only the first and the last delta of a stream have more than tokens.
         return [*short, *told] if any(told) else short
 
     @classmethod
@@ -373,9 +373,9 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frame(Message):
-    """What a replica sends to one router after a step, or as a heartbeat.
+    """The message of a replica to one router after each step, and as a heartbeat.
 
-    A stream with one new token and no other news is in `columns`, any other stream with news in `deltas`.
+    A stream with one new token and nothing else new is in `columns`; other streams with new data are in `deltas`.
 
     `events_seq` is the seq of the replica's last cache event, whether or not this frame has events. `digest` covers all
     routing hashes at that point (`tier_digest`); a router whose replay has another digest asks for a snapshot.
@@ -395,5 +395,5 @@ class Frame(Message):
     host_snapshot: Hashes = field(default_factory=lambda: _NO_HASHES)
 
     def token_deltas(self) -> Iterator[TokenDelta]:
-        """The deltas of all streams, from `deltas` and `columns`."""
+        """Return the deltas of all streams, from `deltas` and `columns`."""
         return itertools.chain(self.deltas, self.columns or ())

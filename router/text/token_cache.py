@@ -1,6 +1,6 @@
 """A cache of token ids for pieces of text that begin at special tokens or at words.
 
-A tokenizer first cuts a text at its special tokens and then encodes each part independently. So
+A tokenizer first cuts a text at its special tokens and then encodes each part independently:
 
     ids("<s>system ...<s>user ...<s>assistant")  =  ids("<s>system ...") + ids("<s>user ...") + ids("<s>assistant")
 
