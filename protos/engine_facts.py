@@ -1,4 +1,4 @@
-"""Facts about a started engine, for the log, `/ready` and `quire serve`."""
+"""Formats facts about a started engine, for the log, `/ready` and `quire serve`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.protos.wire import Hello
 
 
 def engine_facts(hello: Hello) -> dict[str, Any]:
-    """The facts as plain data, for `/ready`."""
+    """Return the facts as plain data, for `/ready`."""
     return {
         "model": hello.model_name,
         "dtype": hello.dtype,
@@ -23,7 +23,7 @@ def engine_facts(hello: Hello) -> dict[str, Any]:
 
 
 def describe(facts: Mapping[str, Any]) -> str:
-    """`engine_facts` as one sentence."""
+    """Return the result of `engine_facts` as one sentence."""
     threads = f" with {_count(facts['threads'], 'thread')}" if facts["threads"] else ""
     return (
         f"model {facts['model']}, {facts['dtype']} on {facts['device']}{threads}; "
@@ -34,7 +34,7 @@ def describe(facts: Mapping[str, Any]) -> str:
 
 
 def describe_phases(startup_s: Mapping[str, float]) -> str:
-    """Seconds by phase: `imports 6.0 s, load 0.3 s`."""
+    """Return the seconds of each start-up phase as text: `imports 6.0 s, load 0.3 s`."""
     return ", ".join(f"{name.replace('_', ' ')} {s:.1f} s" for name, s in startup_s.items())
 
 

@@ -24,9 +24,9 @@ class QuireError(Exception):
     message
         The problem with its bound and value; sent to the client unchanged.
     field
-        Name of the wrong request field in the public API (`max_tokens`), or None.
+        Name of the wrong field as in the public API, for example `max_tokens`; None: no single field is wrong.
     retry_after_s
-        Seconds after which the same request may succeed, or None.
+        Seconds after which the same request may succeed; None: not known.
     """
 
     code: ClassVar[str] = "internal_error"
@@ -91,7 +91,7 @@ class ModelNotFound(QuireError):
 
 
 class DecisionNotFound(QuireError):
-    """No router remembers a decision for the request."""
+    """No router has a decision for the request in its memory."""
 
     code = "decision_not_found"
     http_status = 404
@@ -206,13 +206,13 @@ def from_wire(data: dict[str, Any]) -> QuireError:
 
 
 def shown(value: Any) -> str:
-    """A client's value as a short text for a message, in bounded time."""
+    """Return a client's value as a short text for a message, in bounded time."""
     text = _SHORT.repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
 
 
 def described(value: Any) -> str:
-    """A JSON value as a short text for a message, without reading its items."""
+    """Return a JSON value as a short text for a message, without reading its items."""
     if isinstance(value, dict):
         return f"an object with {len(value)} {'field' if len(value) == 1 else 'fields'}"
     if isinstance(value, list):
@@ -223,7 +223,7 @@ def described(value: Any) -> str:
 
 
 def model_not_found(asked: str, served: Iterable[str]) -> ModelNotFound:
-    """The error for an unknown model name."""
+    """Return the error for an unknown model name."""
     names = ", ".join(map(repr, served))
     return ModelNotFound(
         f"this application does not serve the model: model must be one of {names}, got {shown(asked)}",

@@ -1,9 +1,9 @@
-"""How far requests may overtake one another: the same bounds in the router's queue and the replica's."""
+"""Bounds on how far requests may overtake one another. The router's queue and the replica's queue share them."""
 
 from __future__ import annotations
 
-# A request is overtaken only by requests that arrive within this many times the seconds by which its prefill takes
-# longer than theirs.
+# A later request may overtake an earlier one only if it arrives within this many times the seconds by which the earlier
+# one's prefill takes longer.
 AGEING = 4.0
-# Of this many requests that start in a row, at least one is the one that has waited longest, whatever the priorities.
+# Among this many consecutive starts, at least one is of the request that has waited longest, with any priorities.
 OLDEST_EVERY = 8

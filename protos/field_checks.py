@@ -1,4 +1,4 @@
-"""Checks of one value of a request; every error names the field, its bound and the value."""
+"""Checks single values of a request. Every error names the field, its bound and the value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.protos.errors import InvalidRequest, shown
 
 
 class Range(NamedTuple):
-    """The integers or numbers from `low` to `high`; None: no upper bound."""
+    """The integers or numbers from `low` to `high`, with both; `high` None: no upper bound."""
 
     low: float
     high: float | None
@@ -44,8 +44,8 @@ class Range(NamedTuple):
 
 
 def check_ids(field: str, ids: Sequence[Any], vocab_size: int) -> None:
-    """Refuse ids that are not integers in [0, vocab_size); the error names the first one by its index."""
-    # Three calls in C take a fifth of the loop's time, which is 25 ms for the longest prompt.
+    """Refuse ids that are not integers in [0, vocab_size). The error names the index of the first such id."""
+    # These three calls run in C and take a fifth of the loop's time, which is 25 ms for the longest prompt.
     if len(ids) == 0 or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
         return
     bounds = Range(0, vocab_size - 1, is_integer=True)
@@ -54,7 +54,7 @@ def check_ids(field: str, ids: Sequence[Any], vocab_size: int) -> None:
 
 
 def utf8_len(text: Any, field: str) -> int:
-    """Number of bytes of a text in UTF-8.
+    """Return the number of bytes of a text in UTF-8.
 
     Raises
     ------
@@ -88,5 +88,5 @@ def at_most(field: str, number: int, bound: int, noun: str) -> None:
 
 
 def invalid(field: str, expected: str, value: Any) -> InvalidRequest:
-    """The error for a value that is not as expected."""
+    """Return the error for a value that is not as expected."""
     return InvalidRequest(f"{field} must be {expected}, got {shown(value)}", field=field)

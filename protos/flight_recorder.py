@@ -1,4 +1,4 @@
-"""The flight recorder: files that show, after a replica has ended, its running step's requests and whether it crashed.
+"""The flight recorder: files that show, after a replica has ended, whether it crashed and with which requests.
 
 There are two files in one folder. The record is a memory mapping, so the kernel keeps it after any end of the process::
 
@@ -44,14 +44,14 @@ class FlightRecord:
 
 
 class FlightRecorder:
-    """Writes the record of one process. `begin` copies the ids; `end` writes one integer.
+    """Writes the record of one process. Cheap enough for each step: `begin` copies ids, `end` writes one integer.
 
     Parameters
     ----------
     path
         Path of the record; its folder is created. The report's path is `path` with `.crash` appended.
     max_rows
-        Most rows of a step.
+        Most rows (running requests) of a step.
     """
 
     def __init__(self, path: Path, max_rows: int):

@@ -15,7 +15,8 @@ from pathlib import Path
 
 PROTO_DIR = Path(__file__).resolve().parent
 PROTO_NAMES = ("generation", "control")
-# The oldest version with code (protobuf 6.30) that loads under protobuf 6 and 7: the lower bounds in pyproject.toml.
+# grpcio-tools: the oldest version that generates code (protobuf 6.30) for protobuf 6 and 7. The lower bounds
+# in pyproject.toml are the same.
 TOOLS_VERSION = "1.72.1"
 
 

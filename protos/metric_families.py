@@ -1,12 +1,12 @@
-"""Families of metrics: their declarations, their values in one process, and the text that Prometheus scrapes.
+"""Metric families: their declarations, their values in one process, and the text that Prometheus scrapes.
 
 ```
  Family (name, kind, help)  ──▶  MetricSet of a router  ──page()──┐
                             ──▶  MetricSet of a replica ──page()──┴──▶ join() ──▶ the body of GET /metrics
 ```
 
-Values are plain integers and floats that one thread changes. The library's own counters and histograms take a lock for
-each value, which is too slow per token. The library writes the text.
+Values are plain integers and floats that one thread changes. The counters and histograms of prometheus_client take a
+lock for each value, which is too slow per token. So the library only writes the text.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Family:
     name
         The exposed name, with `_total` for a counter.
     help
-        One sentence.
+        Description in one sentence.
     labels
         Names of labels in addition to those that identify the process.
     values
-        All values of the only label, so that each series exists from the start.
+        All values of the family's only label, if they are known: each series then exists from the start.
     boundaries
         Upper bounds of a histogram's buckets, ascending, without infinity.
     """
@@ -114,7 +114,7 @@ class MetricSet:
                 series[(value,)] = Value()
 
     def value(self, name: str, *labels: str) -> Value:
-        """The counter or gauge with these label values; the caller changes it in place."""
+        """Return the counter or gauge with these label values. The caller changes it in place."""
         series = self._series[name]
         found = series.get(labels)
         if found is None:
@@ -126,7 +126,7 @@ class MetricSet:
         return found
 
     def histogram(self, name: str) -> Histogram:
-        """The family's only histogram."""
+        """Return the family's only histogram."""
         found = self._series[name][()]
         assert isinstance(found, Histogram)
         return found
@@ -137,7 +137,7 @@ class MetricSet:
         self._series[name][()] = histogram
 
     def scalars(self) -> Iterable[tuple[Family, tuple[str, ...], float]]:
-        """Each counter and gauge now: family, label values, value."""
+        """Yield the family, label values and present value of each counter and gauge."""
         self._refresh()
         for name, series in self._series.items():
             for labels, found in series.items():
@@ -145,12 +145,12 @@ class MetricSet:
                     yield self.families[name], labels, found.value
 
     def page(self, labels: Mapping[str, str]) -> Page:
-        """The text of all families.
+        """Return the text of all families.
 
         Parameters
         ----------
         labels
-            Labels of the process, before each sample's own labels.
+            Labels that identify the process; they come before each sample's own labels.
         """
         self._refresh()
         return {name: self._text(name, labels) for name in self.families}
@@ -203,7 +203,7 @@ def _split(metric: Metric) -> tuple[bytes, bytes]:
 
 
 def join(pages: Iterable[Page]) -> bytes:
-    """Join the pages of several processes: each family once, with the samples of all processes."""
+    """Join the pages of several processes. Each family appears once, with the samples of all processes."""
     heads: dict[str, bytes] = {}
     bodies: dict[str, list[bytes]] = {}
     for page in pages:

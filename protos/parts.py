@@ -1,4 +1,4 @@
-"""Messages in parts, for messages above the size limit of Serve's gRPC.
+"""Splits messages that are longer than Serve's gRPC allows, and joins their parts.
 
 Serve sends handle calls over gRPC with at most 4 MiB per message (`RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH`); a call
 with a longer message fails. A frame with the log-probabilities of a long prompt can be longer, so it is sent in parts.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
 
-MAX_MESSAGE_BYTES = 2 << 20  # half of Serve's default, because Serve adds data of its own
+# Half of Serve's default, because Serve adds data of its own.
+MAX_MESSAGE_BYTES = 2 << 20
 
 
 class Part(NamedTuple):

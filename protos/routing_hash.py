@@ -1,4 +1,4 @@
-"""64-bit hashes of prompt prefixes, by which a router knows the content of a replica's cache. Plain numpy."""
+"""64-bit hashes of prompt prefixes, by which replicas name the blocks in their caches to routers. Plain numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 ROUTING_BLOCK_TOKENS = 64
 _U64 = np.uint64
 MIN_ROUTING_WEIGHTS = 1 << 15
-# Zero-dimensional arrays: a numpy operation would have to convert a scalar.
+# Zero-dimensional arrays, because numpy would have to convert a Python number in each operation.
 _MIX_ADD = np.array(0x9E3779B97F4A7C15, _U64)
 _MIX_ROUNDS = (
     (np.array(30, _U64), np.array(0xBF58476D1CE4E5B9, _U64)),
@@ -34,7 +34,7 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _weight_table(num_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first 2^num_bits weights, [2^num_bits / 64, 64] uint64, and their sums per block, [2^num_bits / 64] uint64.
+    """Return the first 2^num_bits weights, [2^num_bits / 64, 64] uint64, and their sums per block, [2^num_bits / 64].
 
     All hashers of a process share the table.
     """
@@ -47,12 +47,12 @@ def _weight_table(num_bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def routing_weights(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of at least `num_tokens` positions, [blocks, 64] uint64, and their sums per block, [blocks] uint64."""
+    """Return weights for at least `num_tokens` positions, [blocks, 64] uint64, and their sums per block, [blocks]."""
     return _weight_table((max(num_tokens, MIN_ROUTING_WEIGHTS) - 1).bit_length())
 
 
 def routing_block_sums(starts: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """Compute what each routing block adds to the running sum of its sequence, in one pass over n blocks.
+    """Compute the term that each of n routing blocks adds to the running sum of its sequence, in one pass.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def routing_block_sums(starts: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 
 
 def _block_sums(token_ids: np.ndarray, weights: np.ndarray, weight_sums: np.ndarray) -> np.ndarray:
-    """[n] uint64: sum of w (t + 1) over each block, computed as sum of w t + sum of w.
+    """Return [n] uint64, the sum of w (t + 1) over each block, computed as sum of w t + sum of w.
 
     `einsum` reads each operand once and stores no products: 5 us for 256 blocks; multiply and sum take 8 us.
     """
@@ -83,18 +83,19 @@ def _block_sums(token_ids: np.ndarray, weights: np.ndarray, weight_sums: np.ndar
 
 
 def routing_hashes(running_sums: np.ndarray, chain_seeds: np.ndarray | np.uint64) -> np.ndarray:
-    """Hashes of prefixes, [n] uint64, from their running sums, [n] uint64, and the seeds of their chains."""
+    """Return the hashes of prefixes, [n] uint64, from their running sums, [n] uint64, and the seeds of their chains."""
     return _splitmix64(running_sums ^ chain_seeds)
 
 
 class RoutingHasher:
-    """64-bit hashes of every 64-token prefix of a prompt; a hint for routing, never proof of equality.
+    """Computes a 64-bit hash of every 64-token prefix of a prompt. It is a hint for routing, never a proof of equality.
 
     ``h[i] = splitmix64(chain_seed ^ sum(w[t] * (token[t] + 1) for t < 64 * (i + 1)))`` modulo 2^64 with fixed
     pseudo-random odd weights w: multilinear hashing. A prefix sum computes all hashes of a prompt in one
     vectorised pass, and a running sum extends them as tokens are generated. h[i] depends on every token
     before it, so equal hashes mean equal prefixes, with an error probability of 2^-64 for prompts not made to collide.
-    A collision costs a detour, not a wrong answer, because the engine looks up KV by its own keyed BLAKE2b.
+    A collision makes a router choose a worse replica. It cannot cause a wrong answer, because the engine looks up KV by
+    its own keyed BLAKE2b hashes.
 
     The engine extends many sequences at once by one block each; it calls `routing_block_sums` and `routing_hashes`
     instead of this class.
@@ -156,12 +157,12 @@ class RoutingHasher:
 
 
 def xor_hashes(hashes: np.ndarray) -> int:
-    """XOR of [n] uint64; 0 for an empty array."""
+    """Return the XOR of [n] uint64; 0 for an empty array."""
     return int(np.bitwise_xor.reduce(hashes)) if len(hashes) else 0
 
 
 def tier_digest(gpu_xor: int, host_xor: int) -> int:
-    """Digest of a cache, from the XOR of the hashes of each tier: `gpu_xor ^ (host_xor rotated left by 1)`.
+    """Return the digest of a cache from the XOR of the hashes in each tier: `gpu_xor ^ (host_xor rotated left by 1)`.
 
     The rotation makes the tiers differ: a hash that changes its tier changes the digest.
     """

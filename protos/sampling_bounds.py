@@ -1,4 +1,4 @@
-"""Bounds of sampling parameters: one table for both ends of the bus.
+"""Bounds of sampling parameters, the same for routers and replicas.
 
 The router checks a client's request (`router/request/params.py`); the replica checks the resolved `SamplingParams`
 again (`replica/core/sampling_checks.py`), because an engine also runs without a router. Both call `check_sampling`.
@@ -45,7 +45,7 @@ MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_STOP_TOKEN_IDS = 128  # as in vLLM
 MAX_BAD_WORDS = 128  # as in vLLM
 MAX_BAD_WORD_BYTES = 64
-# A word has up to two token sequences: see `Tokenizer.bad_word_ids`.
+# A word has up to two token sequences, without and with a space before it (`TextTokenizer.bad_word_ids`).
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_WORD_TOKENS = 64
 
@@ -70,14 +70,14 @@ class SamplingFields(Protocol):
 def check_sampling(
     fields: SamplingFields, vocab_size: int, ranges: Mapping[str, Range] = RANGES
 ) -> None:
-    """Check each field against its bounds; None passes.
+    """Check each field against its bounds; None is always valid.
 
     Parameters
     ----------
     vocab_size
         Token ids must be below it.
     ranges
-        Numbers to check, by the names of their fields.
+        Bounds of the fields with numbers, by field name.
 
     Raises
     ------
@@ -107,8 +107,8 @@ def _check_grammar(fields: SamplingFields, grammar: Grammar) -> None:
     if kind not in GRAMMAR_KINDS:
         raise invalid("grammar", f"one of {', '.join(GRAMMAR_KINDS)}", kind)
     at_most(field, utf8_len(text, field), MAX_GRAMMAR_BYTES, "bytes")
-    # Only EOS may follow a complete grammar. With ignore_eos the output would never end; with min_tokens there might
-    # be no token to choose.
+    # Only EOS may follow text that completes the grammar. With ignore_eos the output would never end; with min_tokens
+    # there might be no token to sample.
     for name in ("ignore_eos", "min_tokens"):
         if getattr(fields, name):
             raise InvalidRequest(

@@ -1,7 +1,7 @@
-"""How a dataclass is written on the bus: the list of its fields as msgpack, with a version and a checksum.
+"""Encodes dataclasses for the bus: the list of the field values as msgpack, with a version and a checksum.
 
-The order of the declaration is the order on the wire, and the number of fields is the arity that a reader expects. A
-field of a type that msgpack does not know has a `Codec` in its annotation: `Annotated[np.ndarray, array("<i4")]`.
+Fields are written in the order of their declaration, and a reader expects exactly their number. A field of a type that
+msgpack does not know has a `Codec` in its annotation: `Annotated[np.ndarray, array("<i4")]`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _CHECKSUM_BYTES = 4
 
 
 class WireError(ValueError):
-    """Bytes that are not a message of this version."""
+    """The bytes are not a message of this version."""
 
 
 class Codec(NamedTuple):
-    """Functions between a field's value and a value that msgpack knows; None: the value as it is."""
+    """Functions that convert a field's value to a value that msgpack knows, and back; None: no conversion."""
 
     pack: Callable[[Any], Any] | None
     unpack: Callable[[Any], Any] | None
 
 
 def array(dtype: str) -> Codec:
-    """The items of an array of one dimension in C order, read back as a read-only array."""
+    """Codec for a one-dimensional array: its bytes in C order. It is decoded to a read-only array."""
 
     def pack(values: np.ndarray) -> bytes:
         return values.astype(dtype, "C", copy=False).tobytes() if len(values) else b""
@@ -42,7 +42,7 @@ def array(dtype: str) -> Codec:
 
 
 def optional(codec: Codec) -> Codec:
-    """None, or a value of another codec."""
+    """Codec for None or a value of another codec."""
     pack, unpack = codec
 
     def or_none(convert: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
@@ -52,17 +52,17 @@ def optional(codec: Codec) -> Codec:
 
 
 def record(kind: Any) -> Codec:
-    """A value with `to_wire` and `from_wire`."""
+    """Codec for a class with the methods `to_wire` and `from_wire`."""
     return Codec(kind.to_wire, kind.from_wire)
 
 
 def named_tuple(kind: Callable[..., Any]) -> Codec:
-    """A NamedTuple, which msgpack writes as a list."""
+    """Codec for a NamedTuple, which msgpack writes as a list."""
     return Codec(None, lambda values: kind(*values))
 
 
 def list_of(codec: Codec) -> Codec:
-    """A list of values of another codec."""
+    """Codec for a list of values of another codec."""
     pack, unpack = codec
     return Codec(pack and _each(pack), unpack and _each(unpack))
 
@@ -77,7 +77,7 @@ class Record:
     __slots__ = ()
 
     def to_wire(self) -> list[Any]:
-        """The values of all fields, each as msgpack knows it."""
+        """Return the values of all fields, converted to values that msgpack knows."""
         kind: Any = type(self)
         layout = _layout(kind)
         values = list(layout.get(self))
@@ -87,12 +87,12 @@ class Record:
 
     @classmethod
     def from_wire(cls, values: list[Any]) -> Self:
-        """The inverse of `to_wire`; converts the list in place.
+        """Make a record from the result of `to_wire`. The list is changed in place.
 
         Raises
         ------
         WireError
-            The number of values is not that of the fields.
+            The number of values differs from the number of fields.
         """
         kind: Any = cls
         layout = _layout(kind)

@@ -1,4 +1,4 @@
-"""The engine: everything about tokens on one device. Names are imported on first use, torch with them."""
+"""The engine: generates tokens on one device. Names are imported on first use, because this imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's options: their only declaration, the arguments of a user and the resolved configuration.
+"""The engine's options: their declaration, the arguments of a user and the resolved configuration.
 
 `EngineOptions` declares each option once: name, type, default, bounds and description. `EngineArgs` is what a user
 gives; None and "auto" mean "choose". `EngineConfig` is the result of `startup.sizing.resolve`: complete, frozen, and
@@ -33,7 +33,7 @@ LIGHT_FIELDS = (
     "resume_margin",
     "step_timeout_s",
 )
-# Distance from safety_margin to the default of resume_margin. A larger one lowers throughput and saves no preemption.
+# The default of resume_margin exceeds safety_margin by this. A larger value lowers throughput and saves no preemption.
 _RESUME_STEP = 0.1
 
 
@@ -56,7 +56,7 @@ def option(
     lt: float | None = None,
     min_length: int | None = None,
 ) -> Any:
-    """A dataclass field with its bounds and description as metadata, under the names of pydantic's `Field`."""
+    """Create a dataclass field with bounds and description as metadata, under the names of pydantic's `Field`."""
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "min_length": min_length}
     metadata = {name: bound for name, bound in bounds.items() if bound is not None}
     return dataclasses.field(default=default, metadata={**metadata, "description": description})
@@ -318,7 +318,7 @@ def check_args(args: EngineArgs) -> None:
 
 
 def block_size_problem(block_size: int | None) -> str | None:
-    """Why a block size cannot be used, or None.
+    """Return why a block size cannot be used, or None.
 
     A power of two divides the 64 tokens of a routing block (`protos/routing_hash.py`) or is a multiple of them.
     """
@@ -328,7 +328,7 @@ def block_size_problem(block_size: int | None) -> str | None:
 
 
 def conflicts(options: Any) -> Iterator[str]:
-    """Problems of options that are each within their bounds but do not fit together.
+    """Yield the problems of options that are each within their bounds but contradict one another.
 
     Parameters
     ----------
@@ -348,7 +348,7 @@ def conflicts(options: Any) -> Iterator[str]:
 
 
 def light_fields(args: EngineArgs) -> dict[str, Any]:
-    """Resolve `LIGHT_FIELDS`: their values in an `EngineConfig`."""
+    """Return the values of `LIGHT_FIELDS` in an `EngineConfig`."""
     fields = {name: getattr(args, name) for name in LIGHT_FIELDS}
     if args.resume_margin is None:
         fields["resume_margin"] = min(1.0, args.safety_margin + _RESUME_STEP)
@@ -356,7 +356,7 @@ def light_fields(args: EngineArgs) -> dict[str, Any]:
 
 
 def _expected(hint: Any, bounds: typing.Mapping[str, Any], value: Any) -> str | None:
-    """What an option's value must be instead; None if the value is of its type and within its bounds."""
+    """Return a description of the allowed values; None if the value has the right type and is within its bounds."""
     kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in kinds:
         return None
@@ -395,10 +395,10 @@ def _interval(bounds: typing.Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """The options after `resolve`, and the facts of model and device. Each value that the engine reads is decided.
+    """The options after `resolve`, in which every choice is made, and the facts of model and device.
 
-    Redeclared options are never None here. `kv_cache_gib`, `cpu_offload_gib` and `max_memory_percent` are as the user
-    gave them; the resulting sizes are `num_blocks` and `num_host_blocks`.
+    The options that are declared again here are never None. `kv_cache_gib`, `cpu_offload_gib` and `max_memory_percent`
+    are as the user gave them; the resulting sizes are `num_blocks` and `num_host_blocks`.
     """
 
     block_size: int
@@ -414,13 +414,13 @@ class EngineConfig(EngineOptions):
     dtype: str  # float32 | bfloat16 | float16
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # groups of full attention first
+    groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # full-attention layer groups first
     num_host_blocks: int = 0  # blocks of the host tier, of the same size; 0: no host tier
 
     def __post_init__(self) -> None:
         full = [group.is_full for group in self.groups]
         if not full or full != sorted(full, reverse=True):
-            raise ValueError("groups must be at least one, those of full attention first")
+            raise ValueError("at least one layer group is needed, those with full attention first")
 
     @property
     def plans_ahead(self) -> bool:
@@ -429,12 +429,12 @@ class EngineConfig(EngineOptions):
 
     @property
     def pool_dtype(self) -> str:
-        """Type of keys and values in the cache, by torch's name."""
+        """Dtype of keys and values in the cache, by torch's name."""
         return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else self.dtype
 
     @property
     def number_format(self) -> str:
-        """All that tokens depend on besides the weights' values; replicas with other formats may give other tokens."""
+        """The options that change sampled tokens, as one string; replicas with other formats may give other tokens."""
         parts = [self.dtype]
         if self.weights != "auto":
             parts.append(f"weights={self.weights}")
@@ -446,7 +446,7 @@ class EngineConfig(EngineOptions):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the request table: a step must have room for one token of each decoding row."""
+        """Number of rows (request slots) in the request table: a step must have room for one token of each."""
         return min(self.max_running_requests, self.max_batch_tokens)
 
     @property
@@ -456,7 +456,10 @@ class EngineConfig(EngineOptions):
 
     @property
     def max_cache_tokens(self) -> int:
-        """Tokens of one request that the whole pool could hold; at most `max_model_len` with sliding groups."""
+        """Longest request that fits into the whole pool, in tokens.
+
+        With sliding-window layer groups the result is at most `max_model_len`.
+        """
         return max_sequence_tokens(
             self.groups, self.num_blocks, self.block_size, self.max_model_len
         )

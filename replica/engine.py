@@ -1,7 +1,8 @@
-"""The engine: one model on one device, with its loop, its cache and an offline front.
+"""The engine: one model on one device, with its loop, its cache and a front for offline use.
 
 `Engine` owns its parts and the loop's thread. The actor (`actor.py`) or a script submits requests and receives the
-output of every step through one callback. `generate` and `stream` are the offline front, built on the same interface.
+output of every step through one callback. `generate` and `stream` are for offline use, without a server; they are built
+on the same interface.
 
     from quire.replica import Engine
     from quire.protos.wire import SamplingParams
@@ -41,8 +42,8 @@ from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.scheduler.scheduler import Scheduler
 
-# Consecutive failed steps after which the engine is unhealthy: the cause is the device (CUDA errors are sticky), not a
-# request. Without a limit the router would send all traffic to this idle engine.
+# After this number of consecutive failed steps the engine is unhealthy: the cause is the device (CUDA errors are
+# sticky), not a request. Without a limit the router would send all traffic to this idle engine.
 MAX_FAILED_STEPS = 3
 # Tokens of prompt and output of a typical request, a chat of several turns. `hello` reports how many of these fit.
 TYPICAL_LEN = 2048
@@ -51,17 +52,17 @@ Prompt = str | Sequence[int]
 
 
 class Engine:
-    """Load a checkpoint, warm up and run.
+    """Loads a checkpoint, warms up and runs.
 
     Parameters
     ----------
     args
         Model and limits. Keyword arguments are short for `EngineArgs(**overrides)`.
     on_output
-        Called in the engine's thread after each turn with output; must not block. Without it, the engine serves
-        `generate` and `stream`.
+        Called in the engine's thread after each turn of the loop with output; must not block. If it is None, the output
+        goes to `generate` and `stream`.
     flight_path
-        File of the flight recorder, which tells after a crash which requests were running.
+        File of the flight recorder. After a crash it names the requests that were running.
 
     Raises
     ------
@@ -122,7 +123,8 @@ class Engine:
             self.config.json_white_space,
         )
         self._compiling_lock = threading.Lock()
-        self._compiling: dict[Hashable, Request] = {}  # not known to the scheduler yet
+        # Requests whose grammar is being compiled; the scheduler does not know them yet.
+        self._compiling: dict[Hashable, Request] = {}
         self.step_seconds: Histogram = self._loop.step_seconds  # a reading may be one step old
         self._loop.start()
         # If the interpreter exits while the thread is inside torch, the process ends with SIGABRT.
@@ -131,7 +133,7 @@ class Engine:
         )
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
-        """Return runner and clock of the loop; fault injection in tests (`faults.py`) overrides it."""
+        """Return runner and clock of the loop. Fault injection in tests (`faults.py`) overrides this method."""
         return runner, time.monotonic
 
     def submit(self, request: Request) -> None:
@@ -160,7 +162,7 @@ class Engine:
                 self._loop.post(lambda scheduler: scheduler.abort(key))
 
     def grant(self, credit: Mapping[Hashable, int]) -> None:
-        """Raise the credit of requests: key to number of output tokens allowed so far. See `Scheduler.grant`."""
+        """Raise the credit of requests: by key, the number of output tokens that the client has allowed so far."""
 
         def grant(scheduler: Scheduler) -> None:
             for key, credit_end in credit.items():
@@ -183,7 +185,7 @@ class Engine:
         return device.num_evictions, host.num_evictions
 
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
-        """Change values of `LIGHT_FIELDS` while the engine runs. Other fields return to their values at start.
+        """Change options of `LIGHT_FIELDS` while the engine runs. The others of these return to their values at start.
 
         Raises
         ------
@@ -215,7 +217,7 @@ class Engine:
         | key | |
         |---|---|
         | host | milliseconds per step of the engine's thread, by part |
-        | device | on a GPU: busy milliseconds per step, gaps between steps, holds before draws that awaited tokens |
+        | device | on a GPU: busy milliseconds per step, gaps between steps, waits for tokens before sampling |
         | graphs | steps with and without a graph, and padding; decode steps, and mixed steps under `mixed` |
         | uploads, downloads | copies of inputs and of tokens, and their bytes |
         | tiers | blocks saved and restored; how often blocks were copied, and how often recomputed |
@@ -267,13 +269,13 @@ class Engine:
         n: int = 1,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generate for all prompts, outputs in order: see `OfflineFront.generate`."""
+        """Generate for all prompts in one batch; outputs are in the order of prompts (`OfflineFront.generate`)."""
         return self._front().generate(prompts, params, n=n, progress=progress)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[StreamOutput]:
-        """Generate for one prompt and yield new output: see `OfflineFront.stream`."""
+        """Generate for one prompt and yield the output of each step (`OfflineFront.stream`)."""
         return self._front().stream(prompt, params)
 
     def is_alive(self) -> bool:
@@ -281,7 +283,7 @@ class Engine:
         return self._loop.is_alive()
 
     def check_health(self) -> None:
-        """Raise `EngineError` if the loop has ended, a step hangs, or every step fails."""
+        """Raise `EngineError` if the loop has ended, a step hangs, or the last `MAX_FAILED_STEPS` steps failed."""
         if not self._loop.is_alive():
             raise EngineError("the engine's loop has ended")
         complaint = self._loop.step_watch.complaint()
@@ -291,7 +293,7 @@ class Engine:
             raise EngineError(f"the last {self._loop.num_failed_in_a_row} steps failed")
 
     def watch(self, on_hang: Callable[[str], None]) -> threading.Thread:
-        """Start a thread that calls `on_hang` once when a step hangs: see `StepWatch`."""
+        """Start a thread that calls `on_hang` once, with the reason, when a step exceeds its time limit."""
         return self._loop.step_watch.watch(on_hang)
 
     def close(self) -> None:
@@ -348,7 +350,7 @@ class Engine:
 
 
 def _close(loop: weakref.ref[EngineLoop], timeout_s: float) -> None:
-    """Close the loop if it still exists. A running loop always does."""
+    """Close the loop if it still exists; while it runs, its thread keeps it alive."""
     found = loop()
     if found is not None:
         found.close(timeout_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def available_bytes(device: str, root: Path = Path("/")) -> int:
-    """Bytes that this process can still allocate on the GPU, or on the machine within its cgroups."""
+    """Return the bytes that this process can still allocate: on the GPU, or on the machine within its cgroups."""
     if device == "cuda":
         import torch  # not needed by the other functions
 
@@ -32,7 +32,7 @@ def lock_limit_bytes() -> int | None:
 
 
 def give_back_free_memory() -> None:
-    """Return freed memory to the machine; glibc may keep 100 MB and more for later allocations.
+    """Return freed memory to the operating system; otherwise glibc may keep more than 100 MB for later allocations.
 
     Does nothing if the C library has no `malloc_trim`.
     """
@@ -42,7 +42,7 @@ def give_back_free_memory() -> None:
 
 
 def _cgroup_room(folder: Path) -> list[int]:
-    """Bytes between a cgroup's limit and its usage without droppable page cache; [] if unlimited."""
+    """Return [bytes left below a cgroup's limit], not counting page cache that can be dropped; [] if unlimited."""
     for limit_name, usage_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),  # version 2
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
@@ -55,7 +55,7 @@ def _cgroup_room(folder: Path) -> list[int]:
 
 
 def physical_cores(root: Path = Path("/"), allowed: frozenset[int] | None = None) -> int:
-    """Number of physical cores that this process may use, within its affinity and its cgroup quotas."""
+    """Return the number of physical cores that this process may use, by its CPU affinity and its cgroup quotas."""
     if allowed is None:
         allowed = frozenset(os.sched_getaffinity(0))
     topology = root / "sys/devices/system/cpu"
@@ -74,7 +74,7 @@ def physical_cores(root: Path = Path("/"), allowed: frozenset[int] | None = None
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """Instruction sets of the first processor."""
+    """Return the instruction sets of the first CPU."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -85,8 +85,8 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
     """Folders with this process's limits, innermost first, for both cgroup versions.
 
-    In a container the path in /proc/self/cgroup may be a path of the host. Folders that do not exist are skipped. The
-    mount point, which is then the container's own cgroup, is always included.
+    In a container, the path in /proc/self/cgroup may be one that exists only on the host; folders that do not exist are
+    skipped. The mount point is always included; in this case it is the container's own cgroup.
     """
     folders: list[Path] = []
     base = root / "sys/fs/cgroup"

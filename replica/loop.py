@@ -6,12 +6,12 @@ are read::
     host     plan 1, launch 1 | plan 2, launch 2 | collect 1, commit 1, send | plan 3, launch 3 | collect 2, ...
     device                    [ step 1 ................ ][ step 2 ........................ ][ step 3 ...
 
-If the scheduler cannot plan without the tokens of the step in flight, it returns no plan, and the tokens are read
-first. If only the draw needs these tokens, the step is launched up to its logits, and the draw follows after the
-commit::
+A step is in flight from its launch until it is collected. If the scheduler cannot plan without the tokens of the step
+in flight, it returns no plan, and the tokens are read first. If only sampling needs these tokens, the next step is
+launched up to its logits, and sampling is queued after the commit::
 
     host     launch 2 to logits | collect 1, commit 1, masks, sample 2, send | launch 3 to logits | collect 2, ...
-    device   step 1 .......... ][ forward 2 .......................... ][ draw 2 ][ forward 3 ...
+    device   step 1 .......... ][ forward 2 .......................... ][ sample 2 ][ forward 3 ...
 
 Without `plans_ahead`, every step is collected immediately after its launch; nothing else differs.
 
@@ -60,7 +60,7 @@ class StepRunner(Protocol):
     def launch(self, plan: StepPlan) -> Any: ...
 
     def sample(self, in_flight: Any, sampling: SamplingBatch) -> None:
-        """Queue the draw of a step that awaited tokens."""
+        """Queue the sampling of a step that had to wait for the previous step's tokens."""
         ...
 
     def collect(self, in_flight: Any) -> StepResult: ...
@@ -70,11 +70,11 @@ class StepRunner(Protocol):
         ...
 
     def use_idle(self) -> bool:
-        """Prepare for later steps, for at most 1 s; returns whether there was anything to do."""
+        """Prepare for later steps, for at most 1 s; return False if there was nothing to prepare."""
         ...
 
     def close(self) -> None:
-        """End background work of `use_idle`; no step follows."""
+        """End background work that `use_idle` has started. No step may follow."""
         ...
 
 
@@ -101,9 +101,9 @@ class EngineLoop:
     clock
         Monotonic seconds.
     step_timeout_s
-        Time that every step may take before `step_watch` reports it as hung.
+        Seconds that any step may take before `step_watch` reports it as hung.
     recorder
-        Records the requests of every step, in case the process crashes.
+        Records the requests of every step in a file that can be read after a crash.
     plans_ahead
         Launch a step before the previous one is collected.
     mark
@@ -140,7 +140,8 @@ class EngineLoop:
         self.num_failed_in_a_row = 0  # consecutive failed steps
         self.time = HostTime()
         self.step_seconds = Histogram(STEP_BOUNDARIES_S)  # of successful steps
-        self._deltas: list[RequestDelta] = []  # of this turn, except those of a committed step
+        # Deltas (new output of requests) of this turn, except those of a committed step.
+        self._deltas: list[RequestDelta] = []
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
     def start(self) -> None:
@@ -293,7 +294,10 @@ class EngineLoop:
         return self._sample_next(deltas)
 
     def _sample_next(self, deltas: DeltaBatch) -> DeltaBatch:
-        """Queue the draw of the next step if it awaited the committed tokens. On failure, add its deltas."""
+        """Queue the sampling of the next step if it waits for the tokens just committed.
+
+        If this fails, add the final deltas of the failed requests to `deltas`, and return it.
+        """
         if not self._in_flight or not self._in_flight[0][0].awaits_tokens:
             return deltas
         plan, launched = self._in_flight[0]
@@ -309,7 +313,7 @@ class EngineLoop:
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestDelta]:
         """End the requests of a failed step and of the steps behind it, and clear the prefix cache.
 
-        Their KV may be incomplete, and later steps have read it. Other requests continue.
+        The failed step may have left incomplete KV, which the steps behind it have read. Other requests continue.
         """
         logger.error("step %d failed", plan.step, exc_info=error)
         self.num_failed_in_a_row += 1

@@ -1,4 +1,4 @@
-"""The offline front of an engine: generates for lists of prompts, without Ray and without a server."""
+"""Offline use of an engine: generates for lists of prompts, without Ray and without a server."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class RequestOutput:
     text: str  # decoded token_ids, without special tokens
     finish_reason: str  # stop | length | abort (the engine was closed)
     num_cached_tokens: int
-    params: SamplingParams  # as used, with the seed that was drawn
+    params: SamplingParams  # as used, with the random seed that was chosen
     logprobs: list[TokenLogprob] | None = None  # one per token, if `SamplingParams.logprobs` is set
-    # Consecutive parts of the prompt without its first token, if `SamplingParams.prompt_logprobs` is set.
+    # Log-probs of the prompt without its first token, in consecutive parts, if `SamplingParams.prompt_logprobs` is set.
     prompt_logprobs: list[PromptLogprobs] | None = None
 
 
@@ -119,8 +119,8 @@ class OfflineFront:
         prompts
             Texts or lists of token ids, any number: the engine's queue is refilled as requests finish.
         params
-            One for all prompts, or one for each; by default greedy. A seed of 0 with a temperature above 0 draws a new
-            seed.
+            One for all prompts, or one for each; by default greedy. With a temperature above 0, a seed of 0 is replaced
+            by a random seed.
         n
             Samples per prompt; the prompt is computed once. Samples differ in `SamplingParams.choice`, and
             outputs[n * i + choice] belongs to prompts[i].
@@ -130,7 +130,7 @@ class OfflineFront:
         Raises
         ------
         QuireError
-            A prompt can never be served (the message names prompt and field, and nothing was generated), or the engine
+            A prompt can never be served (nothing was generated; the message names prompt and field), or the engine
             failed or was closed.
         """
         if isinstance(prompts, str):
@@ -293,14 +293,14 @@ class OfflineFront:
 class _TextStream:
     """Decodes one stream in pieces that end at character boundaries.
 
-    A piece is the difference of two decodes that begin at the previous piece. So tokenizers that decode the first token
-    of a text differently do not treat a token in the middle as the first one.
+    A new piece is decoded together with the tokens of the previous piece, whose text is then cut off. Otherwise
+    tokenizers that decode the first token of a text differently would treat each piece as the start of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []  # from the last returned piece on
-        self._num_told = 0  # tokens of that piece
+        self._num_told = 0  # tokens of the last returned piece
 
     def feed(self, token_ids: list[int], last: bool) -> str:
         """Return the new complete characters; with `last`, all remaining text."""

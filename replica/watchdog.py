@@ -1,4 +1,4 @@
-"""Watchdog for hung steps: a device that hangs reports no error.
+"""Watchdog for hung steps. It is needed because a device that hangs reports no error.
 
 A thread watches the duration of the running step. A step that takes longer than `step_timeout_s` and longer than
 `SLACK` times its predicted duration counts as hung. Serve's health check then fails and the actor ends the process, so
@@ -16,7 +16,7 @@ _LOOKS = 10  # checks per timeout
 
 
 class StepWatch:
-    """The running step, its start and its time limit. One thread writes, any thread reads.
+    """Holds the running step, its start and its time limit. One thread writes, any thread reads.
 
     Parameters
     ----------
@@ -37,11 +37,11 @@ class StepWatch:
         self._running = step, self._clock(), max(self.timeout_s, SLACK * predicted_s)
 
     def end(self) -> None:
-        """Stop watching the step, which has returned or failed."""
+        """Stop watching the running step, after it has returned or failed."""
         self._running = None
 
     def complaint(self) -> str | None:
-        """Why the running step counts as hung, or None."""
+        """Return why the running step counts as hung, or None."""
         running = self._running
         if running is None:
             return None
@@ -66,5 +66,5 @@ class StepWatch:
         return thread
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread of `watch`."""
         self._closed.set()

@@ -1,7 +1,7 @@
 """The router's compiled library (`native/`), if it could be compiled at installation.
 
-Without it the router does the same in numpy, more slowly: see `router/README.md`. The functions keep the interpreter's
-lock (`PyDLL`): they run for a few microseconds, and releasing the lock costs an event loop more than that.
+Without it the router does the same in numpy, more slowly. Calls keep the GIL
+(`PyDLL`): they run for a few microseconds, and releasing the GIL would cost the event loop more than that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AnyBuffer = ctypes.c_char * 0
 
 
 class Table(ctypes.Structure):
-    """`struct block_table`."""
+    """`struct block_table` of `native/prefix.c`."""
 
     _fields_ = [
         ("lines", ctypes.c_void_p),
@@ -31,7 +31,7 @@ class Table(ctypes.Structure):
 
 
 class Holders(ctypes.Structure):
-    """`struct holders`."""
+    """`struct holders` of `native/prefix.c`."""
 
     _fields_ = [
         ("table", ctypes.c_void_p),
@@ -45,7 +45,7 @@ class Holders(ctypes.Structure):
 
 
 class Ends(ctypes.Structure):
-    """`struct ends`."""
+    """`struct ends` of `native/prefix.c`."""
 
     _fields_ = [
         ("hashes", ctypes.c_void_p),
@@ -61,7 +61,7 @@ def load() -> ctypes.CDLL | None:
     Raises
     ------
     NativeLibraryError
-        The library was compiled from other sources.
+        The library was compiled from another version of the sources.
     """
     library = open_library(Path(__file__).parent, "quire_router_abi", _ABI, ctypes.PyDLL)
     if library is None:
@@ -83,7 +83,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def address(array: np.ndarray) -> int:
-    """Return the address of a contiguous array. A writable one takes a third of the time of `array.ctypes.data`."""
+    """Return the address of a contiguous array, for a writable one in a third of the time of `array.ctypes.data`."""
     if array.flags.writeable:
         return ctypes.addressof(_AnyBuffer.from_buffer(array))
     return int(array.__array_interface__["data"][0])

@@ -1,4 +1,4 @@
-"""Reports on requests as clients experience them: latencies, refusals, ends."""
+"""Receives what clients experience of their requests: latencies, refusals and ends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AnswerEnd:
     total_s
         Seconds from the request's arrival to the end.
     queue_s, prefill_s, decode_s
-        Seconds from the arrival to the first step with the request, from there to the first token, and from there to
-        the end. Their sum is `total_s`. 0 unless `explain.answered`.
+        Seconds from the arrival to the first step with the request, from that step to the first token, and from the
+        first token to the end. Their sum is `total_s`. 0 unless `explain.answered`.
     """
 
     finish_reason: str
@@ -33,7 +33,7 @@ class AnswerEnd:
 
 
 class Observer:
-    """Receives the reports; the base class ignores them."""
+    """Receives events of requests, for metrics. The base class ignores them."""
 
     def on_request(self) -> None:
         """A request has arrived."""

@@ -23,12 +23,12 @@ _NO_FILES = "files are not served"
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that is refused.
+    """A field that this server refuses.
 
     Attributes
     ----------
     accepted
-        Values that change nothing, besides null.
+        Values that would change nothing, besides null; a field with such a value is ignored.
     """
 
     sentence: str

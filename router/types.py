@@ -22,13 +22,13 @@ class Origin:
     Attributes
     ----------
     seed
-        Unsigned 64 bits.
+        The sampling seed, unsigned 64 bits.
     fingerprint
-        8 bytes from `resume.fingerprint_of`.
+        8 bytes of prompt, parameters and model, from `resume.fingerprint_of`.
     answer_id
-        32 hexadecimal digits.
+        The answer's id, 32 hexadecimal digits.
     created_s
-        Unix time.
+        Time of the original request, Unix seconds.
     """
 
     seed: int
@@ -44,7 +44,7 @@ class Mark:
     Attributes
     ----------
     checksum
-        Of the token ids, from `resume.checksum_of`.
+        Checksum of these tokens' ids, from `resume.checksum_of`.
     begun
         The client has the event before the first token, for example the role.
     finished
@@ -66,7 +66,7 @@ class ResumePoint:
     marks
         One for each choice.
     field
-        The field that held the id, for errors.
+        Name of the request's field with the id, for errors.
     """
 
     origin: Origin
@@ -81,39 +81,39 @@ class GenerationRequest:
     Attributes
     ----------
     model
-        None: the application's only model.
+        Name of the model; None: the application's only model.
     prompt
         Text or token ids.
     prompts
-        Several of them. Choice j of prompt i is choice i * n + j of the answer.
+        Several prompts. Choice j of prompt i is choice i * n + j of the answer.
     messages
         Chat turns for the chat template.
     chat_template_kwargs
         Further variables for the chat template.
     add_generation_prompt
-        None: true unless `continue_final_message`.
+        End a rendered conversation with the start of an assistant's turn. None: true unless `continue_final_message`.
     add_special_tokens
         Add BOS and similar tokens. None: to prompts, not to rendered messages.
     max_tokens
-        None: up to the model's length. 0, with `echo`: only the prompt.
+        Most output tokens. None: up to the model's length. 0, with `echo`: return only the prompt.
     logit_bias
         Pairs of a token id and the number that is added to its logit.
     allowed_token_ids
-        Empty: all.
+        The only token ids to sample from; empty: all.
     logprobs
         Return log-probabilities of the output tokens, and of this many likeliest tokens at each position.
     prompt_logprobs
-        The same for the prompt's tokens.
+        Return the same for the prompt's tokens.
     grammar
-        The text must be in its language.
+        The output text must be in the language of this grammar.
     n
-        Samples of each prompt; each ends with its own finish reason.
+        Number of samples of each prompt; each ends with its own finish reason.
     tenant
-        Separates cache entries and shares of the queue.
+        Name of the tenant. Tenants share no cache entries, and the queue is fair between them.
     deadline_s
-        Seconds left when the request arrived.
+        Seconds from the request's arrival to its deadline.
     resume_from
-        Return deltas only after the part that the client has.
+        Return only deltas after the part of the answer that the client has.
     """
 
     request_id: str
@@ -162,7 +162,7 @@ class GenerationRequest:
         return (Mark(),) * (self.n * max(1, len(self.prompts)))
 
     def for_each_prompt(self) -> list[GenerationRequest]:
-        """Return the request once for each of its prompts."""
+        """Return one request with a single prompt for each prompt of the list."""
         if not self.prompts:
             return [self]
         return [replace(self, prompt=prompt, prompts=()) for prompt in self.prompts]
@@ -175,7 +175,7 @@ class ScoredToken:
     Attributes
     ----------
     logprob
-        None for the first token of a prompt, which has no distribution.
+        Natural logarithm; None for the first token of a prompt, which has no distribution.
     text
         The token's own text; bytes that are not a whole character become U+FFFD.
     utf8
@@ -217,7 +217,7 @@ class OutputDelta:
     stop_reason
         The stop string or the stop token id that ended the answer; None for EOS.
     logprobs
-        One for each of `token_ids`; None if not asked for.
+        The scores of `token_ids`, one for each; None if not asked for.
     choice
         Index of the sample.
     """
@@ -255,11 +255,12 @@ class Explain:
     Attributes
     ----------
     router
-        The router that decided.
+        Id of the router that decided.
     predicted_cached_tokens
         Prediction for the last attempt, device and host tier together.
     cached_tokens, queue_s, ttft_s
-        Of the attempt that produced the first token; 0 until `answered`. `ttft_s` counts from the request's arrival.
+        Cached prompt tokens, seconds in the replica's queue and time to the first token, for the attempt that produced
+        it; 0 until `answered`. `ttft_s` counts from the request's arrival.
     answered
         The first token has arrived.
     """
@@ -296,7 +297,7 @@ class ReplicaStatus:
     Attributes
     ----------
     indexed_blocks
-        Routing blocks that the router believes the replica to hold.
+        Number of routing blocks (64 tokens each) that the replica holds, by this router's index.
     """
 
     replica: str
@@ -337,7 +338,7 @@ class Decisions:
     routers
         Ids of the routers that answered.
     num_silent
-        Number of routers that did not answer in time, at least.
+        Number of routers that are known not to have answered in time.
     decisions
         Plain data (`explain.decisions.DecisionRing`); the oldest first for one request, else the newest first.
     """
@@ -350,12 +351,12 @@ class Decisions:
 class GenerationStream(Protocol):
     """The answer to one request: an async iterator of deltas.
 
-    Closing it early (`aclose`, also on cancellation of the consumer) aborts the request on its replica.
-    `usage` and `explain` are complete when the iteration has ended; `usage.prompt_tokens` and
-    `explain.replica` already at the first delta. With several choices the deltas of all come in one iteration.
-    `prompt_scores` holds the prompt's tokens and is complete before the first delta; None if not asked for. For a list
-    of prompts it holds the first prompt's, and `scores_of_prompt` returns those of each.
-    The deltas of a resumed stream begin after the part that the client has; `usage` counts the whole answer.
+    Closing it early (`aclose`, also on cancellation of the consumer) aborts the request on its replica. `usage` and
+    `explain` are complete when the iteration has ended; `usage.prompt_tokens` and `explain.replica` already at the
+    first delta. With several choices the deltas of all come in one iteration. `prompt_scores` holds the
+    log-probabilities of the prompt's tokens and is complete before the first delta; None if not asked for. For a list
+    of prompts it is about the first prompt, and `scores_of_prompt` returns those of each prompt. The deltas of a
+    resumed stream begin after the part that the client has; `usage` counts the whole answer.
     """
 
     request_id: str
@@ -382,7 +383,7 @@ class Service(Protocol):
     """The interface for HTTP and gRPC. `request.service.RouterService` implements it."""
 
     async def generate(self, request: GenerationRequest) -> GenerationStream:
-        """Check, tokenise, route and submit.
+        """Check, tokenise, route and submit a request; return its stream when the first token has arrived.
 
         Raises
         ------

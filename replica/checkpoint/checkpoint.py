@@ -21,7 +21,7 @@ _DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# A fingerprint reads the header of a weight file and samples of 1 MiB in total, spread over the file.
+# A fingerprint reads of each weight file the header, and samples of 1 MiB in total, spread over the data.
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -39,8 +39,8 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool
     Parameters
     ----------
     model
-        "embedded", a folder, or a Hugging Face id. An id is downloaded to the hub's cache, with the token that the
-        hub's library finds.
+        "embedded" (the built-in model), a folder, or a Hugging Face id. An id is downloaded to the hub's cache, with
+        the access token that the hub's library finds.
     revision
         Branch, tag or commit of a Hugging Face id.
     weights
@@ -183,7 +183,7 @@ def _sharded_files(folder: Path, index_path: Path) -> list[Path]:
 
 
 def check_header(file: Path) -> dict[str, Any]:
-    """Verify a safetensors header against the file: sizes, offsets, no overlap, no gap.
+    """Read a safetensors header and verify it against the file: sizes, offsets, no overlap, no gap.
 
     Returns
     -------

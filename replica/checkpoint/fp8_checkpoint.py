@@ -2,13 +2,14 @@
 
 | tensor | what |
 |---|---|
-| `X.weight` F8_E4M3 [n, k], `X.weight_scale` [n, 1], [n], [1] or [] | the weight is codes * scale |
-| `X.input_scale` | a fixed scale of all activations, from a calibration. Not used: one scale per token is more exact |
-| `X.input_scale_ub` | the bound of activations; also in config.json |
+| `X.weight` F8_E4M3 [n, k], `X.weight_scale` [n, 1], [n], [1] or [] | the weight is the stored code times the scale |
+| `X.input_scale` | fixed scale of all activations, from a calibration; not used: one per token is more exact |
+| `X.input_scale_ub` | bound to which activations are clamped; not read, because config.json has it too |
 | `...self_attn.k_scale`, `v_scale`, and older names | scales of an FP8 KV cache, `kv_scales.py` |
 
-compressed-tensors (llm-compressor, vLLM), fbgemm (Meta) and plain fp8 (AutoFP8) write these. Block-wise scales
-(DeepSeek, Qwen: `weight_scale_inv`) are rejected: the product supports one scale per channel.
+The formats compressed-tensors (llm-compressor, vLLM), fbgemm (Meta) and plain fp8 (AutoFP8) have these tensors.
+Block-wise scales (DeepSeek, Qwen: `weight_scale_inv`) are rejected: the FP8 matrix product supports one scale per
+channel or per tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Tensors other than weights and their scales.
+# Tensors of an FP8 checkpoint that are not tensors of the model.
 EXTRA = re.compile(
     r".*\.(input_scale|input_scale_ub|([kv]_proj\.)?(k_scale|v_scale|q_scale|kv_scale|output_scale))"
 )
@@ -33,8 +34,9 @@ class Fp8Scheme:
 
     method: str  # quant_method
     activation_bound: float | None = None  # activations are clamped to +- this value
-    has_fixed_activations: bool = False  # has scales of activations, which are not used
-    has_weights: bool = True  # False: only scales of an FP8 cache
+    # Whether the checkpoint has fixed scales of activations, which are not used.
+    has_fixed_activations: bool = False
+    has_weights: bool = True  # False: the checkpoint has only scales of an FP8 cache
 
 
 def judge(raw: Mapping[str, Any]) -> Fp8Scheme:

@@ -70,7 +70,8 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int  # longest context, with RoPE scaling
-    windows: tuple[int | None, ...]  # per layer: keys that a query sees, with its own; None: all
+    # Per layer: number of keys that a query sees, including its own; None: all.
+    windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
     temperature: float | None = None  # default in generation_config.json, if any
@@ -80,7 +81,7 @@ class ModelSpec:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layer groups by window and KV shape."""
+        """Groups of layers with equal window and KV shape: full-attention and sliding-window layer groups."""
         return group_layers([(w, None, self.num_kv_heads, self.head_dim) for w in self.windows])
 
     @classmethod
@@ -249,7 +250,7 @@ def _eos_token_ids(
     """Return the unique EOS ids of generation_config.json, config.json and the tokenizer.
 
     Chat fine-tunes often keep the base model's id in config.json, although a turn ends with the tokenizer's
-    `eos_token`. A tokenizer may define ids without a logit; they can never be sampled.
+    `eos_token`. A tokenizer's id beyond the vocabulary is dropped: it has no logit and can never be sampled.
     """
     ids: list[int] = []
     for source in (generation, raw):

@@ -1,8 +1,8 @@
 """Supported RoPE variants.
 
-transformers computes them. A variant is supported if cos and sin depend only on the position. The variants `dynamic`
-and `longrope` change their frequencies with the longest sequence of a batch, so a token would get other values in
-another batch.
+transformers computes the cos and sin tables. A variant is supported if they depend only on the position. The variants
+`dynamic` and `longrope` change their frequencies with the longest sequence of a batch, so a token would get other
+values in another batch.
 """
 
 from __future__ import annotations

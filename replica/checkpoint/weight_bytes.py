@@ -1,10 +1,12 @@
 """Bytes of a model's weights on the device, computed from the checkpoint's headers before loading.
 
-On the CPU this is an upper bound: bfloat16 weights may be packed in 12 bits (`kernels/cpu/weight_code.py`), which
-depends on their values.
+On the CPU the result is an upper bound: the compiled library packs bfloat16 weights in 12 bits where their values allow
+it (`kernels/cpu/weight_code.py`).
 
-Weights of linear layers are recognised by name and shape: matrices named `X.weight`, except embeddings, the output
-head, experts (stacked when loaded) and routers. Tests compare the result with the loaded bytes for every architecture.
+Only linear layers are quantised, so they must be distinguished from other weights, by name and shape: they are matrices
+named `X.weight`, except embeddings, the output head, routers and experts. Experts are not linear layers once loaded,
+because transformers stacks their weights in one tensor. Tests compare the result with the loaded bytes for every
+architecture.
 """
 
 from __future__ import annotations
@@ -17,23 +19,25 @@ from pathlib import Path
 from quire.replica.checkpoint.checkpoint import check_header, weight_files
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+# Matrices that are never quantised.
 _OTHER_MATRICES = re.compile(r".*(embed_tokens|lm_head|\.gate|\.router|\.experts\..+)\.weight")
 _NOT_LOADED = re.compile(
     r".*(_scale|_scale_ub|rotary_emb\.inv_freq)"
-)  # scales are counted with their weights
+)  # scales of weights are counted with the weights; the model computes inv_freq
+# A linear layer is quantised only if its features are multiples of these numbers.
 _MULTIPLE = {"int8": (4, 1), "fp8": (16, 16)}  # of input and output features
-_SCALE_BYTES = 4  # a scale for each output feature, float32
+_SCALE_BYTES = 4  # one float32 scale per output feature
 
 
 def weight_bytes(folder: Path, dtype: str, weights: str) -> int:
-    """Bytes of the loaded weights.
+    """Return the bytes of the weights after loading.
 
     Parameters
     ----------
     dtype
-        float32, bfloat16 or float16, for weights that are not stored in 8 bits.
+        float32, bfloat16 or float16: dtype of the weights that are not quantised.
     weights
-        auto, int8 or fp8, as in `EngineConfig`.
+        auto, int8 or fp8: storage format of linear layers; auto quantises none, but keeps FP8 weights of a checkpoint.
     """
     total = 0
     for name, shape, stored in _tensors(folder):
@@ -46,7 +50,10 @@ def weight_bytes(folder: Path, dtype: str, weights: str) -> int:
 
 
 def loading_bytes(folder: Path, dtype: str, weights: str) -> int:
-    """Bytes of the weights during loading. int8 weights are loaded in full and converted afterwards."""
+    """Return the bytes that the weights take while they are loaded.
+
+    These exceed `weight_bytes` for int8, because int8 weights are loaded in `dtype` and converted afterwards.
+    """
     return weight_bytes(folder, dtype, "auto" if weights == "int8" else weights)
 
 

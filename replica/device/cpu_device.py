@@ -28,7 +28,7 @@ class CpuEvent:
 
 
 class CpuDevice:
-    """The CPU. Streams and waits do nothing, because every event is done when it is recorded."""
+    """The CPU as a device. Work runs when it is queued, so streams and waits do nothing."""
 
     torch_device = torch.device("cpu")
     is_immediate = True
@@ -91,7 +91,8 @@ class CpuDevice:
 def zero_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Allocate zeros. A page takes no memory until it is written.
 
-    `torch.zeros` would write every page. The anonymous mapping lives as long as the tensor.
+    `torch.zeros` would write every page. An anonymous mapping is zero without being written; it lives as long as the
+    tensor.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE)
     data = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))

@@ -1,8 +1,8 @@
-"""Backs the CPU's KV pool with memory while the engine is idle, in a thread of its own.
+"""Prefaults the CPU's KV pool (backs it with memory) while the engine is idle, in a thread of its own.
 
-The first write to a page makes the kernel find and clear it, at 0.5 to 3 GB/s: longer than everything else that a step
-does with a token's keys and values. Doing it at start would delay the start; doing it in the first steps would delay
-the first requests.
+The first write to a page makes the operating system find and clear a page of memory, at 0.5 to 3 GB/s. This takes
+longer than everything else that a step does with a token's keys and values. Prefaulting at start would delay the start;
+without prefaulting, the first requests would be slower.
 
 ```
  engine's thread   warm up │ idle            │ steps ........ │ idle
@@ -25,7 +25,8 @@ from quire.replica.host_machine import available_bytes
 if TYPE_CHECKING:
     from quire.replica.device.kv_pool import KVPool
 
-# While the kernel backs a chunk, no other thread of the process can map or unmap memory: some milliseconds.
+# While the operating system backs a chunk, for some milliseconds, no other thread of the process can map or unmap
+# memory.
 CHUNK_BYTES = 4 << 20
 # Pause after each chunk, in which other threads can map memory.
 _REST_S = 0.002
@@ -35,7 +36,7 @@ _POLL_S = 1.0
 
 
 class PoolPrefault:
-    """Backs a pool from its first block on, in the order of allocation, whenever that is allowed.
+    """Backs a pool block by block, in the order of allocation, between calls of `allow` and `forbid`.
 
     The thread ends when the whole pool is backed, when less than twice the missing bytes is available on the machine,
     when the pool is freed, or when the engine is closed.
@@ -51,21 +52,21 @@ class PoolPrefault:
         self._thread: threading.Thread | None = None
 
     def allow(self) -> None:
-        """The engine is idle. Starts the thread if it has not run yet."""
+        """Called when the engine becomes idle: let the thread back memory; start the thread if it has not run yet."""
         if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(target=self._run, name="quire-backing", daemon=True)
             self._thread.start()
         self._is_allowed.set()
 
     def forbid(self) -> None:
-        """A step begins. A chunk that has begun is still finished."""
+        """Called before a step: back no further chunk. A chunk that is being backed is still finished."""
         self._is_allowed.clear()
 
     def close(self) -> None:
-        """Back nothing more, and wait for the chunk that has begun.
+        """Back no further chunk, wait for the current one and end the thread.
 
-        Call it before the interpreter ends: if the interpreter stops a thread while torch takes the interpreter's lock
-        back, the process ends with SIGABRT.
+        Call it before the interpreter exits. If the interpreter stops a thread while torch reacquires the GIL, the
+        process ends with SIGABRT.
         """
         self._is_closed = True
         self._is_allowed.set()
@@ -73,14 +74,14 @@ class PoolPrefault:
             self._thread.join()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended; returns whether it has, or never started."""
+        """Wait until the thread has ended; return True if it has ended or was never started."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
     @property
     def unbacked_bytes(self) -> int:
-        """Bytes of the pool that `back_next` has not backed; 0 if the system cannot do that."""
+        """Bytes of the pool that are still to be backed; 0 if the operating system cannot back memory in advance."""
         return (self._num_blocks - self._num_backed) * self._block_bytes
 
     def back_next(self, num_bytes: int) -> None:

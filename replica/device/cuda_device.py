@@ -1,7 +1,8 @@
 """`Device` for CUDA: torch's streams, events, pinned memory and graphs.
 
 Buffers that work reads and writes (static inputs, staging and result rings, the pools) live as long as the engine, so
-no tensor needs `record_stream`. Tensors allocated by work belong to the compute stream and are freed in its order.
+no tensor needs `record_stream`. Tensors that queued work allocates belong to the compute stream; torch reuses their
+memory in the order of this stream.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from quire.replica.host_machine import lock_limit_bytes
 logger = logging.getLogger(__name__)
 
 
-# Smaller buffers come from torch's pinned allocator. It rounds up to a power of two, which wastes less than 1 MiB here;
-# a mapping for each would take whole pages and a driver call.
+# Smaller buffers come from torch's pinned allocator. It rounds sizes up to a power of two, which wastes less than 1 MiB
+# for these; a mapping for each buffer would take whole pages and a driver call.
 _LEAST_REGISTERED_BYTES = 1 << 20
 
 
 class CudaEvent:
-    """An event. `wait` sleeps instead of spinning, because other threads need the cores."""
+    """A CUDA event. `wait` sleeps instead of spinning, because other threads need the cores."""
 
     def __init__(self, stream: torch.cuda.Stream, *, timed: bool):
         self.event = torch.cuda.Event(blocking=True, enable_timing=timed)
@@ -92,7 +93,7 @@ class CudaDevice:
         return mapping.data.view(dtype).view(tuple(shape))
 
     def _report_unpinned(self, num_bytes: int, refusal: str) -> None:
-        """Warn once that copies are slow: the driver copies pageable memory in pieces while the host waits."""
+        """Warn once that memory is not pinned. The driver copies pageable memory in pieces while the host waits."""
         if self._has_reported_unpinned:
             return
         self._has_reported_unpinned = True
@@ -106,7 +107,7 @@ class CudaDevice:
         )
 
     def _forget_last_error(self) -> None:
-        """Reset CUDA's last error: launching a kernel checks the last error, which clears it."""
+        """Reset CUDA's last error by launching a kernel: the launch checks the last error and clears it."""
         with contextlib.suppress(RuntimeError):
             torch.empty(1, device=self.torch_device).fill_(0.0)
 
@@ -160,7 +161,7 @@ class CudaDevice:
         - copies of pageable memory with `non_blocking=True` (in a capture torch refuses them before CUDA does, which is
           harmless);
         - calls outside torch: Triton's driver, `ctypes`, other libraries; `torch.distributed`, `torch.sparse`;
-        - work on a stream that does not join the captured one.
+        - work on a stream that is not joined with the captured stream.
 
         The mode applies to the whole process, so a waiting operation of another thread fails during the rehearsal too.
         In a serving engine no other thread uses the device.
@@ -178,7 +179,8 @@ class CudaDevice:
             raise RuntimeError(f"{name} cannot be captured: {self.no_graphs_because}")
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which empties the allocator's cache first: the next eager step would allocate again.
+        # `torch.cuda.graph` is not used, because it empties the allocator's cache first: the next step without a graph
+        # would have to allocate again.
         on_compute = torch.cuda.stream(self._streams[Stream.COMPUTE])
         with torch.inference_mode(), on_compute, _no_garbage_collection():
             self._record(graph, work, name)
@@ -226,7 +228,7 @@ class CudaDevice:
         self._renew_graph_pool()
 
     def _renew_graph_pool(self) -> None:
-        """Take a new memory pool after the last graph is freed: torch refuses to capture into the old one."""
+        """If no graph is left, take a new memory pool for graphs: torch refuses to capture into the old one."""
         if not self._num_graphs:
             self._graph_pool = torch.cuda.graph_pool_handle()
 

@@ -1,7 +1,7 @@
 """The interface of a device: streams of queued work, events that order the streams, memory on both sides.
 
 ```
- stream    COMPUTE   the model, the sampler, changes of the request table
+ stream    COMPUTE   the model, sampling, changes of the request table
            H2D       a step's inputs: pinned staging buffer ──▶ device
            D2H       a step's tokens: device ──▶ pinned result buffer
            OFFLOAD   whole blocks of KV between the device and the pinned host tier
@@ -15,8 +15,9 @@
 Only events order two streams, or a stream and the host. `run` also takes the memory that the work reads and writes.
 `CpuDevice` and `CudaDevice` ignore these lists; the fake device of the tests uses them to find races.
 
-Queued work may read device memory and the values that it closed over. It must not read other state of the host, which
-may have changed before the work runs. It returns nothing; its results are the memory that it writes.
+Queued work is a function that runs device operations. It may read device memory and the values in its closure. It must
+not read other state of the host, which may have changed before the work runs, and must not wait for the device. It
+returns nothing; its results are in the memory that it writes.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class Event(Protocol):
         ...
 
     def wait(self) -> None:
-        """Sleep until the event is done. Errors of the work before it are raised here, or by a later call."""
+        """Make the host sleep until the event is done. Raises errors of the work before it, or a later call does."""
         ...
 
 
 class Graph(Protocol):
-    """Captured work. `Device.replay` runs it again with the addresses of the capture."""
+    """Captured work. `Device.replay` runs it again, on the same memory addresses as in the capture."""
 
     @property
     def name(self) -> str: ...
@@ -90,12 +91,13 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Return the free memory of the device. Memory that this process caches for reuse is not free.
 
-        To measure an allocation by two readings, call `trim` before both; otherwise the difference includes the cache.
+        To measure an allocation as the difference of two calls, call `trim` before each; otherwise the difference
+        includes changes of the cache.
 
         Raises
         ------
         RuntimeError
-            The device shares the host's memory (the CPU).
+            The device is the CPU, which has no memory of its own.
         """
         ...
 
@@ -115,8 +117,8 @@ class Device(Protocol):
         name
             Used in profiles and messages.
         reads, writes
-            Tensors, views included, that the work reads as a whole or overwrites as a whole. Partial accesses, such as
-            to blocks of the KV pool, are not listed.
+            Tensors or views that the work reads, or overwrites, as a whole. Tensors that it accesses in part, such as
+            the KV pool, are not listed.
         """
         ...
 
@@ -167,7 +169,7 @@ class Device(Protocol):
         ...
 
     def release(self, graph: Graph) -> None:
-        """Free captured work. It must not be in flight, and must not be replayed again."""
+        """Free captured work. No replay of it may be in flight, and it must not be replayed again."""
         ...
 
     def synchronize(self) -> None:

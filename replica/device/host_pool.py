@@ -7,8 +7,8 @@
  HostPool.data  [num_host_blocks, elements of a block]    in host memory, pinned if the device is a GPU
 ```
 
-On the CPU the host tier is another part of the same memory. Blocks there need no recomputation, but steps cannot read
-them in place.
+A tier is a place for blocks: the device, or the host's memory. On the CPU device the host tier is another part of the
+same memory; its blocks need not be recomputed, but steps cannot read them in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from quire.replica.device.kv_pool import KVPool
 
 NONE = np.empty((0, 2), np.int64)
 NONE.setflags(write=False)
-# Bytes saved under one event. A step that overwrites one of these blocks waits for the event: about 1 ms over PCIe 4.
+# Saves of about this number of bytes share one event. A step that overwrites one of these blocks waits for all:
+# about 1 ms over PCIe 4.
 _PIECE_BYTES = 32 << 20
 
 
@@ -40,11 +41,11 @@ class _Restore(NamedTuple):
 
 
 class HostPool:
-    """Owns the memory of the host tier. `HostTier` decides which block holds what.
+    """Owns the memory of the host tier. `HostTier` decides which block has which contents.
 
     The memory is allocated once, by `Device.pinned`: on a GPU it is pinned, so a copy is one DMA transfer. If the
-    system refuses to pin it, copies are slower and block the engine. Restores are timed, and `copy_speed.py` recomputes
-    blocks if that is faster.
+    system refuses to pin it, copies are slower and block the engine. Restores are timed; by these times,
+    `copy_speed.py` decides whether blocks are restored or recomputed.
 
     Parameters
     ----------
@@ -123,14 +124,14 @@ class HostPool:
         used_now
             Whether the step reads blocks that this call or an earlier one restores.
         """
-        # The rest of a step whose launch failed: the scheduler has discarded those copies.
+        # Copies left here belong to a step whose launch failed. The scheduler has discarded them.
         self._rest = NONE, NONE
         self._newest_step = max(self._newest_step, step)
         self._wait_for_saves(written)
         if written is None:
             first, rest = saves, NONE
         else:
-            # Leaves are offloaded first, so later steps reuse the blocks at the end of this list first.
+            # Reversed, because later steps reuse the blocks at the end of this list first: leaves are offloaded first.
             is_first = np.isin(saves[:, 0], written)
             first, rest = saves[is_first], saves[~is_first][::-1]
         if len(first):
@@ -142,7 +143,7 @@ class HostPool:
             self._device.wait(Stream.COMPUTE, self._restoring[-1].ended)
 
     def move_rest(self) -> None:
-        """Queue the copies of `move` that its step does not wait for. Call it once the step is queued."""
+        """Queue the copies that `move` has left because its step does not need them, after the step is queued."""
         (saves, restores), self._rest = self._rest, (NONE, NONE)
         for begin in range(0, len(saves), self._piece_blocks):
             piece = saves[begin : begin + self._piece_blocks]
@@ -192,7 +193,7 @@ class HostPool:
 
     @property
     def restored_step(self) -> int:
-        """The last step such that all restores up to it have ended, as of the last `take_measured`."""
+        """Number of the last step for which all restores up to this step had ended at the last `take_measured`."""
         return self._restoring[0].step - 1 if self._restoring else self._newest_step
 
     def telemetry(self) -> dict[str, float]:

@@ -10,11 +10,11 @@
  block N   | trash block: warm-up and padding write here; it is never read
 ```
 
-The group that owns a block determines which layers it holds. A group with fewer or smaller layers than the largest
-group leaves the end of its blocks unused.
+Each block in use belongs to one layer group and has keys and values of the layers of this group only. A group with
+fewer or smaller layers than the largest group leaves the end of its blocks unused.
 
 A pool of float8_e4m3fn stores x / scale. Each head has one scale for keys and one for values, fixed when the pool is
-created. Other tiers store the same bytes.
+created. The host tier stores the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from quire.replica.kv_cache.groups import LayerGroup
 
 
 def block_elements(groups: Sequence[LayerGroup], block_size: int) -> int:
-    """Elements of one block: keys and values of the largest group, rounded up to a multiple of each group's page."""
+    """Return the elements of one block: keys and values of the largest group, rounded up.
+
+    The result is a multiple of each group's page, the keys of one block in one head of one layer.
+    """
     largest = max(len(g.layers) * 2 * g.num_kv_heads * block_size * g.head_dim for g in groups)
     page = math.lcm(*(block_size * g.head_dim for g in groups))
     return -(-largest // page) * page
@@ -52,7 +55,7 @@ class KVPool:
     block_size
         Tokens of a block.
     dtype
-        Dtype of stored keys and values. float8_e4m3fn stores values of any dtype, scaled.
+        Dtype of stored keys and values. In float8_e4m3fn, values of any float dtype are stored, divided by scales.
     scales
         Scales of keys and values by layer, [kv_heads] float32 > 0 each; 1 for missing layers. Only used with
         float8_e4m3fn.
@@ -128,7 +131,7 @@ class KVPool:
         return {"the KV pool": self.data, **scales}
 
     def rows_of(self, g: int, slots: torch.Tensor) -> torch.Tensor:
-        """Compute the rows of `pages` that hold the slots' keys in the group's first layer, for `write`.
+        """Compute the argument `rows` of `write`: where tokens are stored, for any layer of the group.
 
         Parameters
         ----------
@@ -164,7 +167,7 @@ class KVPool:
                 scatter_rows(pages.view(torch.uint8), rows, codes.view(torch.uint8))
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory that `rows_of` indexes, from the layer's first key and first value on: [rows, head_dim] each."""
+        """Return views of the pool for keys and for values of a layer, [rows, head_dim]; `rows_of` indexes them."""
         g, i = self._places[layer]
         group = self.groups[g]
         flat = self.data.view(-1, group.head_dim)

@@ -1,4 +1,4 @@
-"""Factories that choose an implementation by the device's name."""
+"""Functions that choose an implementation by the device's name."""
 
 from __future__ import annotations
 

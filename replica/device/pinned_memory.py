@@ -5,8 +5,8 @@
        the last view is freed ▸ wait for the device ▸ cudaHostUnregister ▸ unmap
 ```
 
-torch's pinned allocator rounds up to a power of two, so a host tier of 5 GiB would pin 8 GiB. Its settings for that are
-private, differ between versions of torch, and one combination corrupts memory.
+torch's pinned allocator rounds up to a power of two, so a host tier of 5 GiB would pin 8 GiB. Its settings for rounding
+are private and differ between versions of torch, and one combination corrupts memory.
 
 A copy with `non_blocking=True` is a `cudaMemcpyAsync`, and the driver knows the registered range, so torch need not
 know that the memory is pinned. `Tensor.is_pinned` asks the driver too.
@@ -73,7 +73,7 @@ class HostMapping:
     def register(
         self, cudart: Cudart, synchronize: Callable[[], None], forget_error: Callable[[], None]
     ) -> str | None:
-        """Pin the memory for the rest of its life.
+        """Pin the memory until it is freed.
 
         Parameters
         ----------
@@ -107,7 +107,7 @@ def _unregister(
     memory: mmap.mmap,
 ) -> None:
     """Unpin a mapping before it is unmapped."""
-    with contextlib.suppress(RuntimeError):  # a failed device copies nothing any more
+    with contextlib.suppress(RuntimeError):  # the device has failed and copies no more
         synchronize()
     error = cudart.cudaHostUnregister(address)
     if int(error):

@@ -1,4 +1,4 @@
-"""Uploads of several arrays in one copy: their layout in a buffer, and the pinned staging memory."""
+"""Uploads of several arrays in one copy: their layout in a buffer, and pinned staging buffers on the host."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     @classmethod
     @lru_cache(maxsize=256)
     def known(cls, shapes: tuple[tuple[tuple[int, ...], type], ...]) -> Layout:
-        """Cached `of`, for shapes that recur."""
+        """As `of`, with a cache: steps often have the same shapes."""
         return cls.of(shapes)
 
     def on_host(self, raw: np.ndarray) -> list[np.ndarray]:
@@ -72,21 +72,24 @@ class Staged:
     torch_device: torch.device
 
     def copy(self) -> list[torch.Tensor]:
-        """Copy the arrays to the device without blocking the host. Part of a step's queued work."""
+        """Copy the arrays to the device without blocking the host.
+
+        Part of a step's queued work: device operations queued on the step's stream.
+        """
         raw = torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=self.torch_device)
         raw.copy_(self.pinned, non_blocking=True)
         return self.layout.on_device(raw)
 
 
 class Staging:
-    """Stages arrays for work whose inputs are known only after the rest of its step is queued (the sampler's).
+    """Stages inputs that are known only after the rest of their step is queued: those of the sampler.
 
     Parameters
     ----------
     device
         Its compute stream runs the copy.
     depth
-        Uploads in flight before the host waits for the oldest.
+        Number of buffers: uploads that may be in flight before the host waits for the oldest.
     """
 
     def __init__(self, device: Device, depth: int = 2):
@@ -96,7 +99,7 @@ class Staging:
         self._turn = 0
 
     def write(self, arrays: Sequence[Typed]) -> Staged:
-        """Stage arrays. Call `queued` after the work that copies them is queued."""
+        """Copy arrays to pinned memory. Call `queued` after the work that copies them to the device is queued."""
         layout = Layout.of((array.shape, dtype) for array, dtype in arrays)
         if (copied := self._copied[self._turn]) is not None:
             copied.wait()

@@ -2,7 +2,7 @@
 
 ```
  host     plan ▸ launch │ wait ▸ commit ▸ sample ▸ send │ plan ...     the parts of `HostTime`
- device   [ step N .............. ]  gap  [ step N+1 ..] hold [draw]   `DeviceTime`
+ device   [ step N ............ ]  gap  [ step N+1 ..] hold [sample]   `DeviceTime`
 ```
 """
 
@@ -19,7 +19,7 @@ class HostTime:
     plan_s: float = 0.0
     # Staging and queueing; on the CPU also the computation itself.
     launch_s: float = 0.0
-    # Masks and draw of steps that had to wait for the tokens of the previous step.
+    # Masks and sampling of steps that had to wait for the tokens of the previous step.
     sample_s: float = 0.0
     # Asleep until a step's tokens arrive.
     wait_s: float = 0.0
@@ -27,7 +27,7 @@ class HostTime:
     send_s: float = 0.0
 
     def per_step_ms(self) -> dict[str, float]:
-        """Mean milliseconds per step of each part."""
+        """Return the mean milliseconds per step of each part."""
         return {
             f"{name.removesuffix('_s')}_ms": 1e3 * seconds / max(self.num_steps, 1)
             for name, seconds in asdict(self).items()
@@ -46,12 +46,12 @@ class DeviceTime:
     num_gaps: int = 0
     gap_s: float = 0.0
     max_gap_s: float = 0.0
-    # Time between forward pass and draw, of steps that had to wait for tokens.
+    # Time between forward pass and sampling, of steps that had to wait for the tokens of the previous step.
     num_holds: int = 0
     hold_s: float = 0.0
 
     def add(self, busy_s: float, gap_s: float | None, hold_s: float | None = None) -> None:
-        """Add a step. `gap_s` is None after an idle period, `hold_s` is None if the draw did not wait for tokens."""
+        """Add a step. `gap_s` is None after an idle period, `hold_s` is None if sampling did not wait for tokens."""
         self.num_steps += 1
         if hold_s is not None:
             self.num_holds += 1

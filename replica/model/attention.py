@@ -19,17 +19,20 @@ from quire.replica.model.cpu_transformers_import import AttentionInterface
 
 ATTENTION_NAME = "quire_paged"
 
-Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, T, rotary]
-# Called with hidden states (only their dtype is used) and positions [1, T]
+Tables = tuple[torch.Tensor, torch.Tensor]  # RoPE tables: cos and sin [1, T, rotary]
+# Computes RoPE tables from hidden states (only their dtype is used) and positions [1, T].
 Rotation = Callable[[torch.Tensor, torch.Tensor], Tables]
 
-# Arguments: layer, q [T, heads, head_dim], scaling, softcap, sinks
+# Called before each layer's attention with layer, q [T, heads, head_dim], scaling, softcap, sinks.
 OnAttend = Callable[[int, torch.Tensor, float, float | None, torch.Tensor | None], None]
 
 
 @dataclass(slots=True)
 class RanAhead:
-    """Layers already computed by one fused call. Each returns the stored result when the model calls it."""
+    """Layers that an earlier fused call has already computed.
+
+    The model still calls them one by one. Each call returns its input, which is the stored result of all these layers.
+    """
 
     layers: Sequence[torch.nn.Module]  # not called yet, in order
     result: torch.Tensor
@@ -39,12 +42,12 @@ class RanAhead:
         return bool(self.layers)
 
     def passes(self, layer: torch.nn.Module, hidden_states: torch.Tensor, tables: Tables) -> None:
-        """Check that the model calls the next of these layers with the stored result.
+        """Check that the model now calls the next of these layers, with the stored result.
 
         Raises
         ------
         RuntimeError
-            The model calls another layer, or passes other arguments, so the stored result is wrong.
+            The model calls another layer, or passes other arguments; then the stored result would be wrong.
         """
         if (
             layer is not self.layers[0]
@@ -53,7 +56,7 @@ class RanAhead:
         ):
             raise RuntimeError(
                 "the model calls its decoder layers otherwise than when it was loaded: then each layer got the result "
-                "of the previous one"
+                "of the previous layer"
             )
         self.layers = self.layers[1:]
 
@@ -79,7 +82,7 @@ class StepContext:
     _write_rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:
-        """Attention plan of a layer group, made on first use."""
+        """Return the attention plan of a layer group; layers of the group share it."""
         if g not in self._plans:
             self._plans[g] = self.attentions[g].plan(
                 self.cu_q, self.kv_len, self.block_tables[g], self.num_query
@@ -87,7 +90,7 @@ class StepContext:
         return self._plans[g]
 
     def write_rows(self, g: int) -> torch.Tensor:
-        """`KVPool.rows_of` the step's slots in a group, [T * kv_heads] int64, computed on first use."""
+        """Return `KVPool.rows_of` for the step's slots in a layer group, [T * kv_heads] int64; computed once."""
         if g not in self._write_rows:
             self._write_rows[g] = self.pool.rows_of(g, self.slots[g])
         return self._write_rows[g]
@@ -100,7 +103,7 @@ class StepContext:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of one layer after its keys and values were written: [T, heads, head_dim] to the same."""
+        """Attend in one layer, after its keys and values were written: q [T, heads, head_dim] to the same shape."""
         if self.on_attend is not None:
             self.on_attend(layer, q, scaling, softcap, sinks)
         g = self.pool.group_of(layer)
@@ -134,7 +137,7 @@ def paged_forward(
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values, then attend. Has the signature of transformers' attention functions.
 
-    Window and chunk come from the layer's group, which was read from the model's configuration.
+    The layer's group determines window and chunk; they come from the model's configuration.
 
     Parameters
     ----------
@@ -155,7 +158,7 @@ def paged_forward(
 
 
 def register() -> None:
-    """Register `quire_paged` with transformers; may be repeated.
+    """Register `quire_paged` with transformers. Further calls change nothing.
 
     No mask function is registered, so transformers makes no mask and does not search the positions for packed
     sequences. That search would make the host wait for the device in every step.

@@ -1,4 +1,7 @@
-"""Metadata of a step on the CPU, where layers may run as one call and skip tokens that are not read."""
+"""Metadata of a step on the CPU, where a layer may be one call into the compiled library and skip tokens.
+
+A token may be skipped in the last layer if nothing reads its result.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,22 @@ from quire.replica.model.attention import StepContext, Tables
 
 @dataclass(slots=True)
 class CpuStepContext(StepContext):
-    """See `StepContext`."""
+    """`StepContext` on the CPU."""
 
-    workspace: Workspace | None = None  # None: each part of a layer is a call
+    # Memory for layers that run as one call; None: each part of a layer is a call.
+    workspace: Workspace | None = None
     # [S] int64 indices of the tokens that are read after the last layer; None: all
     selected: np.ndarray | None = None
     _layer_steps: dict[int, tuple[Tables, LayerStep]] = field(default_factory=dict)
 
     def write_rows(self, g: int) -> torch.Tensor:
-        """See `StepContext.write_rows`."""
+        """As `StepContext.write_rows`, with numpy."""
         if g not in self._write_rows:
             self._write_rows[g] = _rows_of(self.pool, g, self.slots[g])
         return self._write_rows[g]
 
     def layer_step(self, g: int, tables: Tables) -> LayerStep:
-        """Step arguments for layers of a group that run as one call; made on first use."""
+        """Return the step's arguments for layers of a group that run as one call; cached for the step."""
         made = self._layer_steps.get(g)
         if made is None or made[0] is not tables:
             cos, sin = (table.reshape(-1, table.shape[-1]) for table in tables)
@@ -40,7 +44,7 @@ class CpuStepContext(StepContext):
         return made[1]
 
     def selection(self, g: int) -> Selection:
-        """The `selected` tokens, as argument of a layer that runs as one call."""
+        """Return the `selected` tokens as argument of a layer that runs as one call."""
         tokens = self.selected
         assert tokens is not None
         row = np.searchsorted(self.cu_q, tokens, side="right") - 1
@@ -53,7 +57,7 @@ class CpuStepContext(StepContext):
         return Selection(torch.from_numpy(tokens), cast(NativePlan, plan))
 
     def _native_plan(self, g: int) -> NativePlan:
-        """The plan of a group that the compiled library serves."""
+        """Return a group's attention plan; the compiled library must support the group."""
         return cast(NativePlan, self.plan(g))
 
 

@@ -1,8 +1,8 @@
 """Imports transformers' attention interface without loading Triton if there is no GPU.
 
-`transformers.modeling_utils` imports `torch._dynamo`, which imports Triton if it finds it: on a CPU, 66 MB of a
-compiler that is never called. A later import of Triton by name still works. torch caches the result of its search and
-does not use Triton in this process (`torch.utils._triton`).
+`transformers.modeling_utils` imports `torch._dynamo`, which imports Triton if Triton is installed. On a machine without
+a GPU this takes 66 MB for a compiler that is never called. A later import of Triton by name still works. torch
+remembers that it did not find Triton and does not use it in this process (`torch.utils._triton`).
 """
 
 from __future__ import annotations

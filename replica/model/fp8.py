@@ -1,9 +1,9 @@
 """Linear layers with FP8 weights and activations (`quire.kernels.rows.fp8_linear`).
 
-A bfloat16 checkpoint is quantised while it is read, one tensor at a time, so the device never holds all of it. An FP8
-checkpoint contains codes and scales. FP8 layers are the layers that the checkpoint stores in FP8; for other
-checkpoints, all linear layers with shapes that fit the matrix units, except the output head. Stacked experts are not
-linear layers and keep the model's dtype.
+A bfloat16 checkpoint is quantised while it is read, one tensor at a time, so the device never holds the whole bfloat16
+model. An FP8 checkpoint contains codes (E4M3 values) and scales. From an FP8 checkpoint, the layers that it stores in
+FP8 become FP8 layers. From other checkpoints, all linear layers do if their shapes fit the GPU's matrix units, except
+the output head. Stacked experts are not linear layers and keep the model's dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.kernels.rows import fp8_linear
 
 CODES = torch.float8_e4m3fn
 _ROWS = (
-    1024  # of a weight quantised at a time, which bounds the memory that float32 takes in between
+    1024  # rows of a weight quantised at a time, which bounds the memory of the float32 temporary
 )
 
 
@@ -49,16 +49,15 @@ class Fp8Linear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.bound = bound
-        self.is_exact = (
-            False  # for comparisons: activations stay as they are, products are float32's
-        )
+        # True only for comparisons: activations are not quantised, and the product is float32.
+        self.is_exact = False
         self.weight = _constant(torch.empty(out_features, in_features, dtype=CODES, device=device))
         self.weight_scale = _constant(torch.empty(out_features, 1, device=device))
         self.bias = bias
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Fp8Linear:
-        """Quantise a linear layer."""
+        """Create an FP8 layer by quantising a linear layer."""
         weight = linear.weight.detach()
         layer = cls(linear.in_features, linear.out_features, linear.bias, device=weight.device)
         quantise_into(weight, layer.weight, layer.weight_scale)
@@ -66,7 +65,7 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def joined(cls, parts: Sequence[Fp8Linear], bias: torch.Tensor | None) -> Fp8Linear:
-        """Merge layers with the same input. Results do not change, because scales belong to outputs.
+        """Merge layers with the same input. Results do not change, because each output has its own scale.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Metadata of a step on a GPU, and the rotation tables in the layout of its kernels."""
+"""Metadata of a step on a GPU, and RoPE cos/sin tables in the layout that the GPU kernels read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from quire.replica.model.attention import StepContext, Tables
 class TokenRotation:
     """cos and sin of a step's tokens for `quire.kernels.rows.kv_write`: one row per token."""
 
-    rows: torch.Tensor  # [T] int64: 0, 1, 2, ...
+    rows: torch.Tensor  # [T] int64, row of cos and sin for each token: 0, 1, 2, ...
     cos: torch.Tensor  # [T, rotary] float32
     sin: torch.Tensor  # [T, rotary] float32
 
     @classmethod
     def of(cls, tables: Tables, repeats: int, rows: torch.Tensor | None) -> TokenRotation:
-        """Convert the model's tables, of any dtype and strides. `rows` is reused if given."""
+        """Convert the model's RoPE tables, of any dtype and strides.
+
+        `repeats` copies of a table are put side by side (`AttentionFacts.table_repeats`). `rows` is reused if given.
+        """
         cos, sin = (table[0].float() for table in tables)  # [T, part of rotary]
         if repeats > 1:
             cos, sin = (torch.cat([table] * repeats, dim=1) for table in (cos, sin))
@@ -31,12 +34,12 @@ class TokenRotation:
 
 @dataclass(slots=True)
 class GpuStepContext(StepContext):
-    """See `StepContext`. Kernels compute the rows of keys and values from `slots`."""
+    """`StepContext` on a GPU. Its kernels compute where keys and values are written from `slots`."""
 
     _rotations: list[tuple[Tables, int, TokenRotation]] = field(default_factory=list)
 
     def rotation(self, tables: Tables, repeats: int) -> TokenRotation:
-        """The model's tables, repeated `repeats` times side by side, for `kernels.rows.kv_write`; cached per step."""
+        """Return the model's RoPE tables for `kernels.rows.kv_write`, repeated `repeats` times; cached for the step."""
         for known, known_repeats, made in self._rotations:
             if known is tables and known_repeats == repeats:
                 return made
@@ -55,6 +58,7 @@ class GpuStepContext(StepContext):
     ) -> torch.Tensor:
         """See `StepContext.attend`."""
         if q.stride()[1:] != (q.shape[2], 1):
-            # Models that rotate by `chunk` and `cat` return q in memory order [heads, T, head_dim].
+            # Attention needs contiguous heads. Models that apply RoPE by `chunk` and `cat` return q in memory order
+            # [heads, T, head_dim].
             q = q.contiguous()
         return StepContext.attend(self, layer, q, scaling, softcap, sinks)

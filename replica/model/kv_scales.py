@@ -1,9 +1,9 @@
-"""Scales of keys and values for an FP8 cache, read from the checkpoint: fixed, by layer and head.
+"""Scales of keys and values for an FP8 cache: fixed numbers by layer and head, read from the checkpoint.
 
 Calibration tools (llm-compressor, AutoFP8) store scales that fit keys and values into E4M3's range of +-448: code =
-x / scale. Without them the scale is 1, as in vLLM: E4M3 keeps 4 bits for magnitudes between 2^-6 and 448, so only other
-values need a scale. Scales are never measured while serving, because replicas would differ, and a change would
-invalidate cached blocks.
+x / scale. Without stored scales the scale is 1, as in vLLM: E4M3 has 4 significant bits for magnitudes between 2^-6 and
+448, so only smaller or larger values need another scale. Scales are never measured while serving, because replicas
+would differ, and a change would invalidate cached blocks.
 """
 
 from __future__ import annotations

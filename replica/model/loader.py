@@ -1,8 +1,9 @@
-"""From a checkpoint folder to a module on a device.
+"""Loads a checkpoint folder as a module on a device.
 
 transformers' model is built on torch's meta device, without memory. Then each stored tensor is read to its final place
-(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`). If
-transformers renames or dequantises tensors of a checkpoint while loading, the checkpoint is loaded by transformers.
+(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`). If the stored
+tensors and the model's do not match one to one, because transformers renames or converts tensors while loading,
+transformers loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") -> nn.Module:
     """Load transformers' model with the checkpoint's weights and Quire's attention.
 
-    Apart from the model, the host needs two buffers of at most 64 MiB each, see `weights`.
+    Apart from the model, the host needs at most two staging buffers of 64 MiB (`weights.py`).
 
     Parameters
     ----------
@@ -39,7 +40,7 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     dtype
         float32, bfloat16 or float16; weights are converted to it.
     weights
-        "fp8" for FP8 linear layers, see `fp8`; required for checkpoints stored in FP8.
+        "fp8" makes linear layers FP8 and is required for checkpoints stored in FP8; other values change nothing here.
 
     Returns
     -------
@@ -80,7 +81,7 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
 
 
 def _is_left_out(name: str, spec: ModelSpec) -> bool:
-    """Whether a stored tensor is not a tensor of the model."""
+    """Whether a stored tensor is skipped, because the model has no such tensor."""
     return bool(_DERIVED.fullmatch(name) or (spec.fp8 is not None and EXTRA.fullmatch(name)))
 
 
@@ -122,14 +123,17 @@ def _stream(
 ) -> None:
     memory = ModelMemory(model, device)
     filled = dict.fromkeys(place.name for place in places.values())
-    # Allocate all lasting tensors first; between temporary tensors they would fragment the heap.
+    # Allocate the model's tensors before any temporary tensor; alternating allocations would fragment the heap.
     for name in filled:
         memory.tensor(name)
         if memory.state[name].dtype == fp8.CODES:
             memory.tensor(f"{name}_scale")
 
     def is_read_elsewhere(tensor: StoredTensor) -> bool:
-        """Whether a tensor is read to temporary memory: scales, which the host checks, and tensors to quantise."""
+        """Whether a tensor is read to temporary memory, not to its final place.
+
+        This holds for scales, which the host checks, and for tensors to be quantised.
+        """
         place = places[tensor.name]
         to_codes = memory.state[place.name].dtype == fp8.CODES and tensor.dtype != fp8.CODES
         return to_codes or is_scale(place, memory.state)
@@ -157,8 +161,8 @@ def _stream(
                 fp8.quantise_into(value, memory.tensor(name), memory.tensor(f"{name}_scale"))
     for name, value in memory.made.items():
         _assign(model, name, value)
-    # Computed buffers, such as inverse frequencies, are not stored. transformers initialises them, except tensors
-    # marked as initialised.
+    # Buffers that the model computes, such as RoPE's inverse frequencies, are not stored. `initialize_weights` fills
+    # them; it skips tensors that are marked as initialised.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type == "meta":

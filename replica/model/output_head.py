@@ -1,4 +1,4 @@
-"""Splits a model into decoder and output head. The head includes the operations after its product."""
+"""Splits a model into decoder and output head. The head includes operations after its matrix product."""
 
 from __future__ import annotations
 

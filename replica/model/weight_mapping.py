@@ -2,8 +2,8 @@
 
 ```
  stored                                        the model's
- q_proj.weight, k_proj.weight, v_proj.weight   the same, adjacent in memory: merging them into one product is a view
-                                               and takes neither memory nor time
+ q_proj.weight, k_proj.weight, v_proj.weight   the same, adjacent in memory: the merged weight of one matrix product
+                                               is a view, which takes neither memory nor time
  experts.7.up_proj.weight                      experts.gate_up_proj[7, n:]
 ```
 """
@@ -28,7 +28,7 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """The tensor, or part of a tensor, that a stored tensor fills."""
+    """The tensor of the model, or the part of it, that a stored tensor fills."""
 
     name: str  # name of the model's tensor
     index: tuple[int | slice, ...] = ()  # part of it; () is the whole tensor
@@ -37,14 +37,14 @@ class WeightTarget:
 def map_weights(
     model: nn.Module, stored: Mapping[str, StoredTensor]
 ) -> dict[str, WeightTarget] | None:
-    """Map stored names to targets. Returns None if stored tensors and the model's do not match one to one.
+    """Map names of stored tensors to targets; None if stored tensors and the model's do not match one to one.
 
-    Tied tensors count once. If the result is None, transformers' loader loads the checkpoint or reports the error.
+    Tied tensors count as one. For None, the caller lets transformers load the checkpoint or report the error.
 
     Raises
     ------
     CheckpointError
-        A tensor is stored in FP8 without a scale, or does not belong to a linear layer.
+        A tensor is stored in FP8, but has no scale or does not belong to a linear layer.
     """
     state = model.state_dict()
     places: dict[str, WeightTarget] = {}
@@ -69,7 +69,7 @@ def map_weights(
 
 
 def is_scale(place: WeightTarget, state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the target is the scales of an FP8 layer."""
+    """Whether the target is the tensor of scales of an FP8 layer."""
     weight = state.get(place.name.removesuffix("_scale"))
     return place.name.endswith(".weight_scale") and weight is not None and weight.dtype == CODES
 
@@ -103,7 +103,10 @@ def _is_complete(
     stored: Mapping[str, StoredTensor],
     filled: Mapping[str, int],
 ) -> bool:
-    """Whether every tensor is filled exactly once. Scales of weights quantised at load are computed, not stored."""
+    """Whether every tensor of the model is filled exactly once.
+
+    Scales of weights that are quantised while loading may be missing, because they are computed.
+    """
     if any(count != state[name].numel() for name, count in filled.items()):
         return False
     tied = model.all_tied_weights_keys  # {one of the same weight: the other}
@@ -119,7 +122,7 @@ def _is_complete(
 
 
 class ModelMemory:
-    """Allocates the memory of a model's tensors on first use; weights to be merged are adjacent.
+    """Allocates the memory of a model's tensors; weights that are merged later are adjacent.
 
     Parameters
     ----------
@@ -136,7 +139,7 @@ class ModelMemory:
         self._together = _together(model)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the memory of one of the model's tensors."""
+        """Return the memory of one of the model's tensors; the first call allocates it."""
         if name not in self.made and name in self._together:
             names = self._together[name]
             lengths = [len(self.state[n]) for n in names]

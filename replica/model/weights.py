@@ -5,8 +5,9 @@
  file ──read──▶ staging (≤ 64 MiB) ──convert, copy──▶ tensor     another dtype, or a GPU: two alternating pinned buffers
 ```
 
-Apart from the tensors, the host needs at most two buffers, each at most as large as the largest tensor. Files are read
-sequentially, which disks do fastest. They are not mapped, because mapped pages would count as memory of this process.
+Apart from the tensors, the host needs at most two staging buffers, each at most 64 MiB and at most as large as the
+largest tensor. Files are read sequentially, because this is fastest on disks. They are not mapped into memory, because
+mapped pages would count as memory of this process.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def read_tensors(
     *,
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """Read tensors one after the other.
+    """Read tensors one after the other; yield each with its filled target.
 
     Parameters
     ----------
@@ -116,25 +117,25 @@ def read_tensors(
 
 
 class _Staging:
-    """One pageable host buffer. A copy from it has ended when the call returns."""
+    """One pageable host buffer. A copy from it has ended when the call that copies returns."""
 
     def __init__(self, size: int):
         self.size = size
         self._buffer = torch.empty(size, dtype=torch.uint8)
 
     def next(self) -> torch.Tensor:
-        """Return a buffer that no copy reads any more."""
+        """Return a buffer that may be overwritten: no copy reads it any more."""
         return self._buffer
 
     def sent(self) -> None:
-        """Called after the copy from the buffer of `next` is queued."""
+        """Record that the copy from the buffer which `next` returned is queued."""
 
     def finish(self) -> None:
         """Wait for all copies from the buffers."""
 
 
 class _PinnedStaging(_Staging):
-    """Two alternating pinned buffers: a GPU may read one while the other is filled."""
+    """Two alternating pinned buffers: the GPU copies from one while the host fills the other."""
 
     def __init__(self, size: int):
         self.size = size
@@ -201,7 +202,7 @@ class LoadProgress:
         self.began_s = self._said_s = self.clock()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes read, and log if it is time."""
+        """Count bytes read, and log if the last log line is old enough."""
         self.done_bytes += num_bytes
         now = self.clock()
         if now - self._said_s >= _LOG_INTERVAL_S:

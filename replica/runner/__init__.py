@@ -1,1 +1,1 @@
-"""One step on a device: inputs, work, outputs."""
+"""Executes one step on a device: inputs, forward pass, sampling, outputs."""

@@ -1,4 +1,4 @@
-"""Counts compilations in this process after an engine is ready; there should be none."""
+"""Counts compilations in this process after an engine is ready. There should be none: each one delays a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward pass on the CPU: numpy metadata for attention; last norm and head may be one call."""
+"""The forward pass on the CPU: attention reads its metadata as numpy arrays; last norm and head may be one call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from quire.replica.sampling.logprobs import score_by_torch
 
 
 class CpuForward(Forward):
-    """See `Forward`.
+    """`Forward` on the CPU.
 
     Parameters
     ----------
     workspace
-        Memory of layers that run as one call; None: each part of a layer is a call.
+        Memory for intermediate results of layers that run as one call; None: each part of a layer is a call.
     """
 
     score = staticmethod(score_by_torch)
@@ -51,7 +51,7 @@ class CpuForward(Forward):
         num_query: np.ndarray,
         selected: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """See `Forward.hidden`."""
+        """As `Forward.hidden`, but without the last norm if `_fused_head` contains it."""
         context = CpuStepContext(
             self._pool,
             self._attentions,
@@ -75,7 +75,7 @@ class CpuForward(Forward):
 
     @property
     def _fused_head(self) -> NormedProduct | None:
-        """Last norm and head as one call, if the fuse pass has joined them; `hidden` then skips the norm."""
+        """Last norm and output head as one call, if the fuse pass has joined them; `hidden` then skips the norm."""
         if self._workspace is None or not isinstance(self._decoder, CpuDecoder):
             return None
         return self._decoder.head

@@ -29,12 +29,12 @@ from quire.replica.sampling.sampler import Draw, draw
 
 
 class CpuKernels:
-    """See `ModelKernels`.
+    """`ModelKernels` of a CPU.
 
     Parameters
     ----------
     num_threads
-        Threads of torch and of the library, set for the whole process.
+        Threads of torch and of the compiled library, set for the whole process.
 
     Attributes
     ----------
@@ -51,7 +51,10 @@ class CpuKernels:
     def attention_options(
         self, config: EngineConfig, group: LayerGroup, pool: KVPool, num_heads: int
     ) -> dict[str, Any]:
-        """Under `deterministic`, choose a prefill tile of the torch path with the decode tile's bits."""
+        """Under `deterministic`, if attention runs in torch, choose the number of query tokens in a prefill tile.
+
+        The chosen tile gives a token the same bits as the tile for decoding.
+        """
         k_cache = pool.keys(group.layers[0])
         if not config.deterministic or cpu_attention_native.supports(k_cache, num_heads):
             return {}
@@ -61,7 +64,7 @@ class CpuKernels:
     def fuse(
         self, config: EngineConfig, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]
     ) -> FuseReport:
-        """Fused modules need the compiled library; without it the model stays unfused."""
+        """Replace modules by fused ones in place. Without the compiled library, which they need, nothing is fused."""
         if config.fuse == "off" or native_library.load() is None:
             return FuseReport()
         decoder, _ = split_model(model)
@@ -73,7 +76,7 @@ class CpuKernels:
         make_deterministic(model)
 
     def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:
-        """Does nothing: CPU products need no compilation."""
+        """Does nothing: matrix products on the CPU need no compilation."""
 
     def forward(
         self,
@@ -90,7 +93,7 @@ class CpuKernels:
         return CpuStepOutputs(device, max_rows)
 
     def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
-        """None: `StepSampler` samples."""
+        """Return None: on the CPU, `StepSampler` samples all rows."""
         return None
 
     def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:

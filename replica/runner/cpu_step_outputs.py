@@ -9,7 +9,7 @@ from quire.replica.runner.step_outputs import StepOutputs, TokenSlot
 
 
 class CpuStepOutputs(StepOutputs):
-    """See `StepOutputs`; all tensors are on the CPU."""
+    """`StepOutputs` with all tensors on the CPU."""
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepOutputs.known`."""

@@ -26,14 +26,14 @@ _WARM_UP_TOKENS = 64
 
 
 class CpuSteps:
-    """See `DeviceSteps`.
+    """`DeviceSteps` on the CPU: work runs when it is queued.
 
     Parameters
     ----------
     pool
-        Its memory is prefaulted while the engine is idle.
+        KV cache; its memory is prefaulted while the engine is idle.
     ragged, outputs
-        The runner's.
+        The runner's step without padding, and its owner of last tokens and result slots.
     """
 
     graphs: GraphCache | None = None
@@ -53,11 +53,11 @@ class CpuSteps:
         self.prefault = PoolPrefault(pool)
 
     def begin(self) -> None:
-        """See `DeviceSteps.begin`."""
+        """Stop the prefault thread until the engine is idle again."""
         self.prefault.forbid()
 
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
-        """See `DeviceSteps.forward`."""
+        """Compute the forward pass; the returned function samples."""
         inputs, tables = direct_inputs(plan), torch.from_numpy(plan.block_tables)
         logits: list[torch.Tensor] = []
 
@@ -77,10 +77,10 @@ class CpuSteps:
         return draw
 
     def hold(self, in_flight: InFlight) -> None:
-        """Does nothing."""
+        """Does nothing: only GPU steps measure this time."""
 
     def begin_draw(self, in_flight: InFlight) -> None:
-        """Does nothing."""
+        """Does nothing: only GPU steps measure this time."""
 
     def end(self, in_flight: InFlight) -> None:
         """See `DeviceSteps.end`."""
@@ -88,7 +88,7 @@ class CpuSteps:
         in_flight.finished_s = time.perf_counter()
 
     def note(self, in_flight: InFlight) -> None:
-        """Does nothing: the engine's thread times CPU steps."""
+        """Does nothing: the engine's thread measures the time of CPU steps."""
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """See `DeviceSteps.logits`."""
@@ -99,9 +99,9 @@ class CpuSteps:
     def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
         """See `DeviceSteps.run_largest`.
 
-        Warm-up on a CPU only touches memory: nothing is compiled. A prefill touches the same pages greedy or sampled,
-        so it runs once. No step takes longer than about a second; otherwise a slow processor would compute for half a
-        minute to save a few page faults.
+        Warm-up on a CPU only touches memory: nothing is compiled. A prefill touches the same pages with greedy and with
+        random sampling, so it runs once. Steps are made so short that none takes longer than about a second; otherwise
+        a slow CPU would compute for half a minute to save a few page faults.
         """
 
         def run_step(lengths: list[int], temperature: float) -> None:
@@ -122,10 +122,10 @@ class CpuSteps:
         run_step([1] * min(rows, budget - chunk // 2) + [chunk // 2], 1.0)
 
     def end_warm_up(self) -> None:
-        """Does nothing."""
+        """Does nothing: the CPU has neither graphs nor counters."""
 
     def use_idle(self) -> bool:
-        """Let the prefault thread run. Returns False: the engine's thread has nothing to do."""
+        """Let the prefault thread run. Return False, because the engine's own thread has nothing to prepare."""
         self.prefault.allow()
         return False
 
@@ -134,5 +134,5 @@ class CpuSteps:
         self.prefault.close()
 
     def telemetry(self) -> dict[str, object]:
-        """No counters."""
+        """Return {}: the CPU has no counters."""
         return {}

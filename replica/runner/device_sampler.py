@@ -5,8 +5,9 @@
  compute              └─ copy ▸ histories ▸ edited rows ▸ draw ▸ counts ▸ log-probs
 ```
 
-The logits are not changed. Rows with masks, bias or penalties are drawn from float32 copies
-(`quire.kernels.sampling.logit_edits`), all other rows from the logits in the model's dtype.
+The logits are not changed. Rows with masks, bias or penalties are sampled from float32 copies
+(`quire.kernels.sampling.logit_edits`), all other rows from the logits in the model's dtype. A step's *queued work*,
+mentioned below, is the device operations queued on its stream, which never make the host wait.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class DeviceSampler:
         self._counts = TokenCounts(vocab_size, device.torch_device)
 
     def stage(self, batch: SamplingBatch, masks: Masks, *, has_columns: bool) -> StagedSampling:
-        """Stage the sampling options of a batch. Call `queued` after the draw is queued.
+        """Copy the sampling options of a batch to pinned memory. Call `queued` after `draw` is queued.
 
         Parameters
         ----------
@@ -66,7 +67,7 @@ class DeviceSampler:
         return StagedSampling(staged, 1 + int(other.begun.max(initial=-1)), not has_columns)
 
     def queued(self) -> None:
-        """Record that the draw with the last staged options is queued."""
+        """Record that the sampling with the last staged options is queued; their memory is reused after it has run."""
         self._staging.queued()
 
     def draw(
@@ -76,7 +77,7 @@ class DeviceSampler:
         columns: DrawColumns | None,
         scores: torch.Tensor,
     ) -> torch.Tensor:
-        """Draw one token per row. Part of a step's queued work.
+        """Sample one token per row. Part of a step's queued work.
 
         Parameters
         ----------
@@ -85,7 +86,7 @@ class DeviceSampler:
         columns
             Sampling columns of the rows; None if they were staged.
         scores
-            [max rows, 1 + 2 width] float32. The first rows get the log-probs of the rows that asked for them.
+            [max rows, 1 + 2 width] float32. Entry i receives the log-probs of the i-th row that asked for them.
 
         Returns
         -------

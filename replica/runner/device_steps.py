@@ -19,7 +19,9 @@ Draw = Callable[[SamplingBatch, Masks], None]
 class DeviceSteps(Protocol):
     """The interface of `CpuSteps` and `GpuSteps`.
 
-    Order of the calls for a step: `begin`, `forward`, draw, `end`, `note`.
+    Order of the calls for a step: `begin`, `forward`, the function that `forward` returned, `end`, `note`. If sampling
+    needs tokens of the step in flight (launched, not collected), `hold` follows `forward`, and `begin_draw` precedes
+    the returned function.
     """
 
     @property
@@ -32,19 +34,19 @@ class DeviceSteps(Protocol):
         ...
 
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
-        """Run or queue the forward pass of a step; the returned function draws. Call `end` before the next step."""
+        """Run or queue the forward pass of a step; the returned function samples. Call `end` before the next step."""
         ...
 
     def hold(self, in_flight: InFlight) -> None:
-        """Called after `forward` if the draw has to wait for tokens; `begin_draw` and `end` follow later."""
+        """Called after `forward` if sampling has to wait for tokens of the step in flight."""
         ...
 
     def begin_draw(self, in_flight: InFlight) -> None:
-        """Called before the draw of a step that was held."""
+        """Called before the sampling of a step for which `hold` was called."""
         ...
 
     def end(self, in_flight: InFlight) -> None:
-        """Called after the draw: queue the copy of the tokens to the host."""
+        """Called after sampling is queued: queue the copy of the tokens to the host."""
         ...
 
     def note(self, in_flight: InFlight) -> None:
@@ -56,11 +58,14 @@ class DeviceSteps(Protocol):
         ...
 
     def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
-        """Run the largest steps: only decodes, a full prefill chunk, and both mixed; greedy and sampled."""
+        """Run the largest steps of each kind: decodes, a full prefill chunk, and both mixed; greedy and with sampling.
+
+        `run` launches and collects a step; `plans` makes steps that write only to the trash block.
+        """
         ...
 
     def end_warm_up(self) -> None:
-        """Called after the largest steps: capture graphs, reset counters."""
+        """Called once, after `run_largest`: capture graphs, reset counters."""
         ...
 
     def use_idle(self) -> bool:

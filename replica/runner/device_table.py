@@ -1,4 +1,4 @@
-"""The request table on the device. It keeps what consecutive steps share, so only differences are uploaded.
+"""The request table on the device. It keeps the values that do not change between steps, so only changes are uploaded.
 
 ```
  blocks    [G, R + 1, max blocks]   row r: block table of its request, by layer group
@@ -6,8 +6,9 @@
            row R is the padding row: greedy, all blocks are the trash block
 ```
 
-The host's table is `rows.RowTable`; each plan contains its changes (`table_changes.py`). The last sampled tokens are
-another column; they are never uploaded, so `StepOutputs` owns that column.
+A row is a request's slot. The host's table is `rows.RowTable`; each plan contains the changes of that table since the
+previous plan (`table_changes.py`). The last sampled tokens are another column; the device writes them itself, so they
+are never uploaded, and `StepOutputs` owns that column.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class DeviceTable:
     device
         Holds the table.
     num_groups, num_rows, max_blocks
-        G, R and the largest number of blocks of a row in a group, as in `RowTable`.
+        Number of layer groups G, of requests R, and of blocks that a row may have in one group, as in `RowTable`.
     trash_block
         Id of the block that padding writes to.
     draw
-        Draws tokens with given options: `ModelKernels.draw`.
+        Samples tokens with the given options: `ModelKernels.draw`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class DeviceTable:
         return keys_at(self._noise_bases[rows], position).view(np.int64)
 
     def adopt(self, plan: StepPlan) -> StepPlan:
-        """Put a plan without table rows into the first rows of this table."""
+        """Give a plan without table rows the first rows of this table, with the changes that fill these rows."""
         num_groups, num_rows, width = plan.block_tables.shape
         if num_rows > self.padding_row or width > self.blocks.shape[2]:
             raise ValueError(
@@ -110,7 +111,7 @@ class DeviceTable:
         entries = plan.block_tables.reshape(num_groups, -1).astype(np.int32)
         return plan._replace(rows=rows, changes=TableChanges(((0, at, entries),)))
 
-    # -- parts of a step's work --------------------------------------------------------------------------
+    # -- a step's queued work: device operations on its stream -------------------------------------------
 
     def apply(self, new: Differences) -> None:
         """Write uploaded differences to the table."""
@@ -132,7 +133,7 @@ class DeviceTable:
     def choose(
         self, logits: torch.Tensor, rows: torch.Tensor, noise_keys: torch.Tensor
     ) -> torch.Tensor:
-        """Draw one token per row with the row's sampling options.
+        """Sample one token per row with the row's sampling options.
 
         Parameters
         ----------

@@ -26,11 +26,11 @@ class Forward:
     Parameters
     ----------
     model
-        The final model, after fusing; `split_model` shares its modules.
+        The model after the fuse pass. Decoder and head are its own modules, not copies.
     pool, attentions
         KV cache, and one attention for each layer group.
     max_logits_rows
-        Largest number of rows of logits at a time, as counted by sizing.
+        Largest number of rows for which logits are computed at a time; sizing reserves memory for this number.
     """
 
     score = staticmethod(score_by_kernels)
@@ -91,7 +91,7 @@ class Forward:
         return self._decoder(**given, use_cache=False, quire=context).last_hidden_state[0]
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Tensors that every pass uses, by name, except the KV pool."""
+        """Tensors that every forward pass reads, by name, except the KV pool."""
         found: dict[str, torch.Tensor] = {}
         for part, root in (("decoder", self._decoder), ("head", self._head)):
             for prefix, module in root.named_modules(prefix=part):

@@ -25,14 +25,14 @@ from quire.replica.runner.step_outputs import StepOutputs
 
 
 class GpuKernels:
-    """See `ModelKernels`."""
+    """`ModelKernels` of a GPU."""
 
     backend: Backend = "triton"
 
     def attention_options(
         self, config: EngineConfig, group: LayerGroup, pool: KVPool, num_heads: int
     ) -> dict[str, Any]:
-        """No extra arguments."""
+        """Return {}: attention on a GPU needs no extra arguments."""
         return {}
 
     def fuse(

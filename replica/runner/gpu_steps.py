@@ -1,14 +1,15 @@
-"""Steps on a GPU: uploads of inputs, and which parts of a step run as a graph.
+"""Steps on a GPU: they upload the inputs, and run a part of the step as a CUDA graph where one was captured.
 
 ```
- every row decodes,     [ differences ][ replay: last tokens ▸ model ▸ draw ][ keep ]            plain rows
- or mixed and padded    [ differences ][ replay: last tokens ▸ model ][ masks ▸ draw ▸ keep ]    others
- any other step         [ differences ▸ copies ▸ model ][ masks ▸ draw ▸ keep ]
+ every row decodes,     [ differences ][ replay: last tokens ▸ model ▸ sample ][ keep ]            plain rows
+ or mixed and padded    [ differences ][ replay: last tokens ▸ model ][ masks ▸ sample ▸ keep ]    others
+ any other step         [ differences ▸ copies ▸ model ][ masks ▸ sample ▸ keep ]
 ```
 
-`[ ]` is one piece of work on the compute stream. If a step awaits tokens, its last piece is queued when they have
-arrived. Without a graph a step runs kernel by kernel, unpadded. Graphs do not contain copies of blocks (forks) or
-log-probabilities of prompts.
+`[ ]` is one piece of work on the compute stream. *Differences* are changes of the request table since the last upload.
+Rows are plain if they need no masks, penalties or log-probs. If sampling needs tokens of the step in flight (launched,
+not collected), the last piece is queued when these tokens have arrived. Without a graph a step runs kernel by kernel,
+unpadded. Graphs do not contain copies of blocks (forks) or log-probabilities of prompts.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ MAX_CHANGES = 8192
 
 
 class GpuSteps:
-    """See `DeviceSteps`. Owns the inputs, the request table and the graphs on the device.
+    """`DeviceSteps` on a GPU. Owns the inputs, the request table and the graphs on the device.
 
     Parameters
     ----------
     forward, ragged, outputs
-        The runner's.
+        The runner's forward pass, its step without padding, and its owner of last tokens and result slots.
     pool
         KV cache; padding writes to its trash block.
     kernels
-        Its functions draw the tokens.
+        Its functions sample the tokens.
 
     Raises
     ------
@@ -124,7 +125,7 @@ class GpuSteps:
         }
 
     def begin(self) -> None:
-        """Does nothing."""
+        """Does nothing: no work of this engine competes with a step."""
 
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
         """See `DeviceSteps.forward`."""
@@ -182,10 +183,10 @@ class GpuSteps:
         return self.graphs.use_idle()
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing: there is no background work."""
 
     def _fall_idle(self) -> None:
-        """Do not count the time until the next step as a gap."""
+        """Mark the engine as idle, so that the time until the next step does not count as a gap."""
         self._done = None
 
     def telemetry(self) -> dict[str, object]:
@@ -216,7 +217,7 @@ class GpuSteps:
         in_flight.draw_begun = self._device.record(Stream.COMPUTE, "draw begins", timed=True)
 
     def _begin(self, in_flight: InFlight) -> None:
-        """Record the begin of a step: its inputs are queued."""
+        """Record the start of a step, after the upload of its inputs is queued."""
         in_flight.begun = self._device.record(Stream.COMPUTE, "step begins", timed=True)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -247,7 +248,7 @@ class GpuSteps:
         return plan, *self.inputs.send(plan, keys, new)
 
     def _differences(self, plan: StepPlan) -> Differences:
-        """Return the table changes for the step's upload, after uploading those that exceed `MAX_CHANGES`."""
+        """Return at most `MAX_CHANGES` table changes for the step's upload, after uploading and applying the others."""
         *before, last = pieces(self.table.differences(plan.changes), MAX_CHANGES)
         for piece in before:
             new = self.inputs.send_differences(piece)
@@ -285,12 +286,12 @@ class GpuSteps:
         rows: torch.Tensor,
         noise_keys: torch.Tensor | None,
     ) -> Draw:
-        """Return the function that queues the draw of a step.
+        """Return the function that queues the sampling of a step.
 
         Parameters
         ----------
         logits
-            Called when the draw runs; returns [S or more, vocab].
+            Called when the sampling runs on the stream; returns [S or more, vocab].
         rows, noise_keys
             [S] int64. Without keys, the plan gives the sampling options and the noise.
         """
@@ -374,7 +375,7 @@ class GpuSteps:
         part: GraphPart,
         logits: Callable[[], torch.Tensor],
     ) -> Draw:
-        """Return the function that queues the draw, or, after a whole graph, the copy of the drawn tokens."""
+        """Return the function that queues the sampling; if the graph has sampled, it only copies the tokens."""
         if part is GraphPart.WHOLE:
             return lambda sampling, masks: self._keep_sampled(plan, in_flight)
         count = len(plan.sampling.token_index)

@@ -37,11 +37,11 @@ class ModelKernels(Protocol):
         ...
 
     def fix_order(self, model: nn.Module) -> None:
-        """Replace products in place so that a row has the same bits in every batch. Call it after `fuse`."""
+        """Replace matrix products in place so that a row has the same bits in every batch. Call it after `fuse`."""
         ...
 
     def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:
-        """Compile the kernels of the products of `fix_order`."""
+        """Compile the kernels of the matrix products that `fix_order` installed, for up to `max_batch_tokens` rows."""
         ...
 
     def forward(
@@ -55,15 +55,15 @@ class ModelKernels(Protocol):
         ...
 
     def outputs(self, device: Device, max_rows: int) -> StepOutputs:
-        """Create the `StepOutputs` of a runner."""
+        """Create the owner of last tokens and result slots, for `max_rows` rows including the padding row."""
         ...
 
     def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
-        """Create the sampler for rows with masks, penalties or log-probs; None: torch samples them."""
+        """Create the sampler for rows with masks, penalties or log-probs; None: torch samples these rows."""
         ...
 
     def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
-        """Draw one token per row, [S] int64, from logits [S, vocab] of any dtype; may overwrite the logits."""
+        """Sample one token per row, [S] int64, from logits [S, vocab] of any dtype; may overwrite the logits."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""Steps on fixed addresses, as captured by graphs.
+"""Steps on fixed addresses, padded to a fixed shape, in the form that CUDA graphs capture.
 
 ```
  every row decodes   rows ─▶ last_token[rows] ──────┐
- mixed               token_ids, -1 - r: of row r ───┴─▶ model ─▶ logits ─▶ draw by columns[rows] ─▶ sampled, last_token
+ mixed               token_ids, -1 - r: of row r ───┴─▶ model ─▶ logits ─▶ sample, columns[rows] ─▶ sampled, last_token
                      blocks[rows], slots, lengths ──────┘           │
                                                                     FORWARD ends here: the host prepares masks,
                                                                     penalties and log-probs
@@ -27,7 +27,7 @@ FixedInputs = DecodeInputs | MixedInputs
 
 
 class PaddedStep:
-    """Owns the buffers that graphs write, except KV and last tokens.
+    """Owns the buffers that graphs write, except the KV pool and the last tokens.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class PaddedStep:
         self._cu_q.copy_(torch.arange(max_rows + 1, dtype=torch.int32))
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that it owns, by name."""
+        """This object's buffers, by name."""
         own = {"sampled tokens": self.sampled, "the rows' places": self._cu_q}
         return own if self.logits is None else {**own, "logits": self.logits}
 
@@ -73,12 +73,14 @@ class PaddedStep:
             self.logits = self._device.empty(self._logits_shape, self._logits_dtype)
 
     def whole(self, inputs: FixedInputs, num_blocks: int | None = None) -> None:
-        """Run a step up to the tokens: writes `sampled` and the rows' last tokens.
+        """Run a whole step; write the sampled tokens to `sampled` and to the last tokens of the rows.
 
         Parameters
         ----------
+        inputs
+            Inputs at fixed addresses on the device, padded.
         num_blocks
-            Blocks of each row's table that a mixed step gathers; None: all.
+            Width of the block tables that a mixed step gathers; None: all blocks of a row.
         """
         logits = self.compute_logits(inputs, num_blocks)
         rows = sampling_rows(inputs)
@@ -87,7 +89,7 @@ class PaddedStep:
         self._outputs.remember(tokens, rows)
 
     def to_logits(self, inputs: FixedInputs, num_blocks: int | None = None) -> None:
-        """Run a step up to the logits: writes the first rows of `logits`."""
+        """Run a step up to the logits and write them to the first rows of `logits`."""
         assert self.logits is not None
         logits = self.compute_logits(inputs, num_blocks)
         self.logits[: len(logits)].copy_(logits)
@@ -114,8 +116,9 @@ class PaddedStep:
     def _mixed(self, inputs: MixedInputs, num_blocks: int | None) -> torch.Tensor:
         """Hidden states [T, hidden size] of a mixed step."""
         num_rows, num_tokens = len(inputs.rows), len(inputs.positions)
-        # A graph must serve any lengths of rows, so it contains the attention kernel for rows of one token and the one
-        # for longer rows. Each finds its rows on the device.
+        # One graph serves rows of any length, so it must contain both attention kernels: the one for rows of one token
+        # and the one for longer rows. These made-up lengths make attention launch both; on the device, each kernel
+        # finds the rows that it has to compute.
         num_query = np.zeros(num_rows, np.int64)
         num_query[:2] = 1, num_tokens - 1
         return self._forward.hidden(
@@ -130,5 +133,5 @@ class PaddedStep:
 
 
 def sampling_rows(inputs: FixedInputs) -> torch.Tensor:
-    """Table rows [n] int64 that get the sampled tokens."""
+    """Table rows [n] int64 whose tokens the step samples, with padding rows."""
     return inputs.rows if isinstance(inputs, DecodeInputs) else inputs.sample_rows

@@ -1,10 +1,11 @@
-"""A step of any rows without padding, in two parts: the forward pass up to the logits, and the draw.
+"""A step of any rows without padding, in two parts: the forward pass up to the logits, and sampling.
 
 ```
- copies ▸ last tokens of the rows that decode ▸ model, which writes KV ▸ log-probs of prompts ▸ logits │ draw ▸ keep
+ copies ▸ last tokens of the rows that decode ▸ model, which writes KV ▸ log-probs of prompts ▸ logits │ sample ▸ keep
 ```
 
-The caller passes the parts that depend on the device: the block tables, and the function that draws plain tokens.
+The caller passes the parts that depend on the device: the block tables, and the function that samples plain rows (rows
+without masks, penalties or log-probs).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RaggedStep:
     Parameters
     ----------
     forward, sampler, outputs, pool
-        The runner's.
+        The runner's forward pass, its torch sampler, its owner of last tokens and result slots, and its KV cache.
     """
 
     def __init__(self, forward: Forward, sampler: StepSampler, outputs: StepOutputs, pool: KVPool):
@@ -80,7 +81,7 @@ class RaggedStep:
         masks: Masks,
         choose: Choose | None = None,
     ) -> None:
-        """Draw tokens and log-probabilities with torch and store them in the step's slot.
+        """Sample tokens, compute log-probabilities and store both in the step's result slot.
 
         Parameters
         ----------
@@ -89,11 +90,11 @@ class RaggedStep:
         rows
             [S] int64 table rows; empty if the tokens are not stored in the table.
         choose
-            Draws with the sampling options on the device; None: use those of the plan.
+            Samples with the options in the device's request table; None: torch samples with the options of the plan.
         """
         is_plain = sampling.is_plain
         if choose is None and is_plain and not sampling.temperature.any():
-            choose = likeliest  # in the model's dtype: float32 has the same order
+            choose = likeliest  # in the model's dtype: float32 would have the same order
         if choose is not None and is_plain:
             tokens = choose(logits)
         else:
@@ -103,16 +104,16 @@ class RaggedStep:
 
 
 def _all_sample(plan: StepPlan) -> bool:
-    """Whether every token of the step samples, once and in order, as when all rows decode."""
+    """Whether one token is sampled after each token of the step, in order, as when all rows decode."""
     sampled = plan.sampling.token_index
     return len(sampled) == len(plan.token_ids) and bool((sampled == np.arange(len(sampled))).all())
 
 
 def _selected(plan: StepPlan) -> np.ndarray | None:
-    """Indices [S] int64 of the tokens that are read after the decoder; None: all."""
+    """Indices int64, ascending and unique, of the tokens whose hidden states are read after the decoder; None: all."""
     sampled = plan.sampling.token_index
     if plan.prompts or len(sampled) >= len(plan.token_ids):
         return None
     return np.unique(sampled).astype(
         np.int64
-    )  # several answers to a prompt sample from the same token
+    )  # several samples of one prompt read the same token's logits

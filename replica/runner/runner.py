@@ -6,8 +6,8 @@
  StepResult ◀── collect: tokens to the host ◀─────────────────────────────────────────────────────────┘
 ```
 
-On the CPU, `launch` computes the step and `collect` does not wait. On a GPU, `launch` queues work on four streams and
-returns. Step N+1 may be launched while step N runs; it gathers on the device the tokens that N samples:
+On the CPU, `launch` computes the step and `collect` does not wait. On a GPU, `launch` queues device operations on four
+streams and returns. Step N+1 may be launched while step N runs: it reads the tokens that N samples on the device.
 
 ```
  host     plan N+1 ▸ stage ▸ launch        collect N (sleeps) ▸ commit N ▸ plan N+2 ...
@@ -58,7 +58,7 @@ class Runner:
     Parameters
     ----------
     config
-        Device, dtype, limits, `deterministic` and `num_threads`.
+        The resolved options of the engine.
     spec
         Shape of the checkpoint.
     model
@@ -73,7 +73,7 @@ class Runner:
     Raises
     ------
     ValueError
-        `deterministic` cannot hold for this model, dtype or machine.
+        `deterministic` is set and cannot be fulfilled for this model, dtype or machine.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Runner:
         self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
         self._sampler = StepSampler(config.vocab_size)
         self.kernels = choose_kernels(config, attention_backend)
-        # One more than the requests: the row that pads steps.
+        # One row more than requests: the padding row.
         self._outputs = self.kernels.outputs(self._device, config.num_rows + 1)
         self._busy_until_s = 0.0  # end of the last collected step
         self._compiles = CompileCount()
@@ -165,15 +165,15 @@ class Runner:
         return cls(config, spec, model, pool, device=device, fused=fused)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """`launch` and `collect`."""
+        """Launch a step and collect its result."""
         return self.collect(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> InFlight:
-        """Start a step; on a GPU this returns before the step is done. The scheduler has checked all bounds."""
+        """Start a step; on a GPU this returns before the step is done. The scheduler has checked the plan's bounds."""
         try:
             return self._launch(plan)
         except Exception:
-            # No event marks the end of the work already queued, and its blocks may be reused after this error.
+            # No event marks the end of the operations already queued, and their blocks may be reused after this error.
             self._device.synchronize()
             raise
 
@@ -206,15 +206,18 @@ class Runner:
         )
 
     def sample(self, in_flight: InFlight, sampling: SamplingBatch) -> None:
-        """Queue the draw of a step that awaited tokens, with the sampling options of `Scheduler.complete`."""
+        """Queue the sampling of a step that had to wait for the previous step's tokens.
+
+        `sampling` is the result of `Scheduler.complete`: the options of the plan, completed with these tokens.
+        """
         try:
             masks = self._sampler.begin(sampling)
             if masks is not None:
-                masks.result()  # wait here, so that the time until `begin_draw` counts as a hold
+                masks.result()  # wait here, so that `hold_us` in the telemetry includes the masks
             self.steps.begin_draw(in_flight)
             self._draw(in_flight, sampling, masks)
         except Exception:
-            self._device.synchronize()  # for the reason given in `launch`
+            self._device.synchronize()  # queued operations may still use blocks, as in `launch`
             raise
 
     def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
@@ -225,12 +228,12 @@ class Runner:
         self.steps.end(in_flight)
 
     def collect(self, in_flight: InFlight) -> StepResult:
-        """Wait for a launched step.
+        """Wait for a launched step and return its result.
 
         Raises
         ------
         RuntimeError
-            The step awaited tokens of a step that failed, so it has sampled nothing.
+            The step needed tokens of the previous step, which failed, so it has sampled nothing.
         """
         if in_flight.draw is not None:
             self._device.synchronize()
@@ -274,14 +277,17 @@ class Runner:
         return self._device.mark(name)
 
     def warm_up(self) -> None:
-        """Run the shapes that serving will use, so that nothing is compiled or first touched later; capture graphs."""
+        """Run the shapes that serving will use, then capture graphs.
+
+        Afterwards serving compiles no kernel and touches no memory for the first time.
+        """
         self.run_largest()
         if self.config.deterministic:
             self.kernels.warm_fixed_products(self.model, self.config.max_batch_tokens)
         self.steps.end_warm_up()
 
     def run_largest(self) -> None:
-        """Run the largest steps on the trash block."""
+        """Run the largest steps; they write only to the trash block."""
         self.steps.run_largest(self.run, self.trash_plans)
 
     def mark_ready(self) -> None:

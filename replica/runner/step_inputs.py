@@ -6,9 +6,10 @@
  compute  [ step N ....................... ]      │ [ step N+1 .................. ]
 ```
 
-The device has one input buffer, so captured graphs read fixed addresses; only the staging is doubled. The arrays of a
-step are packed one after the other. Their offsets depend only on their lengths, so steps of equal lengths use equal
-addresses. The changes of the request table follow at the end. Block tables and sampling columns are in that table.
+The device has one input buffer, because captured graphs read fixed addresses; only the staging buffer is doubled. The
+arrays of a step are packed one after the other. Their offsets depend only on their lengths, so steps of equal lengths
+use equal addresses. The changes of the request table (*differences*) follow at the end; that table holds block tables
+and sampling columns. An id -1 - r stands for the last token of table row r, which is unknown when the step is planned.
 
 ```
  a step of n rows that decode   rows, positions, kv_len, slots, noise keys of n or more rows │ differences
@@ -64,7 +65,7 @@ class DecodeInputs(NamedTuple):
 
 
 class MixedInputs(NamedTuple):
-    """Inputs of a padded mixed step, on the device: n rows, T tokens. Rows may have no token."""
+    """Inputs of a padded mixed step, on the device: n rows, T tokens. Padding rows may have no token."""
 
     # [T] int64; -1 - r stands for the last token of table row r
     token_ids: torch.Tensor
@@ -146,13 +147,13 @@ class InputRing:
     device
         Its H2D stream runs the copies.
     max_bytes
-        Size of the largest upload, see `input_bytes`.
+        Size of the largest upload, computed by `input_bytes`.
     num_groups
         Layer groups, G.
     padding_row, padding_slot
         Table row and KV slot of padding rows.
     depth
-        Number of staging buffers. With one more than the steps in flight, the host never waits for a buffer.
+        Number of staging buffers. If it exceeds the number of steps in flight, the host never waits for a buffer.
     """
 
     def __init__(
@@ -188,7 +189,8 @@ class InputRing:
     ) -> tuple[StepInputs, Differences]:
         """Stage a step's inputs and queue their copy; the compute stream waits for it.
 
-        Call `release` before the next `send`, of any kind, unless the device has been idle since.
+        Before the next upload of any kind, call `release` with an event after the work that reads these inputs, unless
+        the device is idle.
 
         Raises
         ------
@@ -220,7 +222,7 @@ class InputRing:
     def send_mixed(
         self, plan: StepPlan, key: GraphKey, noise_keys: np.ndarray, new: Differences
     ) -> tuple[MixedInputs, Differences]:
-        """Like `send`, padded to the shape of a graph that fits the step (`MixedShapes.fits`)."""
+        """Like `send`, padded to the shape of a graph; `MixedShapes.fits` must hold for graph and step."""
         sampling = plan.sampling
         lengths = np.zeros(key.num_rows, np.int64)
         lengths[plan.num_rows] = key.num_tokens - plan.num_tokens
@@ -239,7 +241,7 @@ class InputRing:
         return MixedInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
 
     def _mixed_padding(self, key: GraphKey, lengths: np.ndarray) -> list[Typed]:
-        """Inputs of a mixed step of padding rows with the given numbers of tokens [n]."""
+        """Return inputs of a mixed step in which every row is padding; row i has `lengths[i]` tokens."""
         row, position, _, slot, noise_key = self._padding
         shapes = _mixed_shapes(self._num_groups, key.num_rows, key.num_tokens)
         cu_q = np.concatenate([[0], np.cumsum(lengths)])
@@ -250,7 +252,7 @@ class InputRing:
         ]
 
     def send_padding(self, key: GraphKey) -> DecodeInputs | MixedInputs:
-        """Like `send_decode` and `send_mixed`, with padding rows only."""
+        """Upload inputs of a graph's shape in which every row is padding."""
         if key.is_mixed:
             # Padding rows share the trash block, but no row may be longer than its block table.
             before = np.arange(key.num_rows) * key.kv_tokens
@@ -287,7 +289,7 @@ class InputRing:
         return layout.on_device(self.inputs)
 
     def release(self, read: Event) -> None:
-        """Set the event after which the input buffer may be overwritten: the end of the step that reads it."""
+        """Allow uploads to overwrite the input buffer after the event `read`, the end of the step that reads it."""
         self._read = read
 
 
@@ -310,7 +312,7 @@ def _as_tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
 
 
 def pieces(new: Differences, max_changes: int) -> Iterable[Differences]:
-    """Split differences into parts of at most `max_changes` block entries; the first part has all columns."""
+    """Split table changes into parts of at most `max_changes` block entries; the first part has all changed columns."""
     for begin in range(0, max(len(new.at), 1), max_changes):
         part = slice(begin, begin + max_changes)
         few = new._replace(at=new.at[part], blocks=new.blocks[part])

@@ -6,7 +6,10 @@
  host                                                               └─▶ collect N, commit N
 ```
 
-The host collects N before it launches N+2, so two slots are enough and no stream waits for the reader of a slot.
+The host collects N before it launches N+2, so two slots are enough, and no stream waits until the host has read a slot.
+
+Terms: a step's *queued work* is the device operations queued on its stream, which never make the host wait. A *row*
+is a request's slot in the request table.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ class TokenSlot:
 
     tokens: torch.Tensor  # [max rows] int64, on the device
     result: torch.Tensor  # [max rows] int64, pinned
-    # [max rows, SCORE_COLUMNS] float32, on the device; the first rows are those that asked for log-probs
+    # [max rows, SCORE_COLUMNS] float32, on the device; entry i belongs to the i-th row that asked for log-probs
     scores: torch.Tensor
     scores_result: torch.Tensor  # copy of `scores`, pinned
     num_tokens: int = 0
-    # `SamplingBatch.logprobs`: rows that asked for log-probs, and how many
+    # `SamplingBatch.logprobs`: (row, number of log-probs asked) of each row that asked
     asked: tuple[tuple[int, int], ...] = ()
-    arrived: Event | None = None
+    arrived: Event | None = None  # the copies to the host are done
 
     def collect(self) -> np.ndarray:
         """Sleep until the tokens have arrived; returns [num_tokens] int64."""
@@ -51,21 +54,24 @@ class TokenSlot:
 
 @dataclass(slots=True)
 class InFlight:
-    """A launched step."""
+    """A launched step that is not collected yet."""
 
     slot: TokenSlot
     started_s: float
-    finished_s: float | None = None  # on the CPU
-    # On a GPU: begin and end of the step, and the end of the previous step.
+    # Only on the CPU device: end of the step, in seconds of `time.perf_counter`, like `started_s`.
+    finished_s: float | None = None
+    # Only on a GPU: start and end of the step, and the end of the previous step (None after an idle period).
     begun: Event | None = None
     done: Event | None = None
     done_before: Event | None = None
-    # Only if the draw awaited tokens: end of the forward pass, and begin of the draw.
+    # Only on a GPU, and only if sampling waited for the previous step's tokens: end of the forward pass, and start of
+    # sampling.
     forward_done: Event | None = None
     draw_begun: Event | None = None
-    # Queues the draw; takes the sampling options and the grammars' masks. None once the draw is queued.
+    # Queues the sampling of the step's tokens; arguments: sampling options, and masks of the grammars. None once it is
+    # queued.
     draw: Callable[[SamplingBatch, Masks], None] | None = None
-    # Set by the queued work of the step.
+    # Log-probs of prompt tokens; set by the step's queued work.
     prompts: tuple[StepPromptLogprobs, ...] = ()
 
 
@@ -77,7 +83,7 @@ class StepOutputs:
     max_rows
         Rows of the request table, including the padding row.
     depth
-        Steps that may be launched and not collected.
+        Number of slots: steps that may be launched before the oldest one is collected.
     """
 
     def __init__(self, device: Device, max_rows: int, depth: int = 2):
@@ -95,17 +101,20 @@ class StepOutputs:
             )
             for _ in range(depth)
         ]
-        self._turn = 0
+        self._turn = 0  # next slot
 
     def take(self, num_tokens: int) -> TokenSlot:
-        """Return the slot for the next step."""
+        """Return the slot for the next step, which samples `num_tokens` tokens."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         slot.num_tokens, slot.asked = num_tokens, ()
         return slot
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Replace ids -1 - r in [T] int64 by the last token of table row r. Part of a step's queued work."""
+        """Replace placeholders in token ids [T] int64. Part of a step's queued work.
+
+        An id -1 - r stands for the last token of table row r, which was unknown when the step was planned.
+        """
         rows = (-1 - token_ids).clamp_(min=0)
         return torch.where(token_ids < 0, self.last_token[rows], token_ids)
 
@@ -115,10 +124,14 @@ class StepOutputs:
         self.remember(tokens, rows)
 
     def remember(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store tokens [S] int64 in the table rows [S] int64, if rows are given. Part of a step's queued work."""
+        """Store tokens [S] int64 in the table rows [S] int64. Part of a step's queued work.
+
+        `rows` is empty if the plan was made without a request table; then nothing is stored.
+        """
         if not len(rows):
             return
-        # A row with NO_TOKEN ends one step late. Until then its token must be a valid id.
+        # NO_TOKEN (the row's constraints allow no token) ends the request, but the next step may already be launched
+        # with its row and reads this token, so it must be a valid id.
         self.last_token.index_copy_(0, rows, tokens.clamp(min=0))
 
     def send(self, slot: TokenSlot, done: Event) -> None:

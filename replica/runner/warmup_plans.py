@@ -69,7 +69,7 @@ class TrashPlans:
     def special_plan(self, num_rows: int) -> StepPlan:
         """A step that uses every kernel of the sampler: masks, token lists, log-probs, and penalties in row 0.
 
-        The penalties leave token counts in row 0; the first request in that row overwrites them.
+        The penalties leave token counts in row 0. The first request with penalties in that row resets them.
         """
         plan = self.plan([1] * num_rows, 0.0)
         one, zero = np.ones(1, np.float32), np.zeros(1, np.int64)

@@ -1,8 +1,8 @@
-"""Log-probabilities of the model's own distribution, for rows and prompts that ask for them.
+"""Log-probabilities of the model's own distribution, for requests that ask for them.
 
 They are computed from the raw logits, before bias, penalties, masks, temperature and truncation, as in vLLM's V1 engine
-by default. So they do not depend on other parameters, and a token forced by a constraint has the probability that the
-model gave it.
+by default. So they do not depend on other sampling parameters, and a token that a grammar or a list of allowed ids has
+forced gets the probability that the model gave it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 from quire.protos.wire import MAX_LOGPROBS, PromptLogprobs, TokenLogprob
 from quire.replica.core.step_plan import PromptTargets, SamplingBatch
 
-# Columns of a row: log-prob of the token, those of the likeliest ids, and bits of these ids. Others are undefined.
+# Columns of a row: log-prob of the sampled token; log-probs of the likeliest ids; these ids, int32 bits stored as
+# float32. Columns beyond the number of ids asked for are undefined.
 SCORE_COLUMNS = 1 + 2 * MAX_LOGPROBS
 
 
 def log_distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor | None:
-    """Return log-probabilities [L, vocab] float32 of the rows that asked; None if none did.
+    """Return log-probabilities [L, vocab] float32 of the L rows that asked for them; None if no row did.
 
     Call it before `sample`, which overwrites the logits.
     """
@@ -42,7 +43,8 @@ def score_tokens(
         [L or more, SCORE_COLUMNS] float32.
     """
     index, num_top = zip(*batch.logprobs, strict=True)
-    # A row without a token ends in this step, and its log-probability is not sent.
+    # A negative token means that the row's constraints allow no token: its request ends in this step, and the
+    # log-probability is not sent.
     chosen = tokens[torch.tensor(index)].clamp(min=0)
     top, top_ids = distribution.topk(min(max(num_top), distribution.shape[-1]), dim=-1)
     top, top_ids = _in_order(top.numpy(), top_ids.numpy())
@@ -60,7 +62,7 @@ def token_logprobs(
     Parameters
     ----------
     asked
-        `SamplingBatch.logprobs`, L of them.
+        `SamplingBatch.logprobs`: (row index, number of likeliest ids) of each of L rows.
     scores
         [L, SCORE_COLUMNS] float32.
     """
@@ -132,7 +134,7 @@ def score_prompt(
 
 
 def score_by_torch(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
-    """See `Score`; computes the log-probabilities of the whole vocabulary in float32."""
+    """A `Score` in torch: computes the log-probabilities of the whole vocabulary in float32."""
     distribution = torch.log_softmax(logits.float(), dim=-1)
     chosen = distribution.gather(-1, ids[:, None])
     ranks = (distribution > chosen).sum(-1) + 1
@@ -141,7 +143,7 @@ def score_by_torch(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Sco
 
 
 def score_by_kernels(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
-    """See `Score`; uses GPU kernels, without a float32 copy of the logits."""
+    """A `Score` by GPU kernels, which need no float32 copy of the logits."""
     from quire.kernels.sampling.log_probs import log_probs
 
     width = min(num_top, logits.shape[1])

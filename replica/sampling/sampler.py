@@ -1,10 +1,10 @@
 """Samples tokens from logits with torch on a CPU, vectorised over the rows that sample.
 
 Order, as vLLM documents it: grammar masks, allowed ids, suppressed ids (bad words; EOS and stop ids before
-min_tokens), logit bias, penalties, temperature, min-p, top-k, top-p, then the draw. The draw is
-argmax(logits + Gumbel noise). The noise is a function of (seed, choice, position, token id), see
-`quire.kernels.sampling.noise`. A row's result depends only on its own logits, options and history. Steps that no row
-needs are skipped: a greedy batch is one argmax, and a batch without top-k and top-p is not sorted.
+min_tokens), logit bias, penalties, temperature, min-p, top-k, top-p, then random sampling, which is
+argmax(logits + Gumbel noise). `quire.kernels.sampling.noise` computes the noise from seed, choice, position and token
+id. A row's result depends only on its own logits, options and history. Operations that no row needs are skipped: a
+greedy batch is one argmax, and a batch without top-k and top-p is not sorted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class Draw(NamedTuple):
-    """Options of the draw after bias, masks and penalties, for S rows."""
+    """Options of sampling after masks, bias and penalties, for S rows."""
 
     temperature: np.ndarray  # [S] float32, 0 = greedy
     top_k: np.ndarray  # [S] int32, 0 = off
@@ -64,7 +64,7 @@ def sample(
     grammar_masks
         Result of `fill_masks` for the batch's grammars, if it was computed before.
     choose
-        Draws tokens [S] int64 from the final logits [S, vocab] float32; None: draw with the batch's options.
+        Samples tokens [S] int64 from the final logits [S, vocab] float32; None: sample with the batch's options.
 
     Returns
     -------
@@ -80,7 +80,7 @@ def sample(
     tokens = draw(logits, Draw.of(batch)) if choose is None else choose(logits)
     if len(constrained):
         rows = torch.from_numpy(constrained)
-        # The draw works on a copy of the logits, so masked logits are still -inf here.
+        # Sampling works on copies of the logits, so masked logits are still -inf here.
         chosen = logits[rows, tokens[rows]]
         tokens[rows] = tokens[rows].masked_fill_(chosen == _NEVER, NO_TOKEN)
     if batch.penalties is not None and counts is not None:
@@ -162,7 +162,7 @@ def _index(
 
 
 def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
-    """Draw one token per row, [S] int64, from [S, vocab] float32; overwrites the logits."""
+    """Sample one token per row, [S] int64, from logits [S, vocab] float32, which are not changed."""
     if not how.temperature.any():
         return likeliest(logits)
     random = np.flatnonzero(how.temperature > 0)
@@ -175,15 +175,19 @@ def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the first largest id of each row, [S, vocab] to [S] int64, like `argmax`.
+    """Return the smallest id with the largest logit of each row, [S, vocab] to [S] int64, like `argmax`.
 
-    `argmax` takes three times as long on a CPU. Any float dtype works, because float32 has the same order.
+    `argmax` takes three times as long on a CPU. Logits may have any float dtype: conversion to float32 would keep the
+    order.
     """
     return logits.max(dim=-1).indices
 
 
 def _draw_random(logits: torch.Tensor, how: Draw, random: np.ndarray) -> torch.Tensor:
-    """Apply temperature, min-p, top-k, top-p and noise to the rows `random`; overwrites their logits [R, vocab]."""
+    """Sample the R rows with a temperature above 0: apply temperature, min-p, top-k, top-p and noise.
+
+    `random` [R] are their indices in `how`; their logits [R, vocab] are overwritten.
+    """
     vocab_size = logits.shape[1]
     temperature = torch.from_numpy(how.temperature[random])
     logits = logits.div_(temperature[:, None])
@@ -219,8 +223,8 @@ def _leave_out_unlikely(logits: torch.Tensor, min_p: np.ndarray) -> None:
 def _truncate(logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
     """Set tokens excluded by top-k and top-p to -inf.
 
-    top-k keeps the k largest logits. top-p keeps the smallest set of the most likely of these that reaches probability
-    p, at least one token. Equal logits are kept in the order of their ids. Sorting, softmax and cumulative sum work row
+    top-k keeps the k largest logits. Of these, top-p keeps the most likely ones until their probability reaches p, at
+    least one token. Equal logits are kept in the order of their ids. Sorting, softmax and cumulative sum work row
     by row, so other rows do not change a row's bits.
     """
     rank = torch.arange(logits.shape[1])

@@ -1,7 +1,8 @@
 """Sampling options of a step's rows as arrays for one upload to the device.
 
-Most steps have only plain rows, and all arrays may be empty. `EditArrays` are masks, lists and penalties for
-`quire.kernels.sampling.logit_edits`; `HistoryArrays` are new token histories for `TokenCounts`.
+Rows are plain if they need no masks, bias, penalties or log-probs. In most steps all rows are plain, so arrays may be
+empty. `EditArrays` are masks, lists of ids and penalties for `quire.kernels.sampling.logit_edits`. `HistoryArrays` are
+token histories of rows that sample for the first time, for `TokenCounts`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class EditArrays(NamedTuple):
-    """Edits of E of the S rows, ascending. Has the fields of `logit_edits.Edits` except the counts."""
+    """Edits of E of the S rows that sample, in ascending order of rows.
+
+    The fields are those of `logit_edits.Edits` except the counts, and are explained there.
+    """
 
     rows: np.ndarray  # [E] int32, in [0, S)
     masks: np.ndarray  # [M, ceil(vocab / 32)] int32
@@ -36,7 +40,8 @@ class EditArrays(NamedTuple):
     def of(
         cls, batch: SamplingBatch, grammar_masks: np.ndarray | None, vocab_size: int
     ) -> EditArrays:
-        """
+        """Collect the edits of a batch.
+
         Parameters
         ----------
         grammar_masks
@@ -171,7 +176,7 @@ class SamplingArrays(NamedTuple):
     # Rows that asked for log-probs: index in [0, S), and number of likeliest ids.
     scored: np.ndarray  # [L] int32
     num_top: np.ndarray  # [L] int32
-    # Draw options of the S rows; empty if the request table on the device has them.
+    # Sampling columns of the S rows, [S] each; empty if the request table on the device has them.
     temperature: np.ndarray  # float32
     top_k: np.ndarray  # int32
     top_p: np.ndarray  # float32
@@ -200,7 +205,7 @@ class SamplingArrays(NamedTuple):
 
 
 def _columns(batch: SamplingBatch) -> tuple[np.ndarray, ...]:
-    """The last fields of `SamplingArrays`."""
+    """Sampling columns of all rows: the last fields of `SamplingArrays`."""
     min_p = np.zeros(len(batch.token_index)) if batch.min_p is None else batch.min_p
     keys = noise_keys(batch.seed, batch.choice, batch.position).view(np.int64)
     return (

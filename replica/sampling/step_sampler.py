@@ -32,7 +32,7 @@ class StepSampler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
 
     def begin(self, batch: SamplingBatch) -> Masks:
-        """Start computing the masks of a step that is about to be launched."""
+        """Start computing the grammar masks of a step that is about to be launched; None if no row has a grammar."""
         return self._thread.submit(fill_masks, batch.grammars) if batch.grammars else None
 
     def sample(
@@ -43,7 +43,7 @@ class StepSampler:
         scores: torch.Tensor,
         choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Sample a step's tokens and log-probabilities. Part of a step's work, on a CPU.
+        """Sample a step's tokens, and compute their log-probabilities if rows ask for them.
 
         Parameters
         ----------
@@ -52,9 +52,9 @@ class StepSampler:
         masks
             Result of `begin`.
         scores
-            [max rows, SCORE_COLUMNS] float32. The first rows receive the log-probabilities of the rows that asked.
+            [max rows, SCORE_COLUMNS] float32. Entry i receives the log-probabilities of the i-th row that asked.
         choose
-            See `sampler.sample`.
+            Samples tokens [S] int64 from the final logits; None: torch samples with the batch's options.
 
         Returns
         -------

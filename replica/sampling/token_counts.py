@@ -1,12 +1,12 @@
-"""Counts of each token in rows with penalties, kept on the device and updated in every step.
+"""Counts of each token in requests with penalties, kept on the device and updated in every step.
 
-One int32 for each (row, token id)::
+The table has one int32 for each row (a request's slot in the request table) and token id::
 
     bit 30: the prompt contains it      bits 0-29: how often the output contains it
 
-So "occurred at all" is `!= 0`, and counting a token is one addition. The table grows to the highest row that has used
-penalties. Nothing is allocated before the first one; then each row takes 4 * vocab bytes, and on the CPU only written
-pages take memory.
+So a token has occurred if its entry is not 0, and counting a token is one addition. Nothing is allocated before the
+first request with penalties. Then the table grows, at least to double its size, to contain the highest row that has
+used penalties. Each row takes 4 * vocab bytes; on the CPU device, only pages that were written take memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _IN_PROMPT = 1 << 30
 
 
 class TokenCounts:
-    """Owns the counts of all rows of an engine. Its methods are part of a step's queued work.
+    """Owns the counts of all rows of an engine.
+
+    Its methods are part of a step's queued work: device operations on the step's stream, which never make the host
+    wait.
 
     Parameters
     ----------
@@ -33,14 +36,16 @@ class TokenCounts:
     def write(
         self, num_rows: int, rows: torch.Tensor, prompts: torch.Tensor, outputs: torch.Tensor
     ) -> None:
-        """Overwrite the counts of rows that sample for the first time with their histories.
+        """Reset the counts of rows that are about to sample for the first time, and fill them from prompt and output.
 
         Parameters
         ----------
         num_rows
-            Greater than the highest row.
-        rows, prompts, outputs
-            Fields of `HistoryArrays`.
+            Greater than the highest row; the table grows to at least this number.
+        rows
+            [B] int64, rows to reset.
+        prompts, outputs
+            [n] and [m] int64: the tokens of prompts and outputs, as flat indices row * vocab + token id.
         """
         self._grow(num_rows)
         self.table.index_fill_(0, rows, 0)
@@ -49,8 +54,9 @@ class TokenCounts:
         flat.index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
     def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count sampled tokens [P] int64 of unique rows [P] int64."""
-        # A row without a token ends in this step, so its count does not matter.
+        """Count sampled tokens [P] int64 of the P unique rows with penalties in this step."""
+        # A negative token means that the row's constraints allow no token, so its request ends in this step. Counting
+        # it as token 0 is harmless.
         at = rows * self.table.shape[1] + tokens.clamp(min=0)
         self.table.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
 
@@ -62,11 +68,24 @@ class TokenCounts:
         presence: torch.Tensor,
         frequency: torch.Tensor,
     ) -> torch.Tensor:
-        """Apply three penalties, [P] float32 each, to logits [P, vocab] float32 of rows [P], as vLLM documents them.
+        """Apply three penalties as vLLM documents them. P is the number of rows with penalties in this step.
 
-        Repetition: for tokens in prompt or output, positive logits are divided by the penalty, others multiplied.
-        Frequency: subtracts the penalty times the count in the output. Presence: subtracts the penalty if that count is
-        not 0.
+        Repetition: for tokens in prompt or output, positive logits are divided by the penalty, others multiplied by it.
+        Frequency: the penalty times the token's count in the output is subtracted. Presence: the penalty is subtracted
+        if this count is not 0.
+
+        Parameters
+        ----------
+        logits
+            [P, vocab] float32; not changed.
+        rows
+            [P] int64.
+        repetition, presence, frequency
+            [P] float32.
+
+        Returns
+        -------
+        [P, vocab] float32.
         """
         state = self.table[rows]  # [P, vocab]
         factor = repetition[:, None]

@@ -1,4 +1,4 @@
-"""Sizing on a CPU: several replicas may share the machine; the host tier uses the same memory."""
+"""Sizing on a CPU, where several replicas may share the machine, and the host tier uses the memory of the KV pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SMALL_MODEL_PARAMETERS = 200_000_000
 
 
 class CpuSizing:
-    """See `DeviceSizing`.
+    """`DeviceSizing` of a CPU.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class CpuSizing:
         self._num_threads = num_threads
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """The CPU has neither graphs nor an FP8 cache; int8 needs the compiled library."""
+        """Reject graphs and an FP8 cache, and int8 weights without bfloat16, fused modules and the compiled library."""
         if args.cuda_graphs == "on":
             raise SizingError("cuda_graphs is 'on', which needs device 'cuda'; it is 'cpu'")
         if weights == "int8":
@@ -51,7 +51,7 @@ class CpuSizing:
             )
 
     def check_deterministic(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """Only float32 works."""
+        """Raise unless `dtype` is float32: matrix products in other dtypes are not batch-invariant."""
         if dtype != "float32":
             raise SizingError(
                 f"deterministic is true, which on the CPU needs dtype 'float32'; it is {dtype!r}; use 'float32', "
@@ -59,18 +59,18 @@ class CpuSizing:
             )
 
     def is_deterministic(self, dtype: str) -> bool:
-        """On in float32."""
+        """Default of `deterministic`: true for float32."""
         return dtype == "float32"
 
     def choose_dtype(
         self, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
     ) -> str:
-        """bfloat16 for large models if the CPU has instructions for it, else float32."""
+        """Choose bfloat16 for large models if the CPU has instructions for it, else float32."""
         hardware = flags & {"avx512_bf16", "amx_bf16"}
         return "bfloat16" if num_parameters >= _SMALL_MODEL_PARAMETERS and hardware else "float32"
 
     def choose_block_size(self, args: EngineArgs) -> int:
-        """The default is the size that CPU attention reads fastest."""
+        """Return the block size asked for; the default is the size that CPU attention reads fastest."""
         return args.block_size or _BLOCK_SIZE
 
     def default_q_padding(self, args: EngineArgs, highest: int) -> int | None:
@@ -78,16 +78,17 @@ class CpuSizing:
         return None
 
     def layer_width(self, spec: ModelSpec, width: int) -> int:
-        """At least a fused layer's input, result and workspace."""
+        """Return `width`, or the input, result and workspace of a fused layer if they need more."""
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size)
         return max(width, 2 * spec.hidden_size + workspace_columns(spec.hidden_size, *shape))
 
     def attention_bytes(
         self, args: EngineArgs, spec: ModelSpec, block_size: int, element: int
     ) -> AttentionBytes:
-        """Tiles of the threads; without native attention, the memory of the longest request that fits.
+        """Return the workspace of attention: tiles of each thread, or in torch the memory of the longest request.
 
-        `cpu_attention_torch` converts K and V of a request to float32 and holds scores and weights of one query tile.
+        `cpu_attention_torch` is used if the compiled library does not support the model. It converts the keys and
+        values of a request to float32 and keeps scores and weights of one tile of queries.
         """
         native = self.native_attention_bytes(spec, block_size)
         if native is not None:
@@ -96,7 +97,7 @@ class CpuSizing:
         return AttentionBytes(per_request_block=per_token * block_size)
 
     def native_attention_bytes(self, spec: ModelSpec, block_size: int) -> int | None:
-        """Workspace of the compiled attention; None if some layers need the torch path."""
+        """Return the workspace of attention in the compiled library; None if some layers need torch's."""
         if not cpu_attention.has_native():
             return None
         for group in spec.groups:
@@ -111,5 +112,5 @@ class CpuSizing:
         return host_blocks_asked_for(args.cpu_offload_gib or 0.0, block)
 
     def default_blocks(self, fits: int, block: int) -> int:
-        """At most 1 GiB, because several replicas may share the machine."""
+        """Return at most 1 GiB of blocks, because several replicas may share the machine."""
         return min(fits, _KV_BYTES // block - 1)

@@ -1,8 +1,8 @@
 """Measures the GPU memory of weights, largest steps and graphs before the KV pool is allocated.
 
 Graphs contain addresses of the KV pool, so they are captured after the pool is allocated. But the size of the pool
-depends on the size of the graphs. So a trial runner with a pool of one block per group captures graphs and is measured;
-then the real pool is allocated and the graphs are captured again::
+depends on the size of the graphs. Therefore a trial runner, with a pool of one block per layer group, captures a few
+graphs and is measured. Then the real pool is allocated, and the graphs are captured again::
 
     free     │ weights │ workspace │ graph 1 │ 2 │ 3 │ 4 │       measured, then freed except the weights
     budget   │ weights │ workspace │ max_cached_graphs: 1 + mean of 2, 3, ... each │ KV pool │
@@ -64,7 +64,7 @@ def measure_memory(
     fused = trial.fused
     device.trim()  # frees the original modules that the fuse pass replaced
     trial.run_largest()
-    # No trim here: the memory that the largest steps leave cached is their workspace.
+    # No trim here: memory that the largest steps leave in torch's cache counts as their workspace.
     workspace = loaded - device.free_bytes() - pool.data.nbytes
     assert trial.graphs is not None
     graphs = graph_bytes(trial.graphs.measure(_MEASURED_GRAPHS), config.max_cached_graphs)
@@ -74,7 +74,7 @@ def measure_memory(
 
 
 def graph_bytes(taken: list[int], max_graphs: int) -> int:
-    """Estimate the bytes of `max_graphs` graphs from those of the largest, in order of capture."""
+    """Estimate the bytes of `max_graphs` graphs; `taken` are the bytes of the largest ones, in order of capture."""
     if not taken:
         return 0
     first, *others = taken

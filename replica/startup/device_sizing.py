@@ -1,4 +1,4 @@
-"""The interface of the sizing of a device: `gpu_sizing.py`, `cpu_sizing.py`."""
+"""The interface of a device's part of sizing; `gpu_sizing.py` and `cpu_sizing.py` implement it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DeviceSizing(Protocol):
         ...
 
     def check_deterministic(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """Raise `SizingError` unless products can be batch-invariant with these options."""
+        """Raise `SizingError` unless matrix products can be batch-invariant with these options."""
         ...
 
     def is_deterministic(self, dtype: str) -> bool:
@@ -45,7 +45,7 @@ class DeviceSizing(Protocol):
     def choose_dtype(
         self, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
     ) -> str:
-        """Choose the dtype for "auto"; `flags` are the processor's instruction sets."""
+        """Choose the dtype for "auto"; `flags` are the instruction sets of the CPU."""
         ...
 
     def choose_block_size(self, args: EngineArgs) -> int:
@@ -53,30 +53,33 @@ class DeviceSizing(Protocol):
         ...
 
     def default_q_padding(self, args: EngineArgs, highest: int) -> int | None:
-        """Default of `q_padding`, see `choose_q_padding`."""
+        """Default of `q_padding`: the tokens of mixed steps are padded to a multiple of it; None: these have no graphs.
+
+        `highest` is the smaller of the longest step and the longest request, in tokens.
+        """
         ...
 
     def layer_width(self, spec: ModelSpec, width: int) -> int:
-        """Elements per token that are live at once in a layer, given those of the unfused layer."""
+        """Return the elements per token that are live at once in a layer; in an unfused layer, these are `width`."""
         ...
 
     def attention_bytes(
         self, args: EngineArgs, spec: ModelSpec, block_size: int, element: int
     ) -> AttentionBytes:
-        """Workspace of attention; `element` is the item size of the model's dtype."""
+        """Return the workspace of attention; `element` is the number of bytes of the model's dtype."""
         ...
 
     def num_host_blocks(self, args: EngineArgs, block: int, host_available: int) -> int:
-        """Blocks of the host tier, of `block` bytes each."""
+        """Return the number of host tier blocks of `block` bytes, if `host_available` bytes of host memory are free."""
         ...
 
     def default_blocks(self, fits: int, block: int) -> int:
-        """Default number of blocks of the pool, if `fits` blocks fit."""
+        """Return the default number of blocks of the pool; `fits` blocks of `block` bytes fit."""
         ...
 
 
 def host_blocks_asked_for(gib: float, block: int) -> int:
-    """Number of blocks of a host tier of `gib`. Raises `SizingError` if not one block fits, except for 0."""
+    """Return the blocks in a host tier of `gib` GiB. Raises `SizingError` if no block fits and `gib` is not 0."""
     num_blocks = int(gib * GIB) // block
     if gib and not num_blocks:
         raise SizingError(f"cpu_offload_gib {gib} holds no block of {block} bytes; 0 turns it off")

@@ -1,4 +1,4 @@
-"""Sizing on a GPU: the KV cache takes all remaining memory; the host tier is in host memory."""
+"""Sizing on a GPU: the KV cache takes all remaining device memory; the host tier is in the host's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOST_TIER_BYTES = 4 * GIB
 
 
 class GpuSizing:
-    """See `DeviceSizing`."""
+    """`DeviceSizing` of a GPU."""
 
     device = "cuda"
     batch_tokens = 8192
@@ -25,12 +25,12 @@ class GpuSizing:
     is_final = False
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """int8 weights are only supported on the CPU."""
+        """Reject int8 weights, which only the CPU supports."""
         if weights == "int8":
             raise SizingError("weights is 'int8', which needs device 'cpu'; it is 'cuda'")
 
     def check_deterministic(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """Any dtype works; the vendor's FP8 products and torch's norms do not."""
+        """Reject FP8 weights and unfused models: the vendor's FP8 products and torch's norms vary with the batch."""
         if weights != "auto":
             raise SizingError(
                 f"deterministic is true, which on device 'cuda' needs weights 'auto'; they are {weights!r}, whose "
@@ -44,37 +44,37 @@ class GpuSizing:
             )
 
     def is_deterministic(self, dtype: str) -> bool:
-        """Off: the vendor's products depend on the number of rows."""
+        """Default of `deterministic`: false, because the vendor's matrix products depend on the number of rows."""
         return False
 
     def choose_dtype(
         self, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
     ) -> str:
-        """The checkpoint's dtype."""
+        """Return the checkpoint's dtype."""
         return checkpoint_dtype
 
     def choose_block_size(self, args: EngineArgs) -> int:
-        """The default is the size that the kernels are tuned for."""
+        """Return the block size asked for; the default is the size for which the kernels are tuned."""
         return args.block_size or tuning.BLOCK_SIZE
 
     def default_q_padding(self, args: EngineArgs, highest: int) -> int | None:
-        """Mixed steps are captured unless graphs are off."""
+        """Return the default; None, so that mixed steps have no graphs, if graphs are off or steps are too small."""
         if args.cuda_graphs == "off" or highest < LEAST_TOKENS:
             return None
         return min(CHEAP_TOKENS, highest)
 
     def layer_width(self, spec: ModelSpec, width: int) -> int:
-        """The same as unfused."""
+        """Return `width`: a fused layer needs as much as an unfused one."""
         return width
 
     def attention_bytes(
         self, args: EngineArgs, spec: ModelSpec, block_size: int, element: int
     ) -> AttentionBytes:
-        """Partial results of split decode rows, in proportion to the pool. Keys and values are read in place."""
+        """Return the partial results of decode rows that are split over programs; they grow with the pool."""
         return AttentionBytes(per_block=decode_bytes_per_block(args, spec, block_size))
 
     def num_host_blocks(self, args: EngineArgs, block: int, host_available: int) -> int:
-        """The default is 4 GiB, or a quarter of the host's free memory if that is less."""
+        """Return the blocks asked for; the default is 4 GiB, or a quarter of the host's free memory if that is less."""
         gib = args.cpu_offload_gib
         if gib is None:
             return min(_HOST_TIER_BYTES, host_available // 4) // block
@@ -88,12 +88,12 @@ class GpuSizing:
         return num_blocks
 
     def default_blocks(self, fits: int, block: int) -> int:
-        """All blocks that fit."""
+        """Return all blocks that fit."""
         return fits
 
 
 def decode_bytes_per_block(args: EngineArgs, spec: ModelSpec, block_size: int) -> int:
-    """Bytes of partial results of decode attention, all groups, for each block of the pool."""
+    """Return the bytes of partial results of decode attention, over all layer groups, per block of the pool."""
     per_token = sum(
         partial_bytes_per_token(
             spec.num_heads,

@@ -5,8 +5,8 @@
                                      + num_host_blocks * block_bytes, if the device is the CPU
 
 `available` is the free memory of the GPU, or of the machine within the container's cgroup. On a GPU the equation is
-solved twice: before the model is loaded, to reject models that cannot fit, and afterwards with the values measured by
-`device_memory.py` in place of the first line.
+solved twice: before the model is loaded, to reject models that cannot fit, and afterwards, when the values that
+`device_memory.py` measures replace the estimates.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class MemoryTable:
     max_memory_percent: float
     weights: int
     activations: int
-    # CPU: tiles of the threads; without native attention, gathered keys, values and scores of the longest request that
-    # fits. GPU: partial results of split decode rows, in proportion to the pool.
+    # Workspace. CPU: tiles of each thread; if attention runs in torch, keys, values and scores of the longest request
+    # that fits. GPU: partial results of decode rows that are split over programs; they grow with the pool.
     attention: int
     logits: int
     block: int  # one block over all layers of a group
     num_blocks: int
     block_size: int
     num_host_blocks: int  # of the host tier
-    is_host_separate: bool  # its memory is not the device's
+    is_host_separate: bool  # whether host memory and device memory are separate
     graphs: int = 0
-    # Weights, activations and graphs are measured. Then activations include logits and the part of attention's
+    # Whether weights, activations and graphs are measured. Then activations include logits and the part of attention's
     # workspace that does not grow with the pool.
     is_measured: bool = False
 
@@ -127,10 +127,11 @@ def memory_table(
     host_available: int,
     measured: MeasuredMemory | None = None,
 ) -> MemoryTable:
-    """Solve the memory equation for the number of blocks. A pure function.
+    """Solve the memory equation for the number of blocks. Reads and changes no state.
 
-    The number of blocks is `args.num_blocks`, else follows from `args.kv_cache_gib`, else is the device's default for
-    the remaining budget. Unless `num_blocks` is given, it is at most what all running requests of full length can use.
+    The number of blocks is `args.num_blocks` if given. Otherwise it follows from `args.kv_cache_gib`, or is the
+    device's default for the remaining budget; but it is at most the number that all running requests of full length
+    can use.
 
     `measured` replaces all terms except those of the caches.
 
@@ -150,7 +151,7 @@ def memory_table(
     width = 2 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)
     width = sizing.layer_width(spec, width)
     extra = sizing.attention_bytes(args, spec, block_size, element)
-    # Only one layer attends at a time; a request of full length has blocks in all groups.
+    # Attention's workspace is for one layer at a time, so for one group; a request has blocks in all groups.
     longest = -(-max_model_len // block_size)  # blocks of one group
     request = sequence_blocks(spec.groups, max_model_len, max_batch_tokens, block_size)
 

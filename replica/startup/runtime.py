@@ -1,4 +1,4 @@
-"""Starts a runner: checkpoint → spec → sizes → model, KV pool and runner, warmed up. Imports torch."""
+"""Starts a runner: reads the checkpoint, chooses sizes, loads the model, allocates the KV pool, warms up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Runtime:
 
 
 def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
-    """Load and warm up. Afterwards serving compiles nothing and touches no memory for the first time.
+    """Load a model and warm up. Afterwards serving compiles nothing and touches no memory for the first time.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def _load_measured(
     device: Device,
     available: int,
 ) -> tuple[EngineConfig, Runner]:
-    """Load the model, measure its memory, and give the rest to the KV pool (see `device_memory.py`)."""
+    """Load the model, measure its memory (`device_memory.py`), and give the rest to the KV pool."""
     model = load_model(spec, config.device, config.dtype, config.weights)
     measured, fused = measure_memory(config, spec, model, device, available)
     config = resolve(args, spec, checkpoint, measured)

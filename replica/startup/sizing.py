@@ -51,7 +51,7 @@ def resolve(
     checkpoint_path
         Folder of the checkpoint; None for `spec.path`.
     measured
-        On a GPU, measured memory of the loaded model. Without it, the number of blocks is an estimate.
+        On a GPU, measured memory of the loaded model. If None, the number of blocks is an estimate.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def check_fp8(device: str, dtype: str) -> None:
 
 
 def choose_async_batching(args: EngineArgs, sizing: DeviceSizing) -> str:
-    """Return `on` or `off`; `auto` is `on` where the device can compute while the host plans."""
+    """Return `on` or `off`; `auto` becomes `on` if the device can compute while the host plans."""
     if args.async_batching != "auto":
         return args.async_batching
     return "on" if sizing.is_async else "off"

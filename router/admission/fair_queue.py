@@ -4,22 +4,24 @@ Between tenants: deficit round robin (Shreedhar and Varghese 1995). The output l
 tokens are charged when they are computed. Waiting tenants take turns. A turn adds `quantum_tokens` to the tenant's
 balance, and the tenant may send while its balance is above zero. A prefilled token costs 1 and a generated token 2,
 about their relative cost on a device (Sheng et al. 2024, *Fairness in Serving Large Language Models*). A balance can
-fall far below zero; then the tenant skips its turns until they have paid the debt.
+fall far below zero, because a request's output is charged after the request was sent. Then the tenant sends nothing
+until the quanta of its turns have paid the debt.
 
-    credit   a tenant without waiting requests saves no balance, so it cannot return and take everything
-    debt     stays while others wait, and each round pays a quantum of it, whether the tenant waits or not
-    idle     an empty queue clears all debts: the tokens were computed on devices that had nothing else to do
+    credit   a tenant without waiting requests keeps no balance above zero, so it cannot save turns for a burst
+    debt     stays while other tenants wait; each round pays a quantum of it, whether the tenant waits or not
+    idle     when the queue becomes empty, all debts are cleared: no tenant waits for the devices any more
 
 Within a tenant: smaller priorities first, then earlier deadlines, then the smaller
 
     arrival + AGEING x seconds of the request's own prefill
 
-as at the replicas (`quire/replica/scheduler/order.py`): shortest first, with ageing that bounds the delay of long
-requests. A later request overtakes an earlier one only if it arrives within `AGEING` times the difference of their
-prefill seconds.
+The replicas use the same order (`quire/replica/scheduler/order.py`): shortest first, with ageing that bounds the delay
+of long requests. A later request overtakes an earlier one only if it arrives within `AGEING` times the difference of
+their prefill seconds.
 
-Of two tenants that wait all the time, neither gets more than three quanta and two charges more than the other over any
-period. A tenant's wait is bounded by the service that the others can get before its turn. Pure: no clock, no asyncio.
+Bound on unfairness: over any period in which two tenants both have waiting requests, one gets at most three quanta and
+two charges more than the other. So a tenant's wait is bounded by the service that the others can get before its turn.
+This module is pure: it uses no clock and no asyncio.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ Urgency = tuple[int, float, float, int]
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request that waits.
+    """One waiting request.
 
     Attributes
     ----------
@@ -51,11 +53,11 @@ class Ticket:
     prefill_s
         Seconds to prefill them on the best replica.
     priority
-        Smaller goes first, within the tenant.
+        The request with the smaller value goes first, among those of its tenant.
     arrived_s, deadline_s
-        On the caller's clock; a deadline of None is infinitely late.
+        Times of the caller's clock; deadline None: the request may wait forever.
     number
-        Order of arrival; set by the queue.
+        Position in the order of arrival; set by the queue.
     """
 
     tenant: str
@@ -67,7 +69,7 @@ class Ticket:
     number: int = 0
 
     def urgency(self) -> Urgency:
-        """Return the sort key within the tenant; the smallest goes first."""
+        """Return the sort key among the tenant's requests; the smallest goes first."""
         deadline_s = math.inf if self.deadline_s is None else self.deadline_s
         return self.priority, deadline_s, self.arrived_s + AGEING * self.prefill_s, self.number
 
@@ -79,13 +81,15 @@ class _Tenant:
     Attributes
     ----------
     balance
-        Tokens.
+        Tokens that the tenant may still send in this turn; negative: its debt.
     left_at
-        The number of rounds when its last request left the queue.
+        The queue's count of rounds when the tenant's last waiting request left.
+    num_taken
+        Number of the tenant's requests that were sent.
     waiting
-        Oldest first.
+        Its waiting requests with their sort keys, oldest first.
     urgent
-        A heap; it may still hold requests that are no longer in `waiting`.
+        The same as a heap by sort key; it may still contain requests that have left `waiting`.
     tokens, prefill_s
         Sums over `waiting`.
     """
@@ -119,10 +123,10 @@ class FairQueue:
 
     def __init__(self, quantum_tokens: int = 1024):
         self._tenants: dict[str, _Tenant] = {}
-        # Tenants with waiting requests; it is the first one's turn.
+        # Tenants with waiting requests; the first one has the turn.
         self._turns: deque[_Tenant] = deque()
         self._rounds = 0.0
-        # A heap of deadline, number, request; it may still hold requests that have left the queue.
+        # A heap of (deadline, number, request); it may still contain requests that have left the queue.
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = itertools.count()
         self._num_tickets = 0
@@ -130,7 +134,7 @@ class FairQueue:
         self.set_quantum(quantum_tokens)
 
     def set_quantum(self, quantum_tokens: int) -> None:
-        """Change the quantum. Balances are cut to one new quantum; debts stay.
+        """Change the quantum. Balances above one new quantum are reduced to it; debts stay.
 
         Raises
         ------
@@ -161,7 +165,7 @@ class FairQueue:
 
     @property
     def prefill_s(self) -> float:
-        """Seconds of prefill of the waiting requests."""
+        """Sum of the prefill seconds of the waiting requests."""
         return sum(tenant.prefill_s for tenant in self._turns)
 
     def of_tenant(self, name: str) -> tuple[int, int]:
@@ -170,10 +174,10 @@ class FairQueue:
         return (len(tenant.waiting), tenant.tokens) if tenant is not None else (0, 0)
 
     def prefill_s_ahead(self, new: Ticket) -> float:
-        """Return the seconds of prefill before a new request, without shorter requests that arrive later.
+        """Return the seconds of prefill that are sent before a new request, if no further requests arrive.
 
         The tenant's own requests count if they are at least as urgent. Each other tenant counts with its share of the
-        same rounds: at most what this tenant gets, and at most what it has waiting.
+        rounds until then: at most as much as this tenant sends, and at most what it has waiting.
         """
         tenant = self._tenants.get(new.tenant)
         own_s = sum(ticket.prefill_s for ticket in _before(tenant, new))
@@ -182,9 +186,10 @@ class FairQueue:
         return own_s + others_s
 
     def num_ahead(self, new: Ticket) -> int:
-        """Return the number of requests before a new one, counted as `prefill_s_ahead` counts seconds.
+        """Return the number of requests that are sent before a new one, by the rule of `prefill_s_ahead`.
 
-        An estimate if tenants have requests of very different sizes, because rounds share out tokens.
+        It is an estimate if tenants have requests of very different sizes, because rounds distribute tokens, not
+        requests.
         """
         tenant = self._tenants.get(new.tenant)
         own = sum(1 for _ in _before(tenant, new))
@@ -207,7 +212,7 @@ class FairQueue:
             heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number, ticket))
 
     def next(self) -> Ticket | None:
-        """Return the next request, or None if the queue is empty.
+        """Return the request to send next, or None if the queue is empty.
 
         Further calls return the same request until it is removed or a tenant is charged.
         """
@@ -219,7 +224,7 @@ class FairQueue:
         return None
 
     def take(self, ticket: Ticket) -> None:
-        """Remove a request that is sent, and count it for `OLDEST_EVERY`."""
+        """Remove a request to send it. Every `OLDEST_EVERY`-th one of a tenant is its oldest, so count it."""
         tenant = self._tenants[ticket.tenant]
         tenant.num_taken += 1
         self.remove(ticket)
@@ -252,7 +257,7 @@ class FairQueue:
         return expired
 
     def charge(self, name: str, tokens: float) -> None:
-        """Subtract tokens from a tenant's balance, or add them if negative. No effect while the queue is empty."""
+        """Subtract tokens from a tenant's balance; a negative number adds them. Do nothing while the queue is empty."""
         if self._turns:
             tenant = self._tenant(name)
             tenant.balance = min(tenant.balance - tokens, float(self._quantum))
@@ -267,12 +272,12 @@ class FairQueue:
         return tenant
 
     def _paid_off(self, tenant: _Tenant) -> float:
-        """Return the balance of a tenant that starts to wait: rounds since it left have paid its debt."""
+        """Return the balance of a tenant that starts to wait: its debt, less a quantum for each round since it left."""
         paid = (self._rounds - tenant.left_at) * self._quantum
         return min(0.0, tenant.balance + paid)
 
     def _leave(self, tenant: _Tenant) -> None:
-        """Take a tenant without waiting requests out of the turns."""
+        """Take a tenant out of the turns after its last waiting request."""
         if self._turns[0] is tenant:
             self._turns.popleft()
             # Put the last tenant first, as if its turn had just ended: `_begin_turn` rotates to the next one.
@@ -288,7 +293,7 @@ class FairQueue:
             del self._tenants[tenant.name]
 
     def _begin_turn(self) -> None:
-        """Give the turn to the next tenant; first add up the rounds in which every tenant is in debt."""
+        """Give the turn to the next tenant. First skip all rounds in which every tenant would still be in debt."""
         quantum = self._quantum
         idle_rounds = min(math.floor(-tenant.balance / quantum) for tenant in self._turns)
         if idle_rounds > 0:
@@ -302,7 +307,7 @@ class FairQueue:
 
 
 def _before(tenant: _Tenant | None, new: Ticket) -> Iterator[Ticket]:
-    """Return the tenant's requests that are at least as urgent as a new one."""
+    """Return the tenant's waiting requests that are at least as urgent as a new one."""
     last = (*new.urgency()[:-1], math.inf)
     waiting = {} if tenant is None else tenant.waiting
     return (ticket for ticket, urgency in waiting.items() if urgency < last)

@@ -1,4 +1,4 @@
-"""The admission gate: sends requests to replicas at once, queues them, or refuses them. Plain asyncio, no Ray.
+"""The admission gate: sends a request to a replica at once, queues it, or refuses it. Plain asyncio, no Ray.
 
     arrives ──a replica is open, queue empty───────────────────────────────▶ sent
        │                                                                      ▲
@@ -8,8 +8,9 @@
                          ├──no replica for `max_away_s`──▶ Unavailable
                          └──client disconnected──▶ removed
 
-A replica is *open* while less than `dispatch_window_s` of prefill is queued there, few requests wait there, and it has
-rows for more. So replicas stay busy, and the gate decides the order as late as possible.
+A replica is *open* while at most `dispatch_window_s` of prefill is queued there, few requests wait there, and it can
+accept one more. So replicas stay busy, and the gate decides the order as late as possible. A *row* is a running
+request's slot in a replica's request table.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from quire.router.admission.wait_bounds import (
 )
 from quire.router.policy.policy import Ranking
 
-# How often the queue looks for an open replica. Frames arrive once a step.
+# Time between two looks for an open replica. Replicas report once a step.
 POLL_S = 0.01
-# Requests sent before other tasks of the event loop run.
+# Requests to send before other tasks of the event loop may run.
 _BATCH = 32
 
 
@@ -49,11 +50,11 @@ class Arrival:
     tokens
         Prompt tokens.
     deadline_s
-        On the gate's clock.
+        Time of the gate's clock; None: no deadline.
     rank
-        Ranks the replicas in their present state for this request; raises `Unavailable` when there is none.
+        Ranks the replicas for this request by their present state; raises `Unavailable` if there is no replica.
     send
-        Books and submits the request. `enter` raises its exceptions.
+        Books the request on the best replica of a ranking and submits it. `enter` passes its exceptions on.
     """
 
     tenant: str
@@ -65,9 +66,9 @@ class Arrival:
 
 
 class AdmittedRequest:
-    """A request that the gate has sent, until it ends.
+    """A request that the gate has sent and that has not ended.
 
-    Its measured wait and duration feed the estimates for later requests.
+    Its measured wait and duration improve the estimates for later requests.
     """
 
     __slots__ = ("_answered_s", "_entered_s", "_estimate_s", "_gate", "_has_left")
@@ -85,7 +86,7 @@ class AdmittedRequest:
         Parameters
         ----------
         is_usual
-            False for a request that lost a replica before: its wait says nothing about the queue.
+            False for a request that lost a replica before its first token: its wait does not measure the queue.
         """
         if self._answered_s is None and not self._has_left:
             estimate_s = self._estimate_s if is_usual else None
@@ -111,11 +112,12 @@ class _View:
     Attributes
     ----------
     is_open
-        Some replica is open.
+        At least one replica is open.
     queued_s, prefill_s
-        W of `wait_bounds` (the smallest of all replicas), and P on the best replica.
+        W and P of `wait_bounds`: the smallest queued prefill of all replicas, and the request's own prefill on the best
+        replica, in seconds.
     lacks_places
-        Replicas lack rows, not only time.
+        Requests wait because replicas have no free rows or accept no more requests, not because they lack time.
     num_waiting
         Requests of all routers that wait for a row at the replicas.
     """
@@ -134,7 +136,7 @@ class AdmissionGate:
     Parameters
     ----------
     max_away_s
-        Refuse waiting requests after there has been no replica for this time.
+        Refuse the waiting requests after no replica has been available for this time.
     """
 
     def __init__(
@@ -149,11 +151,11 @@ class AdmissionGate:
         self._max_away_s = max_away_s
         self._queue = FairQueue(limits.quantum_tokens)
         self._waiters: dict[Ticket, _Waiter] = {}
-        # Seconds of prefill that leave the queue, measured while the replicas lack time.
+        # Rate of prefill seconds that leave the queue, measured while the replicas lack time.
         self._rate = DrainRate()
-        # Rows that come free, measured while the replicas lack rows.
+        # Rate of rows that come free, measured while the replicas lack rows.
         self._request_rate = DrainRate()
-        # Requests sent to replicas that have no first token yet.
+        # Requests that were sent and have no first token yet.
         self._num_unanswered = 0
         self._turnover = Turnover()
         self._shortfall = Shortfall()
@@ -173,13 +175,13 @@ class AdmissionGate:
         return self._queue
 
     def queued_prefill_s(self) -> float:
-        """Return the seconds of prefill in the queue."""
+        """Return the prefill seconds of the waiting requests."""
         return self._queue.prefill_s
 
     def wait_behind_all_s(self) -> float:
         """Return the expected seconds to the first token of a request at the end of the queue; 0 if it is empty.
 
-        The mean by the measured rates, where admission uses the 99th percentile.
+        It is the mean by the measured rates; admission decides by the 99th percentile.
         """
         if not self._queue:
             return 0.0
@@ -190,7 +192,7 @@ class AdmissionGate:
         return last.queued_s + self._queue.prefill_s / self._rate.rate(last.num_replicas)
 
     def check(self, tenant: str, priority: int) -> None:
-        """Refuse a request that would be refused with any prompt, before its prompt is encoded.
+        """Refuse a request that would be refused with any prompt, to save the work of encoding its prompt.
 
         Raises
         ------
@@ -205,7 +207,7 @@ class AdmissionGate:
                 raise error
 
     async def enter(self, arrival: Arrival) -> AdmittedRequest:
-        """Send a request, now or when it is its turn.
+        """Send a request now, or wait until its turn and send it then.
 
         The caller reports the first token and the end to the returned object.
 
@@ -216,7 +218,7 @@ class AdmissionGate:
         DeadlineExceeded
             The deadline passed while the request waited.
         Unavailable
-            There has been no replica for `max_away_s`.
+            No replica has been available for `max_away_s`.
         """
         ranking = arrival.rank()
         view = self._view(ranking)
@@ -239,7 +241,8 @@ class AdmissionGate:
             if error is not None:
                 raise error
             if view.is_open:
-                self._wake.set()  # It may be this request's turn already.
+                # It may be this request's turn already.
+                self._wake.set()
             await self._wait(ticket, arrival)
         self._num_unanswered += 1
         return admitted
@@ -249,17 +252,17 @@ class AdmissionGate:
         self._queue.charge(tenant, tokens)
 
     def notify(self) -> None:
-        """Look at the queue again: a request has started or ended, so a replica may be open."""
+        """Check the queue now: a request has started or ended, so a replica may be open."""
         if self._queue:
             self._wake.set()
 
     def on_answer(self, estimate_s: float | None, entered_s: float) -> float:
-        """Record a first token; return the time.
+        """Record a first token, and return the present time.
 
         Parameters
         ----------
         estimate_s
-            The expected wait; None if this wait must not be compared with it.
+            The expected wait, to be compared with the measured one; None: do not compare.
         """
         now_s = self._clock()
         self._num_unanswered -= 1
@@ -270,7 +273,7 @@ class AdmissionGate:
 
     def on_leave(self, answered_s: float | None) -> None:
         """Record the end of a request; `answered_s` is the time of its first token, if it had one."""
-        # A row comes free when a request ends, not when one starts: free rows fill up without any coming free.
+        # Count rows when requests end. Requests that leave the queue are no measure: they may fill rows that were free.
         if self._queue and self._last.lacks_places:
             self._request_rate.on_release(1)
         if answered_s is None:
@@ -289,7 +292,7 @@ class AdmissionGate:
         )
 
     def _place_rate(self, view: _View) -> float:
-        """Return the rows that come free in a second."""
+        """Return the expected number of rows that come free per second."""
         num_starting = max(0.0, self._num_unanswered - view.num_waiting)
         return self._request_rate.request_rate(self._turnover.rate(num_starting))
 
@@ -300,7 +303,7 @@ class AdmissionGate:
             ticket,
             wait_s=wait_s,
             queued_s=view.queued_s,
-            # Errors measured while a replica hung must not close the queue: keep half of the limit.
+            # At most half of the limit, so that errors measured while a replica hung cannot refuse every request.
             margin_s=min(self._shortfall.margin_s(self._clock()), self.limits.max_wait_s / 2),
         )
 
@@ -309,7 +312,7 @@ class AdmissionGate:
         self._queue.push(ticket)
         self._waiters[ticket] = waiter
         if self._pump is None:
-            # A context of its own: Serve cancels tasks that were started in a request's context with that request.
+            # Use an empty context: Serve cancels the tasks that were started in a request's context with that request.
             self._pump = asyncio.get_running_loop().create_task(
                 self._run(), context=contextvars.Context()
             )
@@ -351,7 +354,7 @@ class AdmissionGate:
             self._pump = None
 
     def _send_some(self) -> int | None:
-        """Send requests in turn while a replica is open; return their number, or None if there is no replica."""
+        """Send requests in fair order while a replica is open; return their number, or None if there is no replica."""
         for num_sent in range(_BATCH):
             ticket = self._queue.next()
             if ticket is None:
@@ -390,17 +393,19 @@ class AdmissionGate:
             self._end(ticket, error)
 
     def _view(self, ranking: Ranking) -> _View:
-        """Return the state of the fleet. If the policy has no queue times, only waiting requests count."""
+        """Return the state of the fleet. If the policy estimates no wait, only counts of requests close a replica."""
         fleet = ranking.fleet
         best = ranking[0]
         wait_s = ranking.wait_s
         if wait_s is None:
             wait_s = np.zeros(len(fleet))
         few = fleet.num_waiting <= self.limits.max_replica_waiting_requests
-        few &= fleet.num_places >= 1  # Otherwise the replica would refuse the request.
+        # A replica without places would refuse the request.
+        few &= fleet.num_places >= 1
         has_time = wait_s <= self.limits.dispatch_window_s
         is_open = bool((few & has_time).any())
-        # While some replica is open, keep the last answer. Without rows, many short prompts add up to much prefill.
+        # While some replica is open, keep the last value. Not derived from prefill time: while rows are lacking, many
+        # queued short prompts add up to much prefill too.
         lacks_places = self._last.lacks_places if is_open else not few.all()
         return _View(
             is_open,

@@ -1,31 +1,35 @@
-"""Decides whether a request may wait at a router, and when the client of a refused one should retry. Pure.
+"""Decides whether a request may wait at a router, and after which time the client of a refused request should retry.
+
+The functions are pure: they use no clock and no asyncio.
 
     expected wait for the first token  =  W + B / r + P + M
 
     W  seconds of prefill queued at the replica with the shortest queue
     B  seconds of prefill in this router's queue before the request (`FairQueue.prefill_s_ahead`). Shorter prompts
        that arrive later and overtake it are part of M
-    r  measured rate: seconds of prefill that leave the router's queue in a second. The number of replicas while they
-       are busy with prefill; less while decoding or memory limits them
+    r  measured rate: seconds of prefill that leave the router's queue per second. It equals the number of replicas
+       while they only prefill, and is smaller while decoding or memory limits them
     P  seconds of the request's own prefill
     M  margin: the error of recent estimates (`Shortfall`), at most half of the limit
 
-This holds while requests wait for prefill. If the replicas have time but no free rows, as with short prompts and long
-answers, a request starts when another one ends, and its prompt's length does not matter. Then W + B / r is replaced by
+This holds while requests wait for prefill. A replica may also have time but no free row (slot of a running request), as
+with short prompts and long answers. Then a request starts when another one ends, prompt lengths do not matter, and
+W + B / r is replaced by
 
-    (n + z sqrt(n)) / q    n: requests of this router before this one, in the queue or at a replica, and itself
-                           q: measured rate, rows that come free in a second; before a measurement, the rate by
+    (n + z sqrt(n)) / q    n: this router's requests without a first token before this one, in the queue or at a
+                              replica, and this one
+                           q: measured rate of rows that come free per second; before a measurement, the rate by
                               Little's law (`Turnover`)
 
-the 99th percentile of the time until n rows come free, if they come free independently (Poisson; z = 2.33). In reality
-answers of equal length that began together end together, routers compete for rows, and replicas fail. M covers that,
-because it is measured.
+This is the 99th percentile of the time until n rows come free, if they come free independently (Poisson; z = 2.33). In
+reality, answers of equal length that started together end together, routers compete for rows, and replicas fail. M
+covers these errors, because it is measured.
 
-A request that can be sent at once is never refused: it would take as long later. A request is refused if it would wait
-longer than `max_wait_s`, or if its tenant's share of the queue is full. The share equals the free part of the queue
-(dynamic threshold of Choudhury and Hahne 1998, alpha = 1): one tenant can fill half of the queue, two a third each, and
-a new tenant always finds room. B follows the order of the fair queue, so a tenant that floods the router is refused
-while others are not.
+A request that can be sent at once is never refused: its prefill would take as long later. Another request is refused if
+it would wait longer than `max_wait_s`, or if its tenant's share of the queue is full. The share equals the free part of
+the queue (dynamic threshold of Choudhury and Hahne 1998, alpha = 1): one tenant can fill half of the queue, two a third
+each, and a new tenant always finds room. B follows the order of the fair queue, so a tenant that floods the router is
+refused while others are not.
 """
 
 from __future__ import annotations
@@ -42,12 +46,12 @@ _RATE_HORIZON_S = 10.0
 _PRIOR_S = 2.0
 MAX_RETRY_AFTER_S = 300.0
 _LEAST_RETRY_S = 0.1
-# Old measurements decay towards zero.
+# Lower bound of a rate, whose measurements decay towards zero.
 _LEAST_RATE = 1e-9
-# Errors of estimates are kept for this time, and at most this many.
+# Errors of estimates are kept for `_MEMORY_S`, and at most `_MAX_REMEMBERED` of them.
 _MEMORY_S = 60.0
 _MAX_REMEMBERED = 256
-# Share of the admitted requests that should start within the limit, and its quantile of the normal distribution.
+# Share of the admitted requests that should start within the limit, and the normal distribution's quantile at it.
 _KEPT_PART = 0.99
 _Z = 2.33
 
@@ -61,7 +65,7 @@ class AdmissionLimits:
     max_wait_s
         Longest expected wait for the first token, by the estimate above.
     max_queued_requests, max_queued_tokens
-        Most requests in the router's queue, and their prompt tokens.
+        Most requests in the router's queue, and most prompt tokens of these requests.
     dispatch_window_s
         Send requests to a replica while it has less prefill queued than this. A replica serves its queue in its own
         order and the router in the fair order, so the window is just large enough to keep the replica busy.
@@ -69,7 +73,7 @@ class AdmissionLimits:
         Send requests to a replica while at most this many wait there for a row or for memory, by its last report.
         It limits queues of short prompts, which `dispatch_window_s` does not.
     quantum_tokens
-        See `FairQueue`.
+        Tokens that a tenant's turn adds to its balance (`FairQueue`). Smaller is fairer over short times.
     """
 
     max_wait_s: float = 30.0
@@ -81,7 +85,7 @@ class AdmissionLimits:
 
 
 class DrainRate:
-    """How much leaves the queue in a second while it is not empty: seconds of prefill, or requests."""
+    """Measures a rate while the queue is not empty: of prefill seconds that leave it, or of rows that come free."""
 
     def __init__(self) -> None:
         self._released = 0.0
@@ -102,16 +106,16 @@ class DrainRate:
     def rate(self, num_replicas: int) -> float:
         """Return the rate of prefill seconds.
 
-        The number of replicas counts as a measurement of the first two seconds, and decays like one.
+        The number of replicas is the expected rate. It counts as a measurement over two seconds, and decays like one.
         """
         expected = max(1, num_replicas)
         return self._measured(expected)
 
     def request_rate(self, expected: float | None = None) -> float:
-        """Return the rate of requests; `expected` counts like the number of replicas in `rate`.
+        """Return the rate of rows; `expected` counts like the number of replicas in `rate`.
 
-        Without `expected`, return the highest rate that agrees with the time so far: as if one more request were just
-        leaving.
+        Without `expected`, return the highest rate that agrees with the measurement: as if one more row came free just
+        now.
         """
         if expected is not None:
             return self._measured(expected)
@@ -123,9 +127,9 @@ class DrainRate:
 
 
 class Turnover:
-    """The rate at which rows come free: rows in use over the mean time of use (Little 1961).
+    """Estimates the rate at which rows come free: rows in use divided by their mean time of use (Little 1961).
 
-    It is known before a request has waited for a row.
+    Unlike `DrainRate`, it needs no request that has waited for a row.
     """
 
     def __init__(self) -> None:
@@ -143,12 +147,12 @@ class Turnover:
         self._sum_s += held_s
 
     def rate(self, num_starting: float = 0.0) -> float | None:
-        """Return the rows that come free in a second; None while none has come free.
+        """Return the rows that come free per second; None before the first one has come free.
 
         Parameters
         ----------
         num_starting
-            Requests that have a row but no first token yet. After a burst into an idle cluster these are all requests.
+            Requests that have a row but no first token yet. After a burst to an idle cluster, these are all requests.
         """
         if self._sum_s <= 0:
             return None
@@ -156,25 +160,25 @@ class Turnover:
 
 
 class Shortfall:
-    """The margin M: how much the waits of admitted requests exceeded their estimates.
+    """Measures the margin M: by how much the waits of admitted requests exceeded their estimates.
 
-    With this margin added, 99 in 100 of the recent requests would have started in time. That holds for errors of any
-    cause, as long as the next requests are like the last ones (conformal prediction, Vovk et al. 2005).
+    With this margin added to their estimates, 99 of 100 recent requests would have started in time. The next requests
+    do too, whatever causes the errors, if they are like the last ones (conformal prediction, Vovk et al. 2005).
     """
 
     def __init__(self) -> None:
         # Time of the measurement, and wait minus estimate in seconds.
         self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_REMEMBERED)
-        # None: not computed since the last error.
+        # None: must be computed, since an error was added.
         self._margin_s: float | None = 0.0
 
     def on_wait(self, estimate_s: float, wait_s: float, now_s: float) -> None:
-        """Record a request that had its first token after `wait_s`; `estimate_s` has no margin."""
+        """Record a request that got its first token after `wait_s`. `estimate_s` is its estimate without margin."""
         self._errors.append((now_s, wait_s - estimate_s))
         self._margin_s = None
 
     def margin_s(self, now_s: float) -> float:
-        """Return the margin in seconds, 0 without measurements. Computed on demand: only a queue needs it."""
+        """Return the margin in seconds, 0 without measurements. It is computed here, because only a queue needs it."""
         if self._margin_s is None or (self._errors and now_s - self._errors[0][0] > _MEMORY_S):
             self._margin_s = self._measure(now_s)
         return self._margin_s
@@ -198,23 +202,24 @@ def expected_wait_s(
     num_unanswered: int = 0,
     request_rate: float | None = None,
 ) -> float:
-    """Return the seconds until the first token: the estimate above without its margin.
+    """Return the expected seconds until the first token, by the formulas of the module's docstring without M.
 
     Parameters
     ----------
     ticket
-        A new one, not in the queue.
+        The new request, not in the queue.
     queued_s, rate
-        W and r.
+        W, prefill seconds queued at the replicas; and r, prefill seconds that leave the queue per second.
     num_unanswered
-        Requests of this router at the replicas that have no token yet.
+        Requests of this router that were sent and have no first token yet.
     request_rate
-        q if the replicas lack rows; None if they lack time.
+        q, rows that come free per second, if the replicas lack rows; None if they lack time.
     """
     if request_rate is None:
         before_s = queued_s + queue.prefill_s_ahead(ticket) / rate
     else:
-        num = queue.num_ahead(ticket) + num_unanswered + 1  # Rows, with the request's own.
+        # Rows that must come free, with the one for this request.
+        num = queue.num_ahead(ticket) + num_unanswered + 1
         before_s = (num + _Z * math.sqrt(num)) / request_rate
     return before_s + ticket.prefill_s
 
@@ -228,19 +233,20 @@ def refusal(
     queued_s: float,
     margin_s: float = 0.0,
 ) -> Overloaded | None:
-    """Return the error for a request that must not wait; None if it may.
+    """Return the error for a request that may not wait; None if it may.
 
     Parameters
     ----------
     ticket
-        A new one, not in the queue.
+        The new request, not in the queue.
     wait_s
-        From `expected_wait_s`.
+        Its expected wait, from `expected_wait_s`.
     queued_s, margin_s
-        W and M.
+        W, the part of the wait for requests queued at replicas; and the margin M.
     """
     if wait_s + margin_s > limits.max_wait_s:
-        # Retry when the excess has drained, but a long prompt not later than when it could be sent at once.
+        # Retry when the wait has shrunk to the limit. A long prompt may exceed the limit alone: then retry when the
+        # queue is short enough to send it at once.
         before_s = wait_s - ticket.prefill_s
         after_s = min(wait_s + margin_s - limits.max_wait_s, before_s - limits.dispatch_window_s)
         return _overloaded(

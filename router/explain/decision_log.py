@@ -1,6 +1,7 @@
-"""A router's decisions on disk, for `quire router replay`: the inputs of each, and its outcome.
+"""Writes a router's decisions to disk, each with its inputs and its outcome; `quire router replay` reads them.
 
-The file has one JSON object per line, of three kinds; it begins with the first.
+The file has one JSON object per line. The first line is the header. Each decision has a line, and a second one with its
+outcome if the request got a first token:
 
     {"quire_decision_log": 2, "router": ..., "started": seconds since 1970}
     {"decision": 17, "policy": ..., "time": ..., "now_s": ..., "attempt": 1, "prompt_tokens": ..., "priority": 0,
@@ -51,18 +52,18 @@ class DecisionLogError(ValueError):
 class DecisionLog:
     """Writes decisions to `FOLDER/ROUTER.jsonl` in a thread of its own.
 
-    A decision costs the event loop a copy of the fleet's columns. If the disk is too slow, lines are dropped;
-    `num_dropped` counts them.
+    On the event loop, logging a decision costs a copy of the fleet's columns. If the disk is too slow, lines are
+    dropped and counted in `num_dropped`.
 
     Parameters
     ----------
     folder
-        Created if missing.
+        Folder of the files; created if missing.
     router_id
-        Part of the file's name and of its first line.
+        ROUTER in the file's name; also written in the header.
     max_bytes
-        Bound on the two files that are kept. At half of it the file is renamed to `ROUTER.1.jsonl`, which replaces an
-        older one, and a new file begins.
+        Bound on the size of the two files that are kept together. When the current file reaches half of it, the file is
+        renamed to `ROUTER.1.jsonl`, replacing the older file of that name, and a new file is started.
     """
 
     def __init__(self, folder: Path, router_id: str, max_bytes: int):
@@ -82,7 +83,7 @@ class DecisionLog:
 
         Returns
         -------
-        The decision's number, for `answered`.
+        The decision's number, to be passed to `answered`.
         """
         self._num_decisions += 1
         self._put(
@@ -113,11 +114,11 @@ class DecisionLog:
         )
 
     def resize(self, max_bytes: int) -> None:
-        """Set the bound. An older file that is larger stays until the next one replaces it."""
+        """Change `max_bytes`. An older file larger than half of it stays until the next one replaces it."""
         self._max_file_bytes = max_bytes // 2
 
     def close(self) -> None:
-        """Write all queued lines. Record no decision after that."""
+        """Write the queued lines and end the thread. Call no other method afterwards."""
         self._lines.put(None)
         self._thread.join()
 
@@ -162,11 +163,11 @@ class LoggedDecision:
     time_s
         Seconds since 1970.
     now_s
-        Time of the router's clock.
+        Time of the decision on the router's monotonic clock.
     chosen
-        Replica.
+        The replica that the policy ranked first.
     outcome
-        The outcome's line, as the module's docstring describes it; None: no answer, or the log lacks it.
+        The parsed outcome line; None if the request got no first token, or if the log does not contain the line.
     """
 
     router: str
@@ -181,12 +182,12 @@ class LoggedDecision:
 
 
 def read(path: Path) -> Iterator[LoggedDecision]:
-    """Read the decisions of one file, in their order. An incomplete last line is ignored.
+    """Read the decisions of one file, in the order in which they were made. An incomplete last line is ignored.
 
     Raises
     ------
     DecisionLogError
-        A line is not valid; the message contains its number.
+        A line is not valid; the message names the line.
     """
     waiting: dict[int, LoggedDecision] = {}
     outcomes: dict[int, dict[str, Any]] = {}
@@ -225,7 +226,7 @@ def _decision(entry: dict[str, Any], header: dict[str, Any]) -> LoggedDecision:
 
 
 def _copy(fleet: FleetView) -> dict[str, Any]:
-    """Copy the values of a view, since the table keeps writing to its arrays."""
+    """Copy the values of a view: the replica table keeps writing to the arrays while the line is queued."""
     facts = {name: getattr(fleet, name) for name in _FACTS}
     return facts | {"demand": fleet.demand._asdict()} | fleet.named()
 

@@ -1,8 +1,9 @@
-"""Decide the decisions of a log again with another policy, and report the differences.
+"""Replay logged decisions with another policy, and report the differences.
 
-Each decision is made in the state that the recorded decisions led to. With the other policy in charge, queues and
-caches would have become different, and so would its later choices. So the numbers are estimates: they compare policies
-decision by decision, and do not predict a cluster's behaviour. `python -m tests.perf routersim` simulates that.
+The other policy makes each decision from the logged state of the fleet, which the recorded decisions produced. If it
+had routed all requests, queues and caches would have been different, and so would its later choices. So the numbers
+are estimates: they compare the policies decision by decision. They do not predict how a cluster would behave with the
+other policy; `python -m tests.perf routersim` simulates that.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from quire.router.policy.fleet_view import FleetView
 from quire.router.policy.policy import Policy, RouteRequest
 
 _TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s")
-_TIE = 1e-6  # difference below which two costs are equal, as `CostPolicy.tie_s`
+# Costs that differ by at most this many seconds count as equal; the default of `CostPolicy.tie_s`.
+_TIE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One request on one replica, with the predictions of the cost.
+    """One request on one replica, with the predictions of the cost policy.
 
     Attributes
     ----------
     cached_tokens
-        On the device and in host memory.
+        Prompt tokens that the replica holds on its device and in host memory, by the router's index.
     ttft_s
-        Time to the first token: queue, prefill and copy from host memory.
+        Predicted time to the first token: the wait for queued prefill, the prefill and the copy from host memory.
     """
 
     replica: str
@@ -42,12 +44,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Redecision:
-    """A recorded decision, and the decision of another policy from the same inputs.
+    """A recorded decision, and the choice of the replayed policy from the same inputs.
 
     Attributes
     ----------
     is_tie
-        The other policy chose another replica, at the same cost as the recorded one.
+        The replayed policy chose another replica, and gave it the same cost as the recorded one. Such a decision does
+        not count as changed.
     """
 
     decision: LoggedDecision
@@ -62,7 +65,7 @@ class Redecision:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """All decisions of some logs, decided again by one policy."""
+    """The logged decisions, each replayed with the policy named `policy`."""
 
     policy: str
     redecisions: list[Redecision] = field(default_factory=list)
@@ -76,7 +79,7 @@ class ReplayResult:
         return sum(one.is_tie for one in self.redecisions)
 
     def largest_changes(self, limit: int) -> list[Redecision]:
-        """Return the changed decisions, those with the largest difference in predicted time to first token first."""
+        """Return at most `limit` changed decisions, sorted by the difference of the predicted TTFT, largest first."""
         changed = [one for one in self.redecisions if one.is_changed]
         changed.sort(key=lambda one: -abs(one.replayed.ttft_s - one.recorded.ttft_s))
         return changed[:limit]
@@ -85,14 +88,16 @@ class ReplayResult:
 def replay(
     decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed: int = 0
 ) -> ReplayResult:
-    """Decide recorded decisions again.
+    """Replay recorded decisions with a policy.
 
     Parameters
     ----------
     policy
-        From `router.policy.by_name.make_policy`. Its placements are priced by its own cost, or by that of `slo`.
+        The policy to compare, from `router.policy.by_name.make_policy`. If it is a `CostPolicy`, it also predicts
+        cached tokens and TTFT for both placements. Other policies predict no times, so the preset `slo` is used for
+        them.
     seed
-        For random choices between equal costs.
+        Seed of the policy's random choices, such as those between equal costs.
     """
     rng = random.Random(seed)
     pricing = policy if isinstance(policy, CostPolicy) else CostPolicy()
@@ -110,7 +115,7 @@ def replay(
 
 
 def report(result: ReplayResult, limit: int = 10) -> str:
-    """Format the result as text, with the `limit` largest changes."""
+    """Format the result as text, with the `limit` decisions that changed the predicted TTFT most."""
     ones = result.redecisions
     if not ones:
         return "no decisions in the log"

@@ -1,7 +1,7 @@
 """The last decisions of a router, for `GET /v1/router/explain`.
 
-Keeping a decision costs an append: the ring stores the policy's ranking with its arrays, and converts it to plain data
-when a client requests it.
+Keeping a decision costs one append on the request's path: the ring stores the policy's ranking with its arrays. It
+converts a ranking to plain data only when a client asks for it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class _Decision(NamedTuple):
     answer_id
         The id in the client's answer.
     attempt
-        1 for a request's first.
+        1 for the request's first decision; each failover to another replica is a further attempt.
     decided_s
-        Time of the router's clock.
+        Time of the decision on the router's clock.
     explain
-        The stream's own object, which the stream updates with the outcome.
+        The object of the request's stream, which writes the outcome to it later.
     """
 
     request_id: str
@@ -42,17 +42,17 @@ class _Decision(NamedTuple):
 class DecisionRing:
     """The last `size` decisions of one router.
 
-    It takes 32 bytes per replica and decision (cost, wait, tokens held), and 170 for decisions that left some replicas
-    out.
+    A decision takes 32 bytes per replica (cost, wait, tokens on the device and in host memory). If it left some
+    replicas out, it has copies of their columns too and takes 170 bytes per replica.
 
     Parameters
     ----------
     router_id
-        Part of every answer, since several routers decide independently.
+        Id of this router, included in every answer: several routers decide independently.
     size
         Number of decisions to keep; the oldest is dropped first.
     clock
-        The clock of `add`'s `now_s`, seconds.
+        The clock that `add`'s `now_s` is read from, seconds.
     """
 
     def __init__(self, router_id: str, size: int, clock: Callable[[], float] = time.monotonic):
@@ -77,7 +77,7 @@ class DecisionRing:
         explain: Explain,
         now_s: float,
     ) -> None:
-        """Keep a decision, which `explain.attempts` already counts."""
+        """Keep a decision. `explain.attempts` must already include this attempt."""
         self._decisions.append(
             _Decision(
                 request_id=request_id,
@@ -93,7 +93,8 @@ class DecisionRing:
     def find(self, request_id: str) -> list[dict[str, Any]]:
         """Return the decisions for a request id or an answer id, oldest first.
 
-        There is one for each attempt, and for each request if a client used the same request id again.
+        There is one for each attempt. If a client used the request id for several requests, all their decisions are
+        returned.
         """
         return [
             self._describe(decision)
@@ -102,7 +103,7 @@ class DecisionRing:
         ]
 
     def last(self, limit: int) -> list[dict[str, Any]]:
-        """Return the last decisions, newest first."""
+        """Return the last `limit` decisions, newest first."""
         newest = list(self._decisions)[: -limit - 1 : -1]
         return [self._describe(decision) for decision in newest]
 
@@ -121,7 +122,7 @@ class DecisionRing:
             "prompt_tokens": decision.num_prompt_tokens,
             "num_replicas": len(ranking.fleet),
             "ranking": [_describe_score(score) for score in ranking],
-            # A later attempt overwrote the outcome of an earlier one.
+            # All attempts of a request share one `explain`, so the outcome belongs to the last attempt.
             "outcome": _describe_outcome(explain) if is_last and explain.answered else None,
         }
 

@@ -1,7 +1,7 @@
-"""The arriving requests, as averages of this router's own decisions and the replicas' reports.
+"""Measures the demand: averages over the arriving requests, from this router's own decisions and the replicas' reports.
 
-The averages are exponential, over `HORIZON_S`. A router that shares the fleet with others sees only its own requests.
-`share`, its part of the requests in flight, scales the averages to the whole fleet.
+The averages are exponential, over `HORIZON_S`. A router that shares the fleet with other routers sees only its own
+requests. So the averages are divided by `share`, this router's part of all requests in flight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from quire.router.policy.fleet_view import Demand
 HORIZON_S = 30.0
 _MIN_SHARE = 1 / 64
 _OUTPUT_WEIGHT = 0.01
-_MIN_STEPS = 32  # reports before the slope is used
+# Reports of steps before the slope is used.
+_MIN_STEPS = 32
 _STEP_WEIGHT = 0.002
 
 
@@ -41,7 +42,7 @@ class DemandMeter:
         Parameters
         ----------
         prefill_s, tokens, work
-            Its predicted prefill, in seconds, tokens and work.
+            Its predicted prefill: seconds, tokens, and work (tokens weighted by their attention, `prefill_work`).
         share
             This router's part of the fleet's requests in flight.
         """
@@ -58,7 +59,7 @@ class DemandMeter:
         self._output_tokens += _OUTPUT_WEIGHT * (num_tokens - self._output_tokens)
 
     def on_step(self, kv_tokens: int, step_s: float) -> None:
-        """Count a replica's report of a decode step."""
+        """Add a replica's report of a decode step: its duration and the KV tokens that it read."""
         self._slope.add(kv_tokens, step_s)
 
     @property
@@ -66,7 +67,7 @@ class DemandMeter:
         return self._work / self._tokens if self._tokens > 0 else 1.0
 
     def demand(self, num_replicas: int, now_s: float) -> Demand:
-        """Return the averages, per replica, as of `now_s`."""
+        """Return the averages at `now_s`; rates are per replica."""
         if self._first_s is None:
             return Demand(
                 output_tokens=self._output_tokens, decode_s_per_kv_token=self._slope.s_per_token
@@ -97,18 +98,20 @@ class DemandMeter:
 
 
 class StepSlope:
-    """Least squares of decode step time over KV tokens, with exponential forgetting.
+    """Least-squares line of decode step time over KV tokens, with exponential forgetting.
 
-    The slope is the time that one more KV token adds to a step. It is three standard errors below the estimate:
-    otherwise, after a few noisy steps of an idle cluster, one KV token more could cost more than the prefill of a whole
-    prompt elsewhere. It is at most the slope of a line through 0, since a step with an empty cache takes time.
+    The slope is the time that one more KV token adds to a step. `s_per_token` is three standard errors below the
+    estimated slope: otherwise, after a few noisy steps of an idle cluster, one more KV token could seem to cost more
+    than the prefill of a whole prompt on another replica. It is at most the slope of a line through 0, since a step
+    with an empty cache takes time too.
     """
 
     def __init__(self) -> None:
         self._weight = 0.0
         # Running means, and variances and covariance around them.
         self._x = self._y = self._xx = self._xy = self._yy = 0.0
-        self._s_per_token: float | None = 0.0  # None: not yet computed
+        # None: must be computed, since a step was added.
+        self._s_per_token: float | None = 0.0
 
     def add(self, kv_tokens: float, step_s: float) -> None:
         if step_s <= 0 or kv_tokens <= 0:
@@ -125,7 +128,7 @@ class StepSlope:
 
     @property
     def s_per_token(self) -> float:
-        # Computed when read: decisions read it less often than frames add to it.
+        # Computed when read, because decisions read it less often than frames add to it.
         if self._s_per_token is None:
             self._s_per_token = self._proven()
         return self._s_per_token
@@ -140,15 +143,16 @@ class StepSlope:
 
 
 class Followers:
-    """Recent requests per prefix, by the routing hash at its end. The least recently used are dropped first."""
+    """Counts recent requests by prefix, identified by its last routing hash. The least recently used are dropped."""
 
     def __init__(self, horizon_s: float = 60.0, max_prefixes: int = 65_536):
         self._horizon_s = horizon_s
         self._max_prefixes = max_prefixes
-        self._seen: OrderedDict[int, tuple[float, float]] = OrderedDict()  # hash -> (count, time)
+        # Hash -> (weighted count, its time).
+        self._seen: OrderedDict[int, tuple[float, float]] = OrderedDict()
 
     def count(self, prefix: int, now_s: float) -> float:
-        """Return the requests of the last horizon with this prefix, less one."""
+        """Return the number of requests with this prefix in the last `horizon_s`, exponentially weighted, less one."""
         count, then_s = self._seen.get(prefix, (0.0, now_s))
         return max(0.0, count * math.exp((then_s - now_s) / self._horizon_s) - 1.0)
 

@@ -1,9 +1,10 @@
 """Apply one replica's cache events to the index, in order, over a stream that may lose or delay frames.
 
 A new attach stream begins with a snapshot. After a gap in the batch numbers, or when our digest differs from the
-replica's, `EventReplay.take` returns the batch after which to request a resync. The answer is the missed batches or a
-snapshot in pages. Frames with newer batches may arrive before it, so the replay keeps all batches until then. The stale
-index keeps answering matches, since after a gap it is nearly right. A new epoch starts from an empty index.
+replica's, `EventReplay.take` returns the batch after which to request a resync. The replica answers with the missed
+batches, or with a snapshot in pages. Frames with newer batches may arrive before the answer, so the replay keeps all
+batches until then. Matches still use the stale index, because it is nearly right after a gap. A new epoch (a restart of
+the replica's engine) starts from an empty index.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ import numpy as np
 from quire.protos.wire import CacheEvents, Frame
 from quire.router.index.prefix_index import PrefixIndex
 
-SNAPSHOT = -1  # `ReplayCheck.resync_from`: request a snapshot
+# Value of `ReplayCheck.resync_from`: request a snapshot.
+SNAPSHOT = -1
 _NO_HASHES = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCheck:
-    """The replay compared with a frame.
+    """Result of comparing the replay with a frame.
 
     Attributes
     ----------
     agrees
-        The replay equals the replica's cache. If this is False and `reason` is empty, the frame cannot be compared.
+        The replay equals the replica's cache. False with an empty `reason`: this frame cannot be compared.
     reason
-        The difference.
+        The difference, for the log.
     resync_from
         Request the batches after this one now (`SNAPSHOT`: a snapshot); None: request nothing.
     """
@@ -39,14 +41,15 @@ class ReplayCheck:
 
 
 class EventReplay:
-    """The replay of one replica, which the index must contain.
+    """Replays the events of one replica. The index must contain the replica.
 
     Parameters
     ----------
     max_kept_batches
-        Bound on the batches kept until a resync arrives. Beyond it they are dropped, and the gap causes another resync.
+        Bound on the batches kept until a resync arrives. If it is exceeded, they are dropped, and the gap causes
+        another resync.
     resync_interval_s
-        Shortest time between two resync requests, answered or not.
+        Shortest time between two resync requests, whether they are answered or not.
     """
 
     def __init__(
@@ -56,17 +59,17 @@ class EventReplay:
         self._replica = replica
         self._max_kept_batches = max_kept_batches
         self._resync_interval_s = resync_interval_s
-        # True at first: the attach stream begins with a snapshot.
+        # A snapshot or missed batches are expected; at first the snapshot of the attach stream.
         self._awaits_resync = True
-        # Some pages of the snapshot have arrived, others follow.
+        # Some pages of a snapshot have arrived, and others follow.
         self._in_snapshot = False
         # Time of the last resync request.
         self._asked_s: float | None = None
-        # Batches by seq, until the resync arrives.
+        # Batches by sequence number, kept until the resync arrives.
         self._kept: dict[int, CacheEvents] = {}
 
     def begin_stream(self) -> None:
-        """Begin a new attach stream, which brings a snapshot."""
+        """Handle a new attach stream: expect its snapshot."""
         self._asked_s = None
         self._await_resync()
 
@@ -76,19 +79,19 @@ class EventReplay:
         self.begin_stream()
 
     def on_first_frame(self, now_s: float) -> None:
-        """Count the snapshot that opens the stream as requested now."""
+        """Count the snapshot that opens the stream as a resync requested now."""
         self._asked_s = now_s
 
     def expect_no_snapshot(self) -> None:
-        """Expect no snapshot: the stream brought it before the replica's engine restarted."""
+        """Expect no snapshot after a restart of the engine: the attach stream has already brought its one."""
         self._awaits_resync = False
 
     def take(self, frame: Frame, now_s: float) -> ReplayCheck:
-        """Apply a frame's events and snapshot page to the index. Call it in the order of arrival."""
+        """Apply a frame's events and snapshot page to the index, and compare. Call it in the order of arrival."""
         if not self._replay(frame):
             return ReplayCheck()
         seq = self._index.seq(self._replica)
-        # The frame carries a snapshot, or a resync overtook it.
+        # The index is newer than the frame: by a snapshot, or by a resync that arrived before the frame.
         if frame.events_seq < seq:
             return ReplayCheck()
         if frame.events_seq > seq:
@@ -113,7 +116,7 @@ class EventReplay:
         self._kept.clear()
 
     def _replay(self, frame: Frame) -> bool:
-        """Apply the batches and pages that can be applied; return False within a snapshot."""
+        """Apply the batches and pages that can be applied; return False if pages of a snapshot are missing."""
         index = self._index
         if not self._awaits_resync:
             # A page that arrives here belongs to a snapshot that is no longer needed.
@@ -141,6 +144,6 @@ class EventReplay:
             self._in_snapshot = False
 
     def _differs(self, frame: Frame) -> bool:
-        """Whether the digests differ. An index that dropped blocks at its bound has no digest to compare."""
+        """Whether the digests differ. Return False if the index dropped blocks at its bound: nothing to compare."""
         index, replica = self._index, self._replica
         return index.is_complete(replica) and index.digest(replica) != frame.digest

@@ -1,8 +1,8 @@
-"""The running replicas as Serve lists them, passed from Serve's request router to our bus.
+"""Passes the list of running replicas from Serve's request router to our bus.
 
-Serve pickles a `RequestRouter` class by value and makes the instance itself, in the process of the deployment that
-holds the handle, possibly in another thread. Only a module that is imported by reference is the same object on both
-sides, so the registry below is process-wide: the one exception to "no module-level mutable state".
+Serve pickles our `RequestRouter` class by value and makes the instance itself, in the process of the deployment that
+holds the handle, possibly in another thread. So the bus and the instance can share only a module that both import by
+reference. Therefore the registry below is process-wide: the one exception to "no module-level mutable state".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Listener = Callable[[frozenset[str]], None]
 
 
 class Membership:
-    """The running replicas of one deployment, by Serve's unique id. Thread-safe."""
+    """The running replicas of one deployment, by the unique ids that Serve gives them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +22,7 @@ class Membership:
         self._listener: Listener | None = None
 
     def update(self, members: frozenset[str]) -> None:
-        """Set the members; the listener runs in the caller's thread when they changed."""
+        """Set the members. If they changed, call the listener in the caller's thread."""
         with self._lock:
             self._set(members)
 
@@ -32,7 +32,7 @@ class Membership:
             self._set(self._members - {member})
 
     def listen(self, listener: Listener) -> frozenset[str]:
-        """Call `listener` with the members at every later change; return the members now.
+        """Call `listener` with the members at every later change, and return the present members.
 
         There is one listener; a second call replaces it. The lock is held during the call, so that the listener sees
         changes in their order. It must not block or call methods of this object.
@@ -44,7 +44,8 @@ class Membership:
     def unlisten(self, listener: Listener) -> None:
         """Stop calling `listener`; do nothing if another listener replaced it."""
         with self._lock:
-            if self._listener == listener:  # bound methods are equal, not identical
+            # Two bound methods of one object are equal, but not identical.
+            if self._listener == listener:
                 self._listener = None
 
     def _set(self, members: frozenset[str]) -> None:
@@ -59,6 +60,6 @@ _channels_lock = threading.Lock()
 
 
 def channel(name: str) -> Membership:
-    """Return this process's membership of a name, made on first use."""
+    """Return the membership with this name in this process; make it on first use."""
     with _channels_lock:
         return _channels.setdefault(name, Membership())

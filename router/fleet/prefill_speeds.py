@@ -1,8 +1,9 @@
-"""How fast each replica prefills, from its reports, and how much of an old measurement still counts.
+"""Estimates how fast each replica prefills, from its reports, and weights old measurements less.
 
-A report measures the speed at its time. Prompts prefilled next to many decoding requests, or on a core shared with
-another replica, took longer than they would now. An idle cluster sends no further requests to a replica that seems
-slow, so its measurement would never be corrected. So a measurement moves towards the median of all as it ages:
+A report measures the speed at its time. If the replica prefilled next to many decoding requests, or on a CPU core
+shared with another replica, it took longer than it would now. In an idle cluster, a replica that seems slow gets no
+further requests, so its measurement would never be corrected. Therefore a measurement moves towards the median of all
+replicas as it ages:
 
     seconds per work = prior * (measured / prior) ** w        w = exp(-age / horizon)
     prior            = median of the measured speeds, each with weight w
@@ -15,18 +16,21 @@ from collections.abc import Iterable
 
 import numpy as np
 
-_PERIOD_S = 0.2  # between two computations of the speeds that policies see
-_MAX_SLOWER_WEIGHT = 0.5  # of one report that is slower than the average
-HORIZON_S = 30.0  # of the average over reports; a measurement of this age has weight 1/e
+# Time between two computations of the speeds that policies see.
+_PERIOD_S = 0.2
+# Largest weight of one report that is slower than the average.
+_MAX_SLOWER_WEIGHT = 0.5
+# Horizon of the average over reports; a measurement of this age has weight 1/e.
+HORIZON_S = 30.0
 
 
 class MeasuredSpeed:
-    """Seconds of a unit of one replica's prefill work (`fleet_view.prefill_work`).
+    """One replica's prefill speed: seconds per unit of prefill work (`fleet_view.prefill_work`).
 
     Attributes
     ----------
     s_per_work
-        Average over `HORIZON_S`, long enough for many prompts; 0: not yet known.
+        Average over `HORIZON_S`, a time of many prompts; 0: not yet known.
     measured_s
         Time of the last report that contained a new prefill; -inf: none has.
     """
@@ -36,18 +40,20 @@ class MeasuredSpeed:
     def __init__(self) -> None:
         self.s_per_work = 0.0
         self.measured_s = -math.inf
-        self._reported = 0.0  # seconds per token
-        # Prefill of our requests that it answered recently: the requests that its reported average is about.
+        # The last reported value, seconds per token.
+        self._reported = 0.0
+        # Prefill tokens and work of our requests that the replica answered recently. The ratio converts the reported
+        # seconds per token to seconds per work.
         self._tokens = 0.0
         self._work = 0.0
 
     def answered(self, num_tokens: int, work: float) -> None:
-        """Count the prefill of a request of ours that it answered."""
+        """Count the prefill of a request of ours when it gets its first token."""
         self._tokens += num_tokens
         self._work += work
 
     def take(self, s_per_token: float, now_s: float) -> None:
-        """Take in a report that arrived at `now_s`. Each prefill changes the value, so an equal one is not new."""
+        """Take in a report that arrived at `now_s`. Each prefill changes the value, so an equal value is not new."""
         if s_per_token <= 0 or s_per_token == self._reported:
             return
         if not self.s_per_work:
@@ -55,8 +61,8 @@ class MeasuredSpeed:
         keep = math.exp((self.measured_s - now_s) / HORIZON_S)
         work_per_token = self._work / self._tokens if self._tokens else 1.0
         speed = s_per_token / work_per_token
-        # Other work on the machine makes a prefill slower, nothing makes it faster. So one slow report may be an
-        # accident, and an idle cluster would send this replica no second prompt to correct it.
+        # Other work on the machine can make a prefill slower, but nothing makes it faster than the replica is. So one
+        # slow report may be an accident, and in an idle cluster the replica would get no second prompt to correct it.
         if speed > self.s_per_work > 0:
             keep = max(keep, 1.0 - _MAX_SLOWER_WEIGHT)
         # A much faster report shows that the average was too slow, so the average counts less.
@@ -69,7 +75,7 @@ class MeasuredSpeed:
 
 
 class FleetSpeeds:
-    """The speeds of all replicas that policies use, computed every `_PERIOD_S`.
+    """The speeds of all replicas as policies use them, computed every `_PERIOD_S`.
 
     Attributes
     ----------
@@ -85,7 +91,7 @@ class FleetSpeeds:
         self._stale_s = -math.inf
 
     def expire(self) -> None:
-        """Make `is_stale` return True, since the rows changed."""
+        """Make `is_stale` return True. Call it when the replicas' rows have changed."""
         self._stale_s = -math.inf
 
     def is_stale(self, now_s: float) -> bool:
@@ -97,12 +103,12 @@ class FleetSpeeds:
         s_per_work, measured_s = speeds.reshape(-1, 2).T
         self.s_per_work, self.prior_s_per_work = believed(s_per_work, now_s - measured_s)
         self.s_per_work.setflags(write=False)
-        # While no speed is known, each look may find the first.
+        # While no speed is known, compute at each decision, because the first report may have arrived.
         self._stale_s = now_s + (_PERIOD_S if self.prior_s_per_work else 0.0)
 
 
 def believed(s_per_work: np.ndarray, age_s: np.ndarray) -> tuple[np.ndarray, float]:
-    """Move measured speeds towards their median by their age.
+    """Move measured speeds towards their median, older ones more.
 
     Parameters
     ----------
@@ -127,7 +133,7 @@ def believed(s_per_work: np.ndarray, age_s: np.ndarray) -> tuple[np.ndarray, flo
 
 
 def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
-    """Return the weighted median; the mean of two values if each side has half of the weight."""
+    """Return the weighted median; the mean of the two middle values if each side has exactly half of the weight."""
     order = np.argsort(values)
     below = np.cumsum(weights[order])
     half = below[-1] / 2

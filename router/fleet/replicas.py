@@ -1,7 +1,7 @@
-"""All replicas of one router: their caches, their loads, our own requests on them.
+"""The replicas that one router knows: their caches, their loads, and this router's own requests on them.
 
-`on_frame` feeds the table with frames, `fleet` returns the view that a policy decides from. The table starts no task
-and reads no clock. `router/fleet/tracked_replica.py` draws a replica's states.
+`on_frame` takes in the frames that replicas send after each step, and `fleet` returns the view that a policy decides
+from. The table starts no task and reads no clock. `router/fleet/tracked_replica.py` draws a replica's states.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from quire.router.types import ReplicaStatus
 
 @dataclass(frozen=True, slots=True)
 class FrameAction:
-    """The caller's tasks after a frame.
+    """The actions that the caller must take after a frame.
 
     Attributes
     ----------
     became_ready
-        The replica takes requests from now on: this is the first frame of its attach stream.
+        The replica takes requests from now on, because this is the first frame of its attach stream.
     resync_from
         Request the replica's event batches after this one (`event_replay.SNAPSHOT`: a snapshot); None: nothing.
     new_epoch
-        The replica's engine was replaced: requests sent to the former one get no answer.
+        The replica's engine was restarted: requests sent to the former engine get no answer.
     reason
         The difference between our replay and the replica's cache, for the log; empty if there is none.
     """
@@ -50,30 +50,30 @@ class FrameAction:
 
 
 class ReplicaTable:
-    """All replicas of one router, and the index. Times are the caller's monotonic clock.
+    """All replicas of one router, and the prefix index. Times are of the caller's monotonic clock.
 
     Parameters
     ----------
     submit_lag_s
-        Time of the submit call and of the frame's way back. A report cannot contain a request booked less than this
-        before the report arrived.
+        Time for a submit call to reach a replica and for a frame to come back. A report cannot contain a request that
+        was booked less than this before the report arrived.
     lost_after_s
         Silence after which a replica is lost. An idle replica sends a heartbeat each second. A busy one is silent
         during a step, and a step with a large chunk takes seconds on a slow CPU.
     resync_interval_s
         Shortest time between two resync requests to one replica, answered or not.
     max_kept_batches
-        Event batches kept for one replica until a resync arrives. Beyond it they are dropped, and the gap causes
-        another resync.
+        Bound on the event batches kept for one replica until a resync arrives. If it is exceeded, they are dropped, and
+        the gap causes another resync.
     routing_block_tokens
         Tokens of a routing block.
     attention_context_tokens
-        Context at which a token's attention costs as much as the rest of its prefill: the ratio of their operations,
-        2 x parameters of a layer / (4 x width of its heads). It is 27,000 for an 8B Llama, and similar for others.
+        Context at which the attention of one token takes as many operations as the rest of its prefill: 2 x parameters
+        of a layer / (4 x width of its heads). It is 27,000 for an 8B Llama, and similar for other models.
     host_copy_s_per_token
         Seconds to copy a token's KV from host memory to the device.
     max_sessions
-        Sessions to remember the last replica of; the least recently used are dropped first.
+        Number of sessions whose last replica is remembered; the least recently used are dropped first.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ReplicaTable:
         self._num_with_weights: Counter[str] = Counter()
         self._columns = ReplicaColumns()
         self._speeds = FleetSpeeds()
-        # Requests of this router in flight.
+        # Requests of this router that are in flight on any replica.
         self._num_ours = 0
         self._demand = DemandMeter()
         self._followers = Followers()
@@ -119,11 +119,12 @@ class ReplicaTable:
         Parameters
         ----------
         replica
-            A new replica, or a lost one.
+            A new replica, or one in the state LOST.
         block_tokens
             Tokens in one of its KV blocks, 0 if not known.
         weights
-            `Hello.weights`. A request that began on another replica may continue here only if the weights are equal.
+            `Hello.weights`: model, revision and number format. A request that started on another replica may continue
+            here only if they are equal.
         """
         entry = self._replicas.get(replica)
         if entry is None:
@@ -161,7 +162,7 @@ class ReplicaTable:
         self._speeds.expire()
 
     def set_draining(self, replica: str) -> None:
-        """Send the replica no new requests; an unknown one is ignored."""
+        """Stop sending new requests to the replica; an unknown one is ignored."""
         entry = self._replicas.get(replica)
         if entry is not None:
             entry.draining = True
@@ -190,20 +191,20 @@ class ReplicaTable:
         return self._replicas[replica].state
 
     def num_ready(self) -> int:
-        """Return the number of replicas that take requests, silent ones included."""
+        """Return the number of replicas that take requests, including silent ones that are not marked as lost yet."""
         return sum(entry.is_ready() for entry in self._replicas.values())
 
     # -------------------------------------------------------------------------------------- frames
 
     def on_frame(self, replica: str, frame: Frame, now_s: float) -> FrameAction:
-        """Take in the events, load and snapshot page of a frame, without its tokens.
+        """Take in a frame's events, load and snapshot page. The caller handles its tokens.
 
         Call it in the order of arrival. A frame of an unknown replica is ignored.
         """
         entry = self._replicas.get(replica)
         if entry is None:
             return FrameAction()
-        # The replica was silent, but its stream did not end.
+        # The replica was lost by its silence, but its attach stream has not ended.
         if entry.state is ReplicaState.LOST:
             entry.resume()
         was_ready = entry.is_ready()
@@ -247,13 +248,13 @@ class ReplicaTable:
     ) -> RequestBooking:
         """Count a request that was just sent to the best replica of a ranking.
 
-        Until its first token (`answered`) its blocks count as cached and its prefill as queued. Before `answered`, call
-        `on_frame` with the frame that carries the token, so that its events replace the booking's blocks. `end` each
-        booking.
+        Until its first token (`answered`), its blocks count as cached and its prefill as queued. Before `answered`,
+        call `on_frame` with the frame that has the token, so that the frame's events replace the booked blocks. Call
+        `end` for each booking.
         """
         best, fleet = ranking[0], ranking.fleet
         cached = best.cached_tokens + best.host_tokens
-        # The replica holds the blocks before these.
+        # Book only the blocks that the replica does not hold yet.
         to_come = hashes[cached // self._routing_block_tokens :]
         booking = self._book(best.replica, to_come, num_prompt_tokens, cached, now_s)
         missing, work = booking.prefill_tokens, booking.work
@@ -267,7 +268,7 @@ class ReplicaTable:
     def book_fork(self, parent: RequestBooking, now_s: float) -> RequestBooking:
         """Count a fork of a booked request, sent to the same replica with the same prompt.
 
-        A fork computes only the prompt's last token. Its blocks are the parent's.
+        A fork shares the parent's blocks and computes only the prompt's last token.
         """
         num_tokens = parent.prompt_tokens
         return self._book(parent.replica, (), num_tokens, num_tokens - 1, now_s)
@@ -297,7 +298,7 @@ class ReplicaTable:
         return booking
 
     def answered(self, booking: RequestBooking, now_s: float) -> None:
-        """Take a request's prefill and blocks out after its first token, since reports and events now contain them."""
+        """Remove a request's booked prefill and blocks at its first token: reports and events contain them now."""
         if booking.answered:
             return
         booking.answered = True
@@ -334,7 +335,7 @@ class ReplicaTable:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether replicas differ in their weights, as during an update to another model."""
+        """Whether replicas have different weights, as during an update to another model."""
         return len(self._num_with_weights) > 1
 
     def _forget_weights(self, entry: TrackedReplica) -> None:
@@ -360,9 +361,9 @@ class ReplicaTable:
         hashes
             Routing hashes of the prompt.
         avoid
-            Replicas to leave out, unless no other is left.
+            Replicas to leave out, unless there are no others.
         weights
-            Return only replicas with these weights; None: with any.
+            Return only replicas with these weights; None: with any weights.
         """
         names, columns = self._columns.names, self._columns.columns
         if self._speeds.is_stale(now_s):
@@ -404,7 +405,8 @@ class ReplicaTable:
             or some_below(COLUMN.seen_s, heard_s)
         ):
             return None
-        # Rows that would refuse the request, that take no requests, and that have other weights.
+        # Masks of the replicas that would refuse the request (`full`), that take no requests (`out`), and that have
+        # other weights (`foreign`).
         full, out = columns.num_places < 1, columns.seen_s < heard_s
         foreign = np.zeros(len(names), bool)
         if is_mixed:
@@ -425,7 +427,8 @@ class ReplicaTable:
 
         Returns
         -------
-        [2, rows] float64, tokens on the device and further tokens in host memory; and the blocks of the longest match.
+        [2, rows] float64, prompt tokens on the device and further ones in host memory; and the number of blocks of the
+        longest match.
         """
         index, block = self.index, self._routing_block_tokens
         held = np.zeros((2, len(self._columns)))
@@ -450,7 +453,7 @@ class ReplicaTable:
         entry = self._replicas.get(replica) if replica is not None else None
         if entry is None:
             return -1
-        # The same list: no replica is left out.
+        # With the same list, no replica is left out, so its row in the table is its row in the view.
         if names is self._columns.names:
             return entry.row
         return names.index(entry.name) if entry.name in names else -1
@@ -461,11 +464,11 @@ class ReplicaTable:
         self._columns.write(entry.row, entry.columns(num_blocks, self._host_copy_s_per_token))
 
     def num_routers(self) -> int:
-        """Return the number of routers that share the replicas, by their reports; at least 1."""
+        """Return the number of routers that share the replicas, from the replicas' reports; at least 1."""
         return max((entry.load.num_routers for entry in self._replicas.values()), default=1)
 
     def statuses(self, now_s: float) -> list[ReplicaStatus]:
-        """Return the status of every replica, also of those that take no requests."""
+        """Return the status of every replica, including those that take no requests."""
         return [
             ReplicaStatus(
                 replica=entry.name,

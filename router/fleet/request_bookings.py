@@ -1,7 +1,7 @@
-"""This router's requests on one replica, from the decision to the end of each.
+"""Bookings: this router's requests on one replica, from the decision to the end of each.
 
-A request's prefill counts as queued from the decision on. The first report that can contain the request ends its entry
-in `_unreported`, its first token ends its entry in `_unanswered`.
+Reports lag behind decisions, so a request's prefill counts as queued from the decision on. The first report that can
+contain the request removes it from `_unreported`, and its first token removes it from `_unanswered`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from quire.router.index.holder_slots import Booking
 
 @dataclass(slots=True, eq=False)
 class RequestBooking:
-    """One request on one replica, from decision to end; see `ReplicaTable.book`."""
+    """One request on one replica, from the decision to its end. `ReplicaTable.book` makes it."""
 
     replica: str
     epoch: str
     prompt_tokens: int
-    # Part of `prompt_tokens` that the replica must prefill, by our prediction.
+    # Prompt tokens that the replica must prefill, by the router's prediction.
     prefill_tokens: int
-    # Work of those.
+    # Work of these tokens (`prefill_work`).
     work: float
     booked_s: float
     index_booking: Booking
@@ -36,9 +36,9 @@ class ReplicaBookings:
     num_in_flight
         Requests that have not ended.
     num_unreported, num_unanswered
-        Requests that the last report cannot contain; requests without a first token.
+        Number of requests that the last report cannot contain, and of requests without a first token.
     unreported_work, unanswered_work
-        Prefill work of these requests.
+        Sums of their prefill work.
     unanswered_tokens
         Prompt tokens of the requests without a first token.
     head_s
@@ -77,7 +77,7 @@ class ReplicaBookings:
         self._sum()
 
     def report(self, until_s: float) -> None:
-        """Take in a report that contains the requests booked until `until_s`."""
+        """Take in a report, which can contain the requests booked until `until_s`."""
         num_unreported = len(self._unreported)
         while self._unreported:
             oldest = next(iter(self._unreported))
@@ -100,14 +100,14 @@ class ReplicaBookings:
         self.num_in_flight -= 1
 
     def clear(self) -> None:
-        """Drop all requests, as after a restart of the replica's engine."""
+        """Drop all requests, after a restart of the replica's engine."""
         self._unreported.clear()
         self._unanswered.clear()
         self.num_in_flight = 0
         self._sum()
 
     def _sum(self) -> None:
-        """Recompute the sums: adding and subtracting each request would accumulate rounding errors."""
+        """Recompute the sums. Adding and subtracting single requests would accumulate rounding errors."""
         self.unreported_work = sum(booking.work for booking in self._unreported)
         self.unanswered_work = sum(booking.work for booking in self._unanswered)
         self.unanswered_tokens = sum(booking.prompt_tokens for booking in self._unanswered)

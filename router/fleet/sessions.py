@@ -1,4 +1,4 @@
-"""The replica of each session's last request."""
+"""Remembers the replica of each session's last request. A session is a conversation of several requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 
 class Sessions:
-    """Session -> replica of its last request. Beyond `max_sessions` the least recently used are dropped."""
+    """Maps a session to the replica of its last request. Beyond `max_sessions`, the oldest ones are dropped."""
 
     def __init__(self, max_sessions: int):
         self._max_sessions = max_sessions

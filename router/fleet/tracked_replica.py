@@ -1,11 +1,13 @@
-"""One replica as this router sees it: its state, its last report, our requests on it.
+"""One replica as this router sees it: its state, its last report, and this router's requests on it.
 
     add ──▶ SYNCING ──replay agrees──▶ ATTACHED ──set_draining──▶ DRAINING ──▶ remove
               ▲  ▲                        │
               │  └──gap, other digest─────┤
               └──add── LOST ◀──set_lost───┘
 
-`router/fleet/event_replay.py` compares the replay with the replica's digest, and requests a resync if they differ.
+The router replays each replica's cache events. In SYNCING, its replay does not equal the replica's cache yet, and the
+replica takes requests all the same. `router/fleet/event_replay.py` compares the replay with the replica's digest, and
+asks for a resync if they differ.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ class TrackedReplica:
     Attributes
     ----------
     row
-        Its row in `ReplicaColumns`.
+        Its index in the columns of `ReplicaColumns`.
     draining
-        Set until the replica is removed, also if its attach stream is lost and another one begins.
+        Set by the first move to DRAINING and never cleared, so that a new attach stream returns to that state.
     load, report_s
         The last report, and the time of its arrival; None: never.
     seen_s
@@ -60,11 +62,11 @@ class TrackedReplica:
     block_tokens
         Tokens in one of its KV blocks; 0: not known.
     weights
-        `Hello.weights`.
+        `Hello.weights`: model, revision and number format.
     mean_kv_tokens
         KV tokens of the decoding requests, mean over the reports of the last half minute.
     removed_per_s, num_removed
-        Routing blocks that its cache evicts: the rate, and the total at the last report.
+        Routing blocks that its cache evicts: the average rate, and the total in this epoch at the last report.
     """
 
     name: str
@@ -94,20 +96,20 @@ class TrackedReplica:
         self.state = state
 
     def resume(self) -> None:
-        """Begin a new attach stream, which brings a snapshot."""
+        """Start with a new attach stream, which begins with a snapshot."""
         self.move_to(ReplicaState.DRAINING if self.draining else ReplicaState.SYNCING)
         self.seen_s = None
         self.replay.begin_stream()
 
     def begin_epoch(self, epoch: str) -> None:
-        """Drop the state of the replica's former engine."""
+        """Drop the state of the replica's former engine, after a restart."""
         self.epoch = epoch
         self.replay.begin_epoch(epoch)
         self.bookings.clear()
         self.mean_kv_tokens = 0.0
 
     def is_ready(self) -> bool:
-        """Whether it takes requests. Before the attach stream's first frame, its tokens could not reach this router."""
+        """Whether it takes requests. Tokens could not reach this router before the attach stream's first frame."""
         return self.seen_s is not None and self.state in (
             ReplicaState.SYNCING,
             ReplicaState.ATTACHED,
@@ -127,7 +129,7 @@ class TrackedReplica:
         elapsed_s = math.inf if self.report_s is None else max(0.0, now_s - self.report_s)
         if 0.0 < elapsed_s < math.inf:
             keep = math.exp(-elapsed_s / _EVICTION_HORIZON_S)
-            # Clipped: a new epoch counts from 0.
+            # Not negative: a new epoch counts from 0.
             rate = max(0, num_removed - self.num_removed) / elapsed_s
             self.removed_per_s = keep * self.removed_per_s + (1.0 - keep) * rate
             self.num_removed = num_removed
@@ -143,11 +145,11 @@ class TrackedReplica:
         Parameters
         ----------
         num_blocks
-            Routing blocks in its cache.
+            Number of routing blocks in its cache, by the index.
         """
         load, ours = self.load, self.bookings
         evicted_s = self.removed_per_s
-        # Little's law: in a full cache, a block stays for the number of blocks divided by their eviction rate.
+        # Little's law: in a full cache, a block stays cached for the number of blocks divided by the eviction rate.
         age_s = num_blocks / evicted_s if evicted_s > 1e-3 else math.inf
         block = self.block_tokens
         free = (load.blocks_free + load.blocks_cached) * block if load.blocks_total else math.inf
@@ -165,7 +167,8 @@ class TrackedReplica:
             free_tokens=free if block else math.inf,
             used_tokens=load.blocks_in_use * block,
             host_copy_s_per_token=host_copy_s_per_token,
-            # Requests that arrived during a step wait for its end, not for a row.
+            # Leave out requests that can start in the next step: they wait for the end of the running step, not for a
+            # row.
             num_waiting=max(0, load.num_waiting - load.num_startable),
             mean_kv_tokens=self.mean_kv_tokens,
             num_places=self._num_places(),
@@ -174,9 +177,10 @@ class TrackedReplica:
     def _num_places(self) -> float:
         """Estimate how many further requests of ours the replica takes before it refuses one.
 
-        Requests sent since its last report wait there too. During a long step the replica takes in no requests, so the
-        report may lack requests sent long before it; and no report contains the requests that other routers have just
-        sent. So this router never has more requests without a first token there than its share of the replica's bound.
+        Requests sent since its last report take places too. During a long step the replica takes in no requests, so its
+        report may lack requests that were sent long before. No report contains the requests that other routers have
+        just sent. So this router also keeps its requests without a first token there below its share of the replica's
+        bound.
         """
         load = self.load
         if load.num_places is None:

@@ -1,10 +1,10 @@
 """A hash table from 64-bit hashes to small numbers, in one numpy array, for millions of entries.
 
-A Python dict takes 110 bytes per hash, stops the caller while it grows, and looks up one hash per call. This table
-takes less than half of that, grows a few buckets at a time, and looks up a whole prompt in one pass, in which the cache
-misses overlap.
+A Python dict takes 110 bytes per hash, blocks the caller while it grows, and looks up one hash per call. This table
+takes less than half of the memory, grows a few buckets at a time, and looks up all hashes of a prompt in one pass, in
+which the CPU's cache misses overlap.
 
-A bucket is a cache line, so that a look-up is one miss:
+A bucket is one cache line, so that a look-up costs one cache miss:
 
     bytes     0        40       60     64
              | 5 keys | 5 ids  | link |      keys uint64, 0: an empty place; ids int32
@@ -20,13 +20,14 @@ other. When all are split, the numbers get one more bit:
     bucket of a hash: its low 3 bits, or its low 2 if no such bucket exists yet
 
 A bucket has 1.5 entries in the mean, and up to 3 just before its split. One entry in a hundred lies behind a link.
-The array has its final size from the start, lines for links included; the system commits memory only to lines in use.
+The array has its final size from the start, with the lines for links; the operating system commits memory only to lines
+that were written.
 
-A client that chooses prompts can choose their hashes, which are not secret. So the table mixes each hash with a secret
-number, and no choice of hashes fills one bucket: it multiplies with the secret and takes the high bits (Dietzfelbinger
-et al. 1997), in two rounds.
+Routing hashes are not secret, so a client could choose prompts whose hashes all fall into one bucket. To prevent this,
+the table mixes each hash with a secret number: it multiplies by the secret and takes the high bits (Dietzfelbinger et
+al. 1997), in two rounds.
 
-`native/prefix.c`, if it was compiled, looks up many hashes in a fraction of numpy's time, with the same results.
+The compiled library (`native/prefix.c`) looks up many hashes in a fraction of numpy's time, with the same results.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ _LINE, _LINE_SHIFT = 8, 3  # uint64 per line, and its logarithm
 _FIRST_ID, _LINK = 10, 15  # indices among the 16 int32 of a line
 _WORDS_SHIFT = 4
 _FIRST_BUCKETS = 64
-_MIN_SPLIT = 64  # buckets; splitting a single one takes the same time
+# Buckets to split at a time; splitting a single one takes the same time.
+_MIN_SPLIT = 64
 _ALL_BITS = 2**64 - 1
 # Zero-dimensional arrays: a numpy operation would have to convert a Python number.
 _SIGN_SHIFTS, _HALF = np.array(63), np.array(32, _U64)
 
-FULL = -1  # a place: the entry needs a new line
+# Returned instead of a place when the bucket has no free place, so that the entry needs a new line.
+FULL = -1
 
 
 def _buckets_for(entries: int) -> int:
@@ -63,13 +66,13 @@ def _buckets_for(entries: int) -> int:
 class BlockTable:
     """Hash -> positive number below 2^31, for at most `max_entries` hashes.
 
-    Places are positions in the array; adding an entry may move others.
+    A *place* is the position of an entry's key in the array. Adding an entry may move others to other places.
     """
 
     def __init__(self, max_entries: int):
         # The lines of the buckets come first, then lines behind links, which are freed when empty.
         self._max_buckets = max(_FIRST_BUCKETS, _buckets_for(max_entries + 1))
-        # The first line that was never used, and free ones before it.
+        # Index of the first line that was never used, and the lines before it that are free again.
         self._next_line = self._max_buckets
         self._free_lines: list[int] = []
         self._lines = _zeros((self._max_buckets + max_entries, _LINE))
@@ -87,10 +90,10 @@ class BlockTable:
             lines=compiled_router.address(self._lines), secret=self._secret
         )
         self._native_address = ctypes.addressof(self.native)
-        # Output of `quire_find_runs`, reused.
+        # Output arrays of `quire_find_runs`, reused by each call.
         self._runs_out = np.empty((2, 0), np.int32)
         self._run_addresses: tuple[int, ...] = ()
-        # The most blocks that the index looks up at once.
+        # Enough for the prompts of most calls; a longer one makes room.
         self._room_for_runs(512)
         self._set_size(_FIRST_BUCKETS)
 
@@ -99,7 +102,7 @@ class BlockTable:
 
     @property
     def num_links(self) -> int:
-        """Number of lines behind links."""
+        """Number of lines in use that hold the entries behind links."""
         return self._next_line - self._max_buckets - len(self._free_lines)
 
     # ----------------------------------------------------------------------------------- many hashes
@@ -196,7 +199,7 @@ class BlockTable:
         hashes
             [n] uint64, distinct and absent.
         ids
-            [n] int32.
+            [n] int32, > 0.
         """
         self._grow(len(hashes))
         self._size += len(hashes)
@@ -213,7 +216,7 @@ class BlockTable:
                 keys, ids, lines, places = keys[fits], ids[fits], lines[fits], places[fits]
             places += lines << _LINE_SHIFT
             self._flat_keys[places] = keys
-            # Several keys may have chosen the same place. One was written, the others choose again.
+            # Several keys may have chosen the same place. One of them was written; the others choose again.
             is_lost = self._flat_keys.take(places) != keys
             if not is_lost.any():
                 self._flat_words[_id_place(places)] = ids
@@ -244,7 +247,7 @@ class BlockTable:
 
         Returns
         -------
-        The entry's place and its id. For an absent hash a free place, or `FULL`; and 0.
+        The entry's place and its id. For an absent hash: a free place in its bucket, or `FULL`, and the id 0.
         """
         key = routing_hash or self._secret
         line, place = self._bucket(key), FULL
@@ -301,18 +304,18 @@ class BlockTable:
         self._low, self._high = self._level - 1, 2 * self._level - 1
         self.native.num_buckets = num_buckets
         self.native.low, self.native.high = self._low, self._high
-        # Arrays for `_buckets`, for the reason given at `_SIGN_SHIFTS`.
+        # Zero-dimensional arrays for `_buckets`, since numpy would have to convert Python numbers.
         self._num, self._low_bits = np.array(num_buckets), np.array(self._low)
         self._high_bits = np.array(self._high, _U64)
-        # With all buckets in use the table grows no more: the caller's bound limits the entries.
+        # With all buckets in use the table does not grow; the caller keeps to `max_entries`.
         is_last = num_buckets == self._max_buckets
         self._grows_above = math.inf if is_last else 3 * num_buckets // 2
 
     def _buckets(self, keys: np.ndarray) -> np.ndarray:
-        """Return the buckets of keys, [n] int64."""
+        """Return the buckets of keys ([n] uint64), [n] int64."""
         buckets = (self._mixed(keys) & self._high_bits).view(np.int64)
-        # Mask: all bits where the bucket exists (a negative difference, its sign spread over all bits), else the low
-        # bits.
+        # `bits` masks each number: with all bits where the bucket exists (the difference is negative, and the shift
+        # spreads its sign over all bits), and with the low bits elsewhere.
         bits = buckets - self._num
         bits >>= _SIGN_SHIFTS
         bits |= self._low_bits
@@ -329,10 +332,11 @@ class BlockTable:
     def _mixed(self, keys: np.ndarray) -> np.ndarray:
         """Mix keys with the secret, [n] uint64; callers use the low bits.
 
-        A bit of a product depends on the lower bits of its factors, so the highest bits depend on all, and the byte
-        swap brings them to the low end. It keeps their order within a byte, hence two rounds. If the low bits of a key
-        are 0, the product depends on few bits of the secret: so the key's high bits are first folded into the low ones.
-        They are multiplied by the secret, so that a client cannot choose keys that undo the folding.
+        A bit of a product depends only on the lower bits of the factors, so the highest bits depend on all bits, and
+        the byte swap brings them to the low end. The swap keeps the order within a byte, so a second round is needed.
+        If the low bits of a key were 0, the product would depend on few bits of the secret. So the key's high bits are
+        folded into the low ones first, multiplied by the secret so that a client cannot choose keys that undo the
+        folding.
         """
         product = keys >> _HALF
         product *= self._secret_factor
@@ -354,7 +358,7 @@ class BlockTable:
         self._key_view[place], self._word_view[_id_place(place)] = key, new_id
 
     def _append_line(self, line: int) -> int:
-        """Link another line to a bucket, and return its index."""
+        """Append a line to the chain of links that starts at a bucket, and return the new line's index."""
         if self._free_lines:
             new_line = self._free_lines.pop()
         else:
@@ -367,7 +371,7 @@ class BlockTable:
         return new_line
 
     def _free_if_empty(self, line: int, routing_hash: int) -> None:
-        """Free a line behind the bucket of this hash if it is empty."""
+        """Free a line if it is empty; it is linked behind the bucket of this hash."""
         if self._ids[line].any():
             return
         links, before = self._links, self._bucket(routing_hash or self._secret)
@@ -391,7 +395,7 @@ class BlockTable:
         return entries
 
     def _grow(self, num_new: int) -> None:
-        """Split buckets until they have at most 1.5 entries in the mean, `num_new` further ones included."""
+        """Split buckets if `num_new` further entries need it. Then buckets have about 1.5 entries in the mean."""
         if self._size + num_new <= self._grows_above:
             return
         needed = max(_buckets_for(self._size + num_new), self.num_buckets + _MIN_SPLIT)
@@ -400,7 +404,7 @@ class BlockTable:
             self._split(min(needed, 2 * self._level) - self.num_buckets)
 
     def _split(self, num: int) -> None:
-        """Split the next buckets, at most up to the last of this level."""
+        """Split the next `num` buckets, which must be of the current level."""
         first, level = self.num_buckets - self._level, self._level
         old, new = slice(first, first + num), slice(first + level, first + level + num)
         keys, ids = self._keys[old], self._ids[old]
@@ -425,12 +429,13 @@ def _id_place(place: np.ndarray | int) -> np.ndarray | int:
 def _zeros(shape: tuple[int, int]) -> np.ndarray:
     """Return uint64 zeros, on huge pages where the system has them.
 
-    Each look-up of a prompt goes to another small page, and address translation took a third of the time.
+    Hashes are spread over the whole table. With small pages, address translation took a third of a prompt's look-up
+    time.
     """
     size = math.prod(shape) * _U64().itemsize
-    # Only Linux has it.
+    # Only Linux has `MADV_HUGEPAGE`.
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Linux backs shared mappings by a file system, with small pages.
+        # A private mapping: Linux backs shared ones by a file system with small pages.
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Some kernels are built without huge pages.
         with contextlib.suppress(OSError):

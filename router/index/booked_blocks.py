@@ -1,6 +1,7 @@
-"""Blocks that requests in flight will bring to a replica.
+"""Booked blocks: blocks that a replica does not hold yet, but will hold after the prefill of a request sent to it.
 
-They are counted by (holder, hash), and seen by a match as hash -> mask of holders.
+A holder is a replica in the index; its bit stands for it in masks (sets of holders as ints). Bookings are counted for
+each (holder, hash), and a match reads them as hash -> mask of holders.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ Counts = dict[int, int]
 
 
 class BookedBlocks:
-    """Optimistic entries of all holders. The caller keeps each holder's counts and bit.
+    """The booked blocks of all holders. The caller keeps each holder's counts and bit.
 
     Parameters
     ----------
@@ -22,7 +23,7 @@ class BookedBlocks:
     Attributes
     ----------
     masks
-        hash -> mask of the holders with a booking of it, never 0.
+        hash -> mask of the holders with a booking of this hash, never 0.
     """
 
     def __init__(self, max_pairs: int):
@@ -31,11 +32,11 @@ class BookedBlocks:
         self._num_pairs = 0
 
     def __len__(self) -> int:
-        """(holder, hash) pairs."""
+        """Return the number of booked (holder, hash) pairs."""
         return self._num_pairs
 
     def add(self, counts: Counts, bit: int, hashes: Sequence[int]) -> Sequence[int]:
-        """Book blocks for a holder. Return the first ones, for which there was room."""
+        """Book blocks for a holder. Return the booked ones: all, or at the bound only the first."""
         masks = self.masks
         for num_taken, routing_hash in enumerate(hashes):
             count = counts.get(routing_hash, 0)
@@ -48,7 +49,7 @@ class BookedBlocks:
         return hashes
 
     def give_back(self, counts: Counts, bit: int, hashes: Sequence[int]) -> None:
-        """Undo an `add` of these blocks."""
+        """Undo `add`, given the blocks that it returned."""
         for routing_hash in hashes:
             count = counts[routing_hash] - 1
             if count:

@@ -1,8 +1,8 @@
-"""Which holders have which block: hash -> set of holders, the set as the bits of an int.
+"""Maps the hash of a block to the set of its holders, as the bits of an int.
 
-Blocks with the same holders share one set (hash-consing). The table maps a hash to the number of its set, so two
-neighbours in a prompt have the same holders exactly if their numbers are equal. There are never more sets than blocks,
-and usually one for thousands of blocks.
+A holder is a replica in the index. Blocks with the same holders share one set (hash-consing). The table maps a hash to
+the number of its set, so two blocks have the same holders exactly if their numbers are equal. There are never more sets
+than blocks, and usually thousands of blocks share one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import numpy as np
 
 from quire.router.index.block_table import BlockTable
 
-_FEW = 16  # up to this number, hashes are faster one by one than as an array
-_SWEEP_BUCKETS = 128  # in one step of a sweep
+# Up to this number, changing hashes one by one is faster than as an array.
+_FEW = 16
+# Buckets of the table that one step of a sweep visits.
+_SWEEP_BUCKETS = 128
 _FIRST_SETS = 16
 
 
@@ -25,9 +27,9 @@ class Change(NamedTuple):
     Attributes
     ----------
     xor, num_blocks
-        XOR and number of the hashes with a changed set.
+        XOR of the hashes with a changed set, and their number.
     has_room
-        False: some hashes were not stored, since the map is full.
+        False if some hashes were not stored because the map is full.
     """
 
     xor: int
@@ -43,10 +45,10 @@ class HolderMap:
     table
         hash -> number of its set.
     masks
-        The sets by number; number 0 is the empty set, that of all absent hashes.
+        The sets by number. Number 0 is the empty set, which all absent hashes have.
     sets
-        [numbers, words] uint64, the same sets for the compiled library, if `with_sets`. A new array when they need more
-        room.
+        [numbers, words] uint64, the same sets for the compiled library; written only if `with_sets`. It is replaced by
+        a larger array when the sets need more room.
     """
 
     def __init__(self, max_blocks: int, *, with_sets: bool = False):
@@ -57,11 +59,11 @@ class HolderMap:
         self._keep_sets(np.zeros((_FIRST_SETS, 1), np.uint64))
         # mask -> number
         self._number_of: dict[int, int] = {0: 0}
-        # Blocks by number; the entry of number 0 is not used.
+        # Number of blocks with each set, by the set's number; the entry of number 0 is not used.
         self._num_blocks_of: list[int] = [0]
-        # Free numbers.
+        # Numbers whose set no block has.
         self._free: list[int] = []
-        # The next bucket of the sweep, and the table's buckets at its last step.
+        # The next bucket of the sweep, and the number of the table's buckets at the last step.
         self._next_bucket = 0
         self._swept_of = 0
 
@@ -70,7 +72,7 @@ class HolderMap:
 
     @property
     def num_sets(self) -> int:
-        """Number of distinct sets of holders, the empty one included."""
+        """Number of distinct sets of holders, with the empty one."""
         return len(self._number_of)
 
     def widen(self, num_bits: int) -> None:
@@ -157,7 +159,7 @@ class HolderMap:
     def _change_many(
         self, hashes: np.ndarray, places: np.ndarray, numbers: np.ndarray, added: int, removed: int
     ) -> tuple[int, int]:
-        """Change the sets of distinct hashes that `find` returned; return `Change.xor` and `Change.num_blocks`."""
+        """Change the sets of distinct hashes at these places; return `Change.xor` and `Change.num_blocks`."""
         distinct, which, counts = _groups(numbers)
         new_of: dict[int, int] = {}
         for number, num_blocks in zip(distinct, counts, strict=True):
@@ -201,7 +203,7 @@ class HolderMap:
     def _write_set(self, number: int, mask: int) -> None:
         self.widen(mask.bit_length())
         if number == len(self.sets):
-            # The system commits memory of `zeros` only where it is written.
+            # Twice the room costs nothing yet: the operating system commits memory of `zeros` only where it is written.
             more = np.zeros((2 * number, self.sets.shape[1]), np.uint64)
             more[:number] = self.sets
             self._keep_sets(more)
@@ -214,7 +216,7 @@ class HolderMap:
         self._set_view = memoryview(sets.reshape(-1)).cast("B")
 
     def _release(self, new_of: dict[int, int]) -> None:
-        """Free the numbers of sets that a change left without blocks."""
+        """Free the numbers of those sets of a change (old number -> new number) that no block has any more."""
         for number in {*new_of, *new_of.values()}:
             if number and not self._num_blocks_of[number]:
                 del self._number_of[self.masks[number]]
@@ -223,7 +225,7 @@ class HolderMap:
 
 
 def _groups(numbers: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:
-    """Return the distinct values, [n] the index of each number's value among them, and the count of each value."""
+    """Return the distinct values of [n] numbers, the index of each number's value among them, and their counts."""
     if len(numbers) and (numbers == numbers[0]).all():
         return [int(numbers[0])], np.zeros(len(numbers), np.int64), [len(numbers)]
     distinct, which, counts = np.unique(numbers, return_inverse=True, return_counts=True)

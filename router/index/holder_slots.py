@@ -1,10 +1,10 @@
-"""The holders of blocks, and the slot (bit number) of each in every set of holders.
+"""The holders of blocks (replicas in the index), and the slot (bit number) of each in all sets of holders.
 
     take ──▶ make_live ──▶ retire ──▶ swept out of all sets ──▶ free, taken again
     (staged)               (dead)
 
-A dead bit stays in the sets until the sweep reaches them. It is not in `live`, so no match finds it. So dropping a
-holder, or all its blocks, is O(1).
+A retired holder's bit stays in the sets until the sweep, which clears dead bits a few buckets at a time. It is not in
+`live`, so no match finds it. So dropping a holder, or all its blocks, is O(1).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from quire.router.index.holder_map import HolderMap
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """One incarnation (epoch) of a replica.
+    """One epoch of a replica: the time between two restarts of its engine.
 
     Attributes
     ----------
     bit
-        1 << slot.
+        1 << slot, the holder in a mask.
     gpu_xor, host_xor
         XOR of the confirmed hashes in the replica's `gpu` tier, and in its `host` tier.
     num_removed
-        Replayed evictions from its `gpu` tier.
+        Routing blocks evicted from its `gpu` tier, by its cache events.
     complete
-        False: a block was not stored, since the index was full.
+        False if some block was not stored because the index was full.
     booked
-        The counts of its booked blocks.
+        Its booked blocks: hash -> number of bookings (`booked_blocks.Counts`).
     begun
-        First hash of a booking -> the latest booking that begins with it.
+        Bookings by their first hash; of several with the same first hash, the latest.
     row
         Index that `PrefixIndex.match_into` writes to; -1: none.
     """
@@ -59,14 +59,14 @@ class Holder:
 
 @dataclass(slots=True, eq=False)
 class Booking:
-    """Optimistic entries of one request on one replica, until `PrefixIndex.unbook`.
+    """The blocks that one request will bring to one replica. They count as held until `PrefixIndex.unbook`.
 
     Attributes
     ----------
     hashes
-        Booked hashes.
+        The hashes of the booked blocks.
     chain
-        The same, [blocks] uint64, for comparison with a prompt's hashes.
+        The same hashes as an array, [blocks] uint64, for comparison with a prompt's hashes.
     """
 
     holder: Holder
@@ -85,7 +85,7 @@ class HolderSlots:
     row_by_slot
         [slots] int64, `Holder.row` of the live holders; a new array when it grows.
     num_slots
-        Distinct slots assigned so far.
+        Number of distinct slots assigned so far.
     """
 
     def __init__(self, maps: Sequence[HolderMap]):
@@ -94,8 +94,10 @@ class HolderSlots:
         self.num_slots = 0
         self._maps = maps
         self._by_slot: dict[int, Holder] = {}
-        self._free: list[int] = []  # heap
-        # Dead bits that wait for the next sweep; those of the current sweep, and the maps that it has not finished.
+        # Free slots, a heap.
+        self._free: list[int] = []
+        # Dead bits for the next sweep; dead bits of the current sweep; and the maps that the current sweep has not
+        # finished.
         self._retired = 0
         self._sweeping = 0
         self._unswept: list[HolderMap] = []
@@ -122,7 +124,7 @@ class HolderSlots:
         self.live |= holder.bit
 
     def retire(self, holder: Holder) -> None:
-        """Retire a live holder's slot; the holder may get another one."""
+        """Retire a live holder's slot. The caller may give the holder another one."""
         del self._by_slot[holder.slot]
         self.live &= ~holder.bit
         self._retired |= holder.bit

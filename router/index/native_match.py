@@ -1,4 +1,4 @@
-"""`PrefixIndex.match_into` in the compiled library."""
+"""Runs the match of `PrefixIndex.match_into` in the compiled library."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class FoundMatch(NamedTuple):
     num_blocks
         Blocks of the longest match.
     end_hashes, end_blocks, end_sets
-        Blocks that at least one holder of all blocks before lacks: their hashes, their indices in the chain,
-        ascending, and the numbers of their holders' sets.
+        One entry for each block at which the match of some replica ends, because the replica has all blocks before it
+        but not this one: the block's hash, its index in the chain (ascending), and the number of its set of holders.
     """
 
     num_blocks: int
@@ -31,14 +31,14 @@ class FoundMatch(NamedTuple):
 
 
 class NativeMatch:
-    """The arguments of `quire_match`, kept up to date with the index.
+    """The arguments of the library's `quire_match`, kept up to date with the index.
 
     Parameters
     ----------
     confirmed
-        hash -> holders, as bits of their slots.
+        Maps a hash to its holders, a set of replicas as bits of an int; the number of a bit is the replica's slot.
     slots
-        The holders that a match may find, and their rows.
+        The holders that a match may find, and the row of each in the output.
     """
 
     def __init__(self, confirmed: HolderMap, slots: HolderSlots):
@@ -47,11 +47,11 @@ class NativeMatch:
             table=ctypes.addressof(confirmed.table.native),
         )
         self._address = ctypes.addressof(self._holders)
-        # The array that the struct points to.
+        # The array that `_holders.sets` points to.
         self._sets: np.ndarray | None = None
-        # Blocks of most prompts.
+        # Enough for the blocks of most prompts.
         self._make_room(512)
-        # The values of `slots` that the struct was written from.
+        # The values of `slots.live` and `slots.row_by_slot` that `_holders` was last written from.
         self._live, self._rows = -1, slots.row_by_slot
 
     def into(
@@ -62,7 +62,7 @@ class NativeMatch:
         most: float,
         depths: np.ndarray,
     ) -> FoundMatch:
-        """Do the work of `PrefixIndex.match_into`, without bookings."""
+        """Do the work of `PrefixIndex.match_into`, which describes the parameters, without bookings."""
         address = compiled_router.address
         if self._slots.live is not self._live or self._slots.row_by_slot is not self._rows:
             self._pack_live()
@@ -86,7 +86,7 @@ class NativeMatch:
         )
 
     def _pack_live(self) -> None:
-        """Write the live bits as words, and the address of the rows, to the struct."""
+        """Write the live bits as 64-bit words, and the address of the rows, to `_holders`."""
         self._live, self._rows = self._slots.live, self._slots.row_by_slot
         words = -(-self._live.bit_length() // 64)
         self._confirmed.widen(64 * words)

@@ -1,4 +1,4 @@
-"""The routing hashes of a whole prompt."""
+"""Computes the routing hashes of a whole prompt, one for each 64-token prefix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INT32, _UINT64 = np.dtype(np.int32), np.dtype(np.uint64)
 def prefix_hashes(hasher: RoutingHasher, token_ids: np.ndarray) -> np.ndarray:
     """Compute `hasher.hashes(token_ids)`, with the compiled library if there is one.
 
-    The library takes half the time for 16,000 tokens. It is used for contiguous int32 tokens.
+    For 16,000 tokens the library takes half of numpy's time. It is used if the tokens are a contiguous int32 array.
 
     Parameters
     ----------

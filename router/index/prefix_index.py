@@ -1,20 +1,22 @@
-"""Which replica holds which prefix: an exact replay of the replicas' cache events, plus bookings.
+"""Answers which replica holds which prefix: a replay of the replicas' cache events, plus bookings.
+
+A booking counts the blocks of a request on their way to a replica as held there, until its first token.
 
 A prompt is a chain of routing hashes (`quire.protos.routing_hash.RoutingHasher`), one for each 64-token prefix. The
 index maps a hash to the replicas that hold it, as the bits of an int:
 
-    confirmed   hash -> mask    blocks in any tier, by the replicas' own events
+    confirmed   hash -> mask    blocks on the device or in host memory (tiers `gpu`, `host`), by the replicas' events
     host        hash -> mask    the confirmed blocks in the replica's `host` tier
     booked      hash -> mask    blocks of requests on their way or in prefill
 
     prompt      h0     h1     h2     h3
     mask        0b111  0b111  0b101  0b001      blocks matched: replica 0: 4, 1: 2, 2: 3
 
-The first two are a `HolderMap` each. A match looks up a prompt's blocks in one pass, and then handles only the few
-places where the holders change. So neither its result nor its time depends on the order in which a replica evicts.
+`confirmed` and `host` are a `HolderMap` each. A match looks up all blocks of a prompt in one pass, and then handles
+only the few places where the holders change. It tests every block, so a replica may evict in any order.
 
-Dropping a replica, or all its blocks, is O(1): `router/index/holder_slots.py` gives it another bit, and sweeps the dead
-bits a little after each later update.
+Dropping a replica, or all its blocks, is O(1): `router/index/holder_slots.py` retires its bit, and clears dead bits
+from the sets in small steps, one after each later update.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ from quire.router.index.holder_map import HolderMap
 from quire.router.index.holder_slots import Booking, Holder, HolderSlots
 from quire.router.index.native_match import FoundMatch, NativeMatch
 
-# More replicas than this are faster to write as an array.
+# Depths of more replicas than this are faster to write with one array operation than one by one.
 _FEW_BITS = 8
-# Comparisons of a prompt with bookings before the match walks with masks instead. Each takes a tenth of that walk.
+# A match compares the prompt with at most this many bookings before it walks over the blocks with masks instead. One
+# comparison takes a tenth of the walk's time.
 _MAX_COMPARISONS = 8
-# Blocks of a prompt to look up at a time: all blocks of most prompts, and a bound for the rest.
+# Blocks of a prompt to look up at a time: enough for most prompts, and a bound for the others.
 _WINDOW = 512
 _NO_HASHES = np.empty(0, np.uint64)
 
@@ -48,8 +51,8 @@ class PrefixIndex:
     Parameters
     ----------
     max_blocks
-        Bound on distinct confirmed hashes, and so on the memory: 43 bytes each, and a set where neighbours have
-        different holders. At the bound a hash that no replica holds yet is not stored. Then predictions are too small,
+        Bound on distinct confirmed hashes, and so on the memory: 43 bytes for each, and more for each distinct set of
+        holders. At the bound, a hash that no replica holds yet is not stored. Then predicted prefix hits are too small,
         never too large, and `is_complete` is False for the replica until its next snapshot.
     max_booked_blocks
         Bound on booked (replica, hash) pairs. At the bound only the first blocks of a request are
@@ -72,7 +75,7 @@ class PrefixIndex:
         self._native_match = NativeMatch(self._confirmed, self._slots)
 
     def __len__(self) -> int:
-        """Number of distinct confirmed hashes, those of dead holders included until they are swept."""
+        """Return the number of distinct confirmed hashes, including those of dead holders that are not swept yet."""
         return len(self._confirmed)
 
     # ---------------------------------------------------------------------------------- membership
@@ -97,7 +100,7 @@ class PrefixIndex:
             return
         holder.alive = False
         self._booked.drop(holder.booked, holder.bit)
-        # The bookings refer to the holder, so this breaks a cycle.
+        # Bookings refer to the holder, and the holder to its bookings: break the reference cycle.
         holder.begun.clear()
         self._slots.retire(holder)
 
@@ -109,7 +112,7 @@ class PrefixIndex:
         return self._holders[replica].seq
 
     def digest(self, replica: str) -> int:
-        """`tier_digest` of the replica's confirmed hashes: equals `Frame.digest` if `is_complete`."""
+        """Digest of the replica's confirmed hashes. If `is_complete`, it must equal the replica's `Frame.digest`."""
         holder = self._holders[replica]
         return tier_digest(holder.gpu_xor, holder.host_xor)
 
@@ -197,7 +200,7 @@ class PrefixIndex:
         staged = self._staged.pop(replica)
         old = self._holders.get(replica)
         if old is not None and old.epoch == staged.epoch:
-            # Bookings refer to the old holder, so it stays and takes over the slot and the counts.
+            # Bookings refer to the old holder, so keep it and give it the new slot and counts.
             self._booked.move(old.booked, old.bit, staged.bit)
             self._slots.retire(old)
             for name in ("seq", "slot", "bit", "gpu_xor", "host_xor", "num_blocks", "complete"):
@@ -258,7 +261,7 @@ class PrefixIndex:
         return depths
 
     def set_row(self, replica: str, row: int) -> None:
-        """Set the index that `match_into` writes the replica's matches to."""
+        """Set the row (index in the output) to which `match_into` writes the replica's match."""
         self._slots.set_row(self._holders[replica], row)
 
     def match_into(
@@ -268,12 +271,12 @@ class PrefixIndex:
         block: float = 1.0,
         most: float = math.inf,
     ) -> int:
-        """Write the matches of `match` to the rows of `set_row`; replicas without a row are left out.
+        """Write the result of `match` to an array, at the rows set by `set_row`; replicas without a row are left out.
 
         Parameters
         ----------
         depths
-            [rows] float64 zeros; a match writes `block` times its blocks, at most `most`.
+            [rows] float64 zeros. Each replica's row is set to `block` times its matched blocks, at most `most`.
 
         Returns
         -------
@@ -284,7 +287,7 @@ class PrefixIndex:
             chain = np.ascontiguousarray(hashes, np.uint64)
             found = self._native_match.into(library, chain, block, most, depths)
             blocks = found.num_blocks
-            # The library does not know the bookings, and a booking may continue a match where it ended.
+            # The library matches confirmed blocks only, and a booking may continue a match where it ended.
             if self._booked.masks.keys().isdisjoint(found.end_hashes):
                 return blocks
             followed = self._booked_beyond(chain, found)
@@ -294,7 +297,7 @@ class PrefixIndex:
                         depths[holder.row] = min(num_blocks * block, most)
                     blocks = max(blocks, num_blocks)
                 return blocks
-        # Replicas that the library has written get as many blocks or more.
+        # The walk includes bookings, so it overwrites each row that the library wrote with an equal or longer match.
         blocks = 0
         for blocks, mask in self.match_masks(hashes):
             depth = min(blocks * block, most)
@@ -309,7 +312,7 @@ class PrefixIndex:
     def host_blocks_into(
         self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray, blocks: np.ndarray
     ) -> None:
-        """Count the matched blocks in the `host` tier.
+        """Count the matched blocks that a replica holds in its `host` tier (host memory).
 
         Parameters
         ----------
@@ -327,9 +330,9 @@ class PrefixIndex:
     def _booked_beyond(
         self, chain: np.ndarray, found: FoundMatch
     ) -> list[tuple[Holder, int]] | None:
-        """Return (holder, blocks) for each holder that matches more of a chain by its bookings than by its own blocks.
+        """Return (holder, blocks) for each holder that matches more of a chain with its bookings than without.
 
-        None: a walk with masks is needed, or is faster.
+        Return None if only a walk with masks can find the result, or finds it faster.
 
         Parameters
         ----------
@@ -354,20 +357,20 @@ class PrefixIndex:
                 depth = first
                 for booking in bookings:
                     depth = max(depth, first + _num_common(booking.chain, rest))
-                # The booking of this block was replaced in `begun` by another one.
+                # `begun` has no booking with this block: a later one with the same first hash has replaced it.
                 if depth == first:
                     return None
                 if depth < len(chain):
                     following = chain.item(depth)
                     _, held_by = self._confirmed.table.locate(following)
-                    # The match continues, by another booking or an older block.
+                    # Another booking, or a confirmed block, continues the match: only the walk finds its end.
                     if following in holder.booked or masks[held_by] & holder.bit:
                         return None
                 followed.append((holder, depth))
         return followed
 
     def match_masks(self, hashes: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-        """Return the matches of `match` by slots: (blocks, mask of the replicas with this match), ascending."""
+        """Return the result of `match` as (blocks, mask of the holders that match so many blocks), ascending."""
         chain = np.asarray(hashes, np.uint64)
         groups: list[tuple[int, int]] = []
         alive = self._slots.live
@@ -382,7 +385,7 @@ class PrefixIndex:
     def _walk(
         self, window: np.ndarray, start: int, alive: int, groups: list[tuple[int, int]]
     ) -> int:
-        """Match the blocks from `start` on with the holders of all blocks before (`alive`).
+        """Match the blocks from `start` on with the holders of all blocks before (mask `alive`).
 
         Add the holders that stop at a block to `groups`, and return the mask of the others.
         """
@@ -395,7 +398,7 @@ class PrefixIndex:
             if kept != lost and start + first:
                 groups.append((start + first, lost ^ kept))
             alive ^= lost ^ kept
-            # These holders have bookings only, which may end within the run.
+            # The holders in `kept` have this run only by bookings, which may end within it.
             if kept:
                 later = window[first + 1 : end].tolist()
                 alive = self._walk_booked(later, start + first + 1, alive, kept, groups)
@@ -411,7 +414,9 @@ class PrefixIndex:
         only_booked: int,
         groups: list[tuple[int, int]],
     ) -> int:
-        """Do the work of `_walk` in a run that the holders in `only_booked` hold by bookings alone."""
+        """Match the blocks of a run with the holders in `only_booked`, which hold the run by bookings alone.
+
+        Return `alive` without the holders that stop, and add those to `groups`."""
         for depth, mask in enumerate(map(self._booked.masks.get, chain, repeat(0)), start):
             kept = only_booked & mask
             if kept != only_booked:
@@ -446,7 +451,7 @@ class PrefixIndex:
         if not len(hashes):
             return
         holder.host_xor ^= self._store(holder, hashes)
-        # Some hashes may have been dropped at the bound.
+        # At the bound `_store` drops hashes. `_host` must not contain them either.
         if not holder.complete:
             masks = self._confirmed.masks
             kept = [masks[i] & holder.bit != 0 for i in self._confirmed.numbers(hashes).tolist()]
@@ -460,7 +465,7 @@ class PrefixIndex:
             self._host.remove(holder.bit, hashes)
 
     def _clear(self, holder: Holder) -> None:
-        """Drop all blocks of a replica. Its bookings stay, since their blocks are yet to come."""
+        """Drop all blocks of a replica. Its bookings stay, since their blocks are not computed yet."""
         self._slots.retire(holder)
         slot = self._slots.take()
         self._booked.move(holder.booked, holder.bit, 1 << slot)
@@ -480,7 +485,7 @@ class PrefixIndex:
 
 
 def _num_common(booked: np.ndarray, rest: np.ndarray) -> int:
-    """Return the number of blocks at the start of `rest`, not empty, that are consecutive in `booked`."""
+    """Return how many blocks at the start of `rest` (not empty) follow each other in `booked`, in the same order."""
     if booked[0] != rest[0]:
         start = int((booked == rest[0]).argmax())
         # `argmax` found no True.

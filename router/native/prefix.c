@@ -1,15 +1,16 @@
-/* The work of a routing decision for each block of its prompt: its hash, its bucket in the table, its holders.
+/* The part of a routing decision that runs for each block of the prompt: compute its hash, look it up in the table, and
+   match its holders (the replicas that have the block).
 
-   It runs in one thread, allocates nothing, and the caller keeps the GIL: a prompt of 16,000 tokens takes some tens of
-   microseconds. `quire/router/index/block_table.py` describes the layouts and has the look-up in numpy,
-   `RoutingHasher` in `quire/protos/wire.py` has the hash in numpy, `PrefixIndex` has the match in Python. */
+   The code runs in one thread, allocates nothing, and its caller keeps the GIL: a prompt of 16,000 tokens takes some
+   tens of microseconds. `quire/router/index/block_table.py` describes the layouts and has the look-up in numpy,
+   `RoutingHasher` in `quire/protos/routing_hash.py` has the hash in numpy, `PrefixIndex` has the match in Python. */
 #include <stdint.h>
 
 #define QUIRE_ROUTER_ABI 5
 
 enum {
-    BLOCK_TOKENS = 64, /* wire.ROUTING_BLOCK_TOKENS */
-    AHEAD = 16,        /* lookups with a prefetch in progress: more than a core's cache misses in flight */
+    BLOCK_TOKENS = 64, /* ROUTING_BLOCK_TOKENS of `quire/protos/routing_hash.py` */
+    AHEAD = 16,        /* look-ups with a prefetch in progress: more than the misses a CPU core has in flight */
 };
 
 int64_t quire_router_abi(void) { return QUIRE_ROUTER_ABI; }
@@ -56,7 +57,7 @@ static inline __attribute__((always_inline)) void hash_all(uint64_t (*sum_of)(co
 #ifdef __x86_64__
 #include <immintrin.h>
 
-/* The multiplication reads every other 32 bits. The compiler would move them there one pair at a time. */
+/* `_mm256_mul_epu32` multiplies the even 32-bit lanes. The compiler would move one pair at a time. */
 __attribute__((target("avx2"))) static inline uint64_t sum_of_products_avx2(const uint32_t *t, const struct halves w) {
     __m256i low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, high[2] = {low[0], low[0]};
     for (int64_t i = 0; i < BLOCK_TOKENS; i += 8) {
@@ -118,8 +119,8 @@ static const struct line *bucket_of(const struct block_table *table, uint64_t ke
     return table->lines + (bucket < table->num_buckets ? bucket : mixed & table->low);
 }
 
-/* A look-up is mostly a cache miss, so its line is prefetched. Inlined, since GCC treats it as a function without an
-   effect and would remove its calls. */
+/* A look-up costs mostly a cache miss, so prefetch its line. The function must be inlined: GCC treats it as a function
+   without effect and would remove calls of it. */
 static inline __attribute__((always_inline)) void begin_look_up(const struct block_table *table, uint64_t hash) {
     __builtin_prefetch(bucket_of(table, key_of(table, hash)));
 }
@@ -195,8 +196,8 @@ static void write_depth(const struct holders *holders, int64_t word, uint64_t bi
     }
 }
 
-/* The blocks of a chain that at least one holder of all blocks before lacks: arrays with one entry per block of the
-   chain. Mirrored in `quire/router/compiled_router.py`. */
+/* The blocks of a chain at which the match of some holder ends (it has all blocks before, but not this one): arrays
+   with one entry per block of the chain. Mirrored in `quire/router/compiled_router.py`. */
 struct ends {
     uint64_t *hashes;
     int32_t *blocks, *ids; /* their indices in the chain, and the numbers of their holders' sets */

@@ -1,4 +1,4 @@
-"""Policies of other routers, for comparison with the cost of `router/policy/cost.py`."""
+"""Policies that other routers use, for comparison with the cost policy of `router/policy/cost.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PowerOfTwo:
         if n <= 2:
             return rank("power_of_two", fleet, fleet.num_requests.copy(), rng)
         drawn = rng.sample(range(n), 2)
-        # The others follow as fall-backs if both refuse.
+        # The other replicas rank behind these two, as fall-backs if both refuse the request.
         cost = fleet.num_requests + (1.0 + fleet.num_requests.max())
         cost[drawn] = fleet.num_requests[drawn]
         return rank("power_of_two", fleet, cost, rng)

@@ -1,4 +1,4 @@
-"""The routing policies by name, as `router.policy` of the configuration takes them."""
+"""The routing policies by name: the values of the option `router.policy`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
 
 
 def make_policy(name: str, **weights: Any) -> Policy:
-    """Make a policy by its name, with its weights.
+    """Make a policy by its name.
+
+    Parameters
+    ----------
+    weights
+        Arguments of the policy's constructor, such as the weights of `CostPolicy`.
 
     Raises
     ------

@@ -1,25 +1,27 @@
-"""The cost of a request on each replica: the seconds that it costs all requests together.
+"""The cost of a request on each replica: the seconds by which it delays itself and all other requests together.
 
     cost = W + P + H + eta n P + Q(P, W + P) + delta D + E + M - V
 
-    W        wait for the prefill queued before it: the last report, less the time since, plus our bookings that
-             the report cannot contain; at least what our own unanswered requests still need
-    P        prefill of the tokens that the replica does not hold, at its measured speed
-    H        copy of the tokens that it holds in host memory
+    W        wait for the prefill queued before the request: the queue of the replica's last report, less the time
+             since the report, plus our requests sent too late for the report to contain them. At least the prefill
+             that our own requests without a first token still need
+    P        prefill of the prompt tokens that the replica does not hold, at its measured speed
+    H        copy of the prompt tokens that it holds in host memory only
     eta n P  wait of the n requests in flight while the new prompt is prefilled
     Q        delay of later arrivals, below
     delta D  slow-down of decoding, below
-    E        prefill of the blocks evicted for it from a full cache, by the chance that they would be used again
+    E        prefill that the blocks evicted from a full cache for this request would have saved, weighted by the
+             chance that they would have been used again
     M        wait for KV memory to become free
-    V        time that one more copy of a prefix in demand saves its followers, below
+    V        time that one more copy of a prefix saves its followers (later requests with this prefix), below
 
-The replica with the smallest cost gets the request. So prefixes in demand are copied, slow replicas get few requests,
-and without shared prefixes the policy is a load balancer.
+The replica with the smallest cost gets the request. So prefixes of many requests are copied to further replicas, slow
+replicas get few requests, and without shared prefixes the policy is a load balancer.
 
-**Q.** In an M/G/1 queue, a job of P seconds behind W delays the arrivals of the rest of the busy period:
-lambda P (W + P) / (1 - rho). Behind a router fewer arrive: while a replica is busy, requests that are not bound to it
-go elsewhere, so only a window of a few mean prefills counts. With w = W + P and the window w0 = `window_prefills` times
-the mean prefill,
+**Q.** In an M/G/1 queue with arrival rate lambda and load rho, a job of P seconds behind W seconds of work delays all
+later arrivals of the busy period, by lambda P (W + P) / (1 - rho) in total. Behind a router fewer requests arrive:
+while a replica is busy, requests without a prefix there go to other replicas. So only arrivals within a window of a few
+mean prefills count. With w = W + P and the window w0 = `window_prefills` times the mean prefill,
 
     Q = kappa lambda / (1 - rho) P w / (1 + w / w0)
 
@@ -53,7 +55,8 @@ from quire.router.policy.cost_terms import Prices, Terms, terms_of
 from quire.router.policy.fleet_view import FleetView
 from quire.router.policy.policy import Ranking, RouteRequest, ranked_rows
 
-_MAX_SHARE = 0.95  # bounds 1 / (1 - rho)
+# Upper bound of rho, which bounds 1 / (1 - rho).
+_MAX_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +66,28 @@ class CostPolicy:
     Attributes
     ----------
     eta, kappa, delta, eviction, memory, copies
-        Weights of the terms eta n P, Q, delta D, E, M and V. To minimize the mean of all delays, the derivation gives 1
-        for each, and 2 for `kappa`.
+        Weights of the terms eta n P, Q, delta D, E, M and V. The derivation above minimizes the mean of all delays with
+        weights of 1, and 2 for `kappa`.
     window_prefills
         Length of the window w0, in mean prefills.
     reuse_s
         Mean time between two uses of a block, for E.
     stickiness
-        Fraction of P by which a session's last replica is cheaper. It decides between nearly equal costs.
+        The cost of the session's last replica is reduced by this fraction of its P. It decides between nearly equal
+        costs.
     stale_after_s
         Age above which a report is stale; longer than the longest heartbeat interval. Of the replicas with stale
-        reports only two, drawn at random, compete. Otherwise all routers would send all requests to one replica, the
-        one with the shortest queue in its last report.
+        reports, only two random ones compete. Otherwise all routers would send all requests to one replica, the one
+        with the shortest queue in its last report.
     max_decay_s
-        Longest time for which a reported queue counts as shrinking: the longest heartbeat interval. Longer silence is
-        no evidence of progress.
+        W subtracts at most this time from the reported queue; the longest heartbeat interval. After a longer silence
+        the replica may have made no progress.
     speed_noise
-        Fraction of the median within which a measured speed counts as equal to the median. A measurement depends on the
-        lengths of the prompts. Without this, one replica would get every request that arrives at an idle cluster.
+        A speed that differs from the median by at most this fraction counts as equal to it. A measured speed also
+        depends on the lengths of the prompts, so small differences mean nothing; without this, one replica would get
+        every request that arrives at an idle cluster.
     fallback_prefill_s_per_work
-        Speed used while no replica has measured its own.
+        Seconds per unit of prefill work (`prefill_work`) while no replica has reported a measured speed.
     tie_s
         Difference below which two costs are equal; the choice between them is random.
     """
@@ -154,7 +159,7 @@ class CostPolicy:
         )
 
     def _s_per_work(self, fleet: FleetView) -> np.ndarray:
-        """[n] float64, seconds of a unit of prefill work; the prior where no other speed is measured."""
+        """Return [n] float64 seconds of a unit of prefill work; the prior where no speed is known or it is close."""
         prior = fleet.prior_s_per_work or self.fallback_prefill_s_per_work
         measured = fleet.prefill_s_per_work
         is_prior = np.abs(measured - prior) <= self.speed_noise * prior
@@ -173,6 +178,6 @@ class CostPolicy:
 
 
 def e2e_policy(**weights: Any) -> CostPolicy:
-    """Return the preset `e2e`, for the time to the last token: other requests' delays and decoding weigh more."""
+    """Return the preset `e2e`, for the time to the last token: delays of other requests and of decoding weigh more."""
     preset: dict[str, Any] = {"eta": 0.3, "delta": 1.0, "name": "e2e"}
     return CostPolicy(**preset | weights)

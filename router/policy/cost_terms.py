@@ -1,7 +1,7 @@
-"""The terms of the cost, each for all replicas at once. `router/policy/cost.py` derives them.
+"""Computes the terms of the cost, each for all replicas at once. `router/policy/cost.py` derives their formulas.
 
-A decision runs about forty numpy operations on arrays with one number per replica. With a thousand replicas, half of
-their time is call overhead. So a term that is 0 on every replica, such as a copy from host memory, is not computed.
+A decision runs about forty numpy operations on arrays with one number per replica. Even with a thousand replicas, half
+of their time is call overhead. So a term that is 0 on every replica, such as a copy from host memory, is not computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 
 from quire.router.policy.fleet_view import FleetView, prefill_work
 
-# An unanswered request is not prefilled yet, however long it has been the head of its queue.
+# Largest fraction of the oldest request's prefill that may count as done. The prefill has not ended, however long the
+# request has been the oldest, because its first token has not arrived.
 _HEAD_DONE = 0.9
 
 
@@ -25,25 +26,25 @@ class Prices:
     Attributes
     ----------
     prompt_tokens
-        T.
+        T, the tokens of the prompt.
     max_decay_s
-        Upper bound of the time by which a reported queue has shrunk since the report.
+        Upper bound of the time by which a reported queue may have shrunk since the report.
     interference
-        eta.
+        eta, the weight of the wait of requests in flight.
     later
-        kappa lambda / (1 - rho); 0: no arrivals.
+        kappa lambda / (1 - rho), the factor of Q; 0: no arrivals.
     later_per_window_s
-        1 / w0; 0: no arrivals.
+        1 / w0, the inverse of Q's window; 0: no arrivals.
     decode_s_per_token
-        delta m b: seconds of all steps of a mean output for each KV token that they read, times the weight.
+        delta m b: seconds that each KV token adds to all steps of an output of mean length, times the weight.
     reuse_s
         Mean time between two uses of a block.
     eviction, memory
         Weights of E and M.
     output_s_per_token
-        m b: as `decode_s_per_token`, without the weight.
+        m b, without the weight.
     copies_s
-        Seconds that all followers of the prefix save, times k (k + 1).
+        Weight times the number of followers times Wq: V times k (k + 1), where k replicas hold the prefix.
     """
 
     prompt_tokens: int
@@ -92,7 +93,7 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
     Parameters
     ----------
     fleet
-        Not empty.
+        The replicas, at least one.
     s_per_work
         [n] float64, seconds of a unit of prefill work.
     """
@@ -121,12 +122,13 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
 
 
 def _wait(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> np.ndarray:
-    """W: prefill still queued, the larger of the report and our own unanswered requests."""
+    """W: prefill still queued, by the report or by our own requests without a first token; the larger counts."""
     reported = fleet.reported_work * s_per_work
     reported -= np.minimum(fleet.report_age_s, prices.max_decay_s)
     np.maximum(reported, 0.0, out=reported)
     reported += fleet.booked_work * s_per_work
-    # Prompts are prefilled one after the other, mostly in order, so only the oldest can be partly done.
+    # Replicas prefill prompts one after the other, mostly in order. So only the oldest request's prefill can be partly
+    # done.
     head_done = fleet.head_work * s_per_work
     head_done *= _HEAD_DONE
     np.minimum(head_done, fleet.head_age_s, out=head_done)
@@ -137,7 +139,7 @@ def _wait(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> np.ndarra
 
 
 def _later(wait: np.ndarray, prefill: np.ndarray, prices: Prices) -> np.ndarray:
-    """Q: delay of later arrivals, behind a window of W + P."""
+    """Q: delay of later arrivals; `window` is W + P."""
     window = wait + prefill
     bounded: np.ndarray = window * prices.later_per_window_s
     bounded += 1.0
@@ -158,7 +160,7 @@ def _decode(fleet: FleetView, prices: Prices) -> np.ndarray:
 def _eviction(
     fleet: FleetView, missing: np.ndarray, s_per_work: np.ndarray, prices: Prices
 ) -> np.ndarray | None:
-    """E: prefill of the evicted blocks, by the chance that they would have been used again."""
+    """E: prefill lost with the evicted blocks, weighted by the chance that they would have been used again."""
     age_s = fleet.cache_age_s
     if age_s[age_s.argmin()] == math.inf:
         return None
@@ -170,7 +172,7 @@ def _eviction(
 
 
 def _memory(fleet: FleetView, missing: np.ndarray, prices: Prices) -> np.ndarray | None:
-    """M: running requests give their memory back over the time of one output."""
+    """M: wait for the missing KV memory, which running requests free evenly over the time of one output."""
     short = missing - fleet.free_tokens
     if largest(short) <= 0:
         return None
@@ -181,7 +183,7 @@ def _memory(fleet: FleetView, missing: np.ndarray, prices: Prices) -> np.ndarray
 
 
 def _copy_value(cached: np.ndarray, prices: Prices) -> np.ndarray | None:
-    """-V: a gain, for replicas that hold less than the longest prefix that any replica holds."""
+    """-V: the gain of one more copy, on replicas that hold less than the longest prefix that any replica holds."""
     longest = largest(cached)
     if longest <= 0 or prices.copies_s <= 0:
         return None

@@ -20,11 +20,13 @@ class Demand(NamedTuple):
     Attributes
     ----------
     arrivals_per_s
-        At each replica.
+        Requests that arrive at one replica.
     prefill_share
         Fraction of a replica's time that prefill takes, [0, 1).
+    mean_prefill_s, mean_square_prefill_s2
+        Mean of one request's prefill seconds, and of their square.
     output_tokens
-        Of one request.
+        Mean output length of a request.
     decode_s_per_kv_token
         Seconds by which one more KV token of the decoding requests lengthens a step.
     """
@@ -41,17 +43,17 @@ class Demand(NamedTuple):
 class FleetView:
     """The replicas that can take a request, one row each, and the averages that a policy may use.
 
-    *Work* counts prefill tokens, weighted by their attention to the tokens before them: the token at position c is
-    1 + c / `attention_context_tokens` of work (`prefill_work`).
+    *Work* is the unit of prefill cost: prefill tokens, weighted by their attention to the tokens before them. The token
+    at position c is 1 + c / `attention_context_tokens` of work (`prefill_work`).
 
     Attributes
     ----------
     replicas
         [n] names.
     columns
-        [n] float64 each, contiguous. The properties below are made from them.
+        The values of the replicas (`PerColumn`), [n] float64 each, contiguous. The properties below read them.
     held
-        [2, n] float64, contiguous, prompt tokens: `gpu_tokens` and `host_tokens`.
+        [2, n] float64, contiguous: the prompt tokens that each replica holds, `gpu_tokens` and `host_tokens`.
     prefill_s_per_work
         [n] float64, measured speeds, moved towards the prior as they age (`router/fleet/prefill_speeds.py`);
         0: not yet known.
@@ -64,9 +66,9 @@ class FleetView:
     longest_prefix
         Routing hash of the longest prefix of this prompt that any replica holds.
     followers
-        Recent requests with that prefix.
+        Number of recent requests with that prefix.
     session_row
-        Row of the session's last replica; -1: none.
+        Row of the replica that served the session's last request; -1: none.
     """
 
     replicas: Sequence[str]
@@ -89,12 +91,12 @@ class FleetView:
     def of(
         cls, replicas: Sequence[str], named: Mapping[str, np.ndarray], **facts: Any
     ) -> FleetView:
-        """Make a view of the values that `named` returns, [n] float64 each, with `now_s` 0.
+        """Make a view from the values that the method `named` of another view returned, [n] float64 each. `now_s` is 0.
 
         Raises
         ------
         ValueError
-            A name is missing or unknown, an array has not [n] values, or `session_row` is out of range.
+            A name is missing or unknown, an array does not have [n] values, or `session_row` is out of range.
         """
         if named.keys() != set(COLUMN_NAMES):
             raise ValueError(f"columns must be {sorted(COLUMN_NAMES)}, got {sorted(named)}")
@@ -137,7 +139,7 @@ class FleetView:
 
     @property
     def host_tokens(self) -> np.ndarray:
-        """Further prompt tokens in its host memory."""
+        """Further prompt tokens that the replica holds in its host memory."""
         tokens: np.ndarray = self.held[1]
         return tokens
 
@@ -153,27 +155,27 @@ class FleetView:
 
     @property
     def reported_work(self) -> np.ndarray:
-        """Work queued, by the last report."""
+        """Prefill work queued at the replica, by its last report."""
         return self.columns.queued_tokens * self.work_per_token
 
     @property
     def booked_work(self) -> np.ndarray:
-        """Work of our own requests that the report cannot contain."""
+        """Prefill work of our own requests that were sent too late for the report to contain them."""
         return self.columns.booked_work
 
     @property
     def unanswered_work(self) -> np.ndarray:
-        """Work of all our own requests without a first token."""
+        """Prefill work of all our own requests without a first token."""
         return self.columns.unanswered_work
 
     @property
     def head_work(self) -> np.ndarray:
-        """Work of the oldest request without a first token."""
+        """Prefill work of our oldest request without a first token."""
         return self.columns.head_work
 
     @property
     def head_age_s(self) -> np.ndarray:
-        """Time for which that request has been the oldest."""
+        """Seconds for which our oldest request without a first token has been the oldest."""
         return self.now_s - self.columns.head_s
 
     @property
@@ -224,7 +226,7 @@ class FleetView:
 
 _OWN_ARRAYS = ("gpu_tokens", "host_tokens", "prefill_s_per_work")
 _MOMENT_OF = {"report_age_s": COLUMN.report_s, "head_age_s": COLUMN.head_s}
-# Without `seen_s`: all replicas of a view take requests.
+# `seen_s` is left out: all replicas of a view take requests.
 _COLUMN_OF = {"reported_work": COLUMN.queued_tokens} | {
     name: column
     for name, column in COLUMN._asdict().items()
@@ -238,5 +240,5 @@ Tokens = TypeVar("Tokens", float, np.ndarray)
 
 
 def prefill_work(num_tokens: Tokens, context: Tokens, attention_context_tokens: float) -> Tokens:
-    """Return the work of prefilling tokens after a context: the sum of 1 + c / A over their positions c."""
+    """Return the work of prefilling tokens after a context: the integral of 1 + c / A over their positions c."""
     return num_tokens * (1.0 + (context + num_tokens * 0.5) * (1.0 / attention_context_tokens))

@@ -24,7 +24,7 @@ _NUM_PARTS = 64
 
 
 class RouteRequest(NamedTuple):
-    """What a policy may know of a request."""
+    """The facts about a request that a policy may use."""
 
     num_prompt_tokens: int
     session: str = ""
@@ -33,12 +33,12 @@ class RouteRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One replica's cost.
+    """One replica's cost for a request.
 
     Attributes
     ----------
     terms
-        Name -> seconds.
+        The terms of the cost by name, in seconds.
     cached_tokens, host_tokens
         Prompt tokens predicted to be on the device, and further ones in host memory.
     """
@@ -51,7 +51,7 @@ class Score:
 
     @property
     def wait_s(self) -> float:
-        """Prefill queued before the request; 0 if the policy has no such term."""
+        """Seconds of prefill queued before the request; 0 if the policy has no such term."""
         return self.terms.get("wait_s", 0.0)
 
     @property
@@ -102,7 +102,7 @@ class Ranking:
         return (self[rank] for rank in range(len(self.rows)))
 
     def names(self) -> list[str]:
-        """The replicas, best first."""
+        """Return the names of the ranked replicas, best first."""
         replicas = self.fleet.replicas
         return [replicas[row] for row in self.rows]
 
@@ -120,13 +120,13 @@ class Policy(Protocol):
         now_s
             Time of the router's clock, the same as `fleet.now_s`.
         rng
-            Breaks ties and draws samples, so that the same seed gives the same choices.
+            Source of all random choices, so that the same seed gives the same ranking.
         """
         ...
 
 
 def ranked_rows(cost: np.ndarray, rng: random.Random, tie: float = 0.0) -> np.ndarray:
-    """Return [ranked] rows by cost, smallest first. The first is drawn from the rows within `tie` of the smallest."""
+    """Return [ranked] rows by cost, smallest first. The first is a random row within `tie` of the smallest."""
     best = _smallest(cost)
     if len(best) <= 1:
         return best
@@ -145,7 +145,7 @@ def ranked_rows(cost: np.ndarray, rng: random.Random, tie: float = 0.0) -> np.nd
 
 
 def rank(policy: str, fleet: FleetView, cost: np.ndarray, rng: random.Random) -> Ranking:
-    """Rank the replicas by a cost that has no terms."""
+    """Rank the replicas by a cost that is one number each, without terms."""
     return Ranking(policy, fleet, ranked_rows(cost, rng).tolist(), cost)
 
 

@@ -1,11 +1,14 @@
-"""The values that a policy may use of each replica: a matrix with one row per column below and one entry per replica.
+"""The values that a policy may use of each replica, in a matrix.
+
+The matrix has one line per value, called a column, and one entry per replica:
 
     column          replica:  0       1       2
     seen_s                    103.2   103.9   -inf
     report_s                  103.2   103.9   97.0
     ...
 
-A decision reads the columns in place. It copies them only when it must leave out some replicas.
+A decision reads the columns in place. It copies them only when it must leave out some replicas. A replica's index in
+each column is its *row*.
 """
 
 from __future__ import annotations
@@ -19,25 +22,25 @@ T = TypeVar("T")
 
 
 class PerColumn(NamedTuple, Generic[T]):
-    """One value for each column, in the order of the matrix. This is the columns' only declaration."""
+    """One value for each column, in the order of the matrix. The columns are declared only here."""
 
-    # Time of the last frame; -inf: the replica takes no requests.
+    # Time of the replica's last frame (what it sends after a step); -inf: the replica takes no requests.
     seen_s: T
-    # Time of the last report; -inf: never.
+    # Arrival time of its last load report; -inf: never.
     report_s: T
-    # Tokens to prefill, by the last report.
+    # Tokens still to prefill, by the last report.
     queued_tokens: T
-    # Work of our requests that the report cannot contain.
+    # Prefill work of this router's requests that were sent too late for the report to contain them.
     booked_work: T
-    # Work of all our requests without a first token.
+    # Prefill work of all this router's requests without a first token.
     unanswered_work: T
-    # Work of the oldest of those.
+    # Prefill work of the oldest request without a first token.
     head_work: T
-    # Time since which it has been the oldest.
+    # Time at which that request became the oldest.
     head_s: T
-    # Requests in flight: running and waiting by the report, and booked.
+    # Requests in flight: running and waiting by the report, and ours that it cannot contain.
     num_requests: T
-    # KV tokens of the decoding requests, and of ours without a first token.
+    # KV tokens of the decoding requests, and prompt tokens of our requests without a first token.
     kv_tokens: T
     # Seconds for which a block stays cached; inf: no evictions.
     cache_age_s: T
@@ -59,22 +62,22 @@ NUM_COLUMNS = len(PerColumn._fields)
 COLUMN: PerColumn[int] = PerColumn(*range(NUM_COLUMNS))
 """Each column's index in the matrix."""
 
-# Unused values at the end of each column. At a distance of a power of two bytes, columns would compete for the same
-# sets of the processor's cache.
+# Unused values at the end of each column. If columns lay a power of two bytes apart, they would compete for the same
+# sets of the CPU cache.
 _APART = 8
 
 
 class ReplicaColumns:
-    """The matrix and the replicas' rows in it. Rows are dense: the last one moves into the gap when one is removed.
+    """The matrix and the replicas' rows in it. Rows are dense: when one is removed, the last replica takes its row.
 
     Attributes
     ----------
     names
-        The replicas by row. Each change makes a new list, so that earlier decisions keep theirs.
+        The replicas by row. Each change makes a new list, because earlier decisions still use the old one.
     matrix
-        [NUM_COLUMNS, rows] float64, a view of the values that `write` sets; its rows are contiguous.
+        [NUM_COLUMNS, rows] float64, a view of the values that `write` sets; each column is contiguous.
     columns
-        Its rows by name.
+        The columns of `matrix` by name.
     """
 
     def __init__(self) -> None:
@@ -89,7 +92,7 @@ class ReplicaColumns:
         return len(self.names)
 
     def add(self, name: str) -> int:
-        """Add a replica and return its row."""
+        """Add a replica and return its row. The caller must write its values."""
         row = len(self.names)
         self.names = [*self.names, name]
         if row == self._values.shape[1] - _APART:
@@ -98,7 +101,7 @@ class ReplicaColumns:
         return row
 
     def remove(self, row: int) -> str | None:
-        """Remove a row. Return the replica that moved to it, which the caller must write again, or None."""
+        """Remove a row. Return the replica that moved to it, or None; the caller must write its values again."""
         *names, last = self.names
         moved = None
         if row < len(names):

@@ -1,4 +1,4 @@
-"""What one stream reports: usage, the explanation of its routing, latencies, and the charge to its tenant."""
+"""Keeps the numbers of one stream: usage, explanation of its routing, latencies, and the charge to its tenant."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Accounting:
     Attributes
     ----------
     usage, explain
-        The stream's own; they change until it ends.
+        The objects that the stream shows to its reader; they change until the stream ends.
     arrived_s
-        When the request arrived, on the router's clock.
+        Time of the request's arrival on the router's clock.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Accounting:
         self._decision_number: int | None = None
 
     def on_decision(self, asked: RouteRequest, ranking: Ranking, now_s: float) -> None:
-        """Write a decision to the log. Call it before booking changes the columns that the decision used."""
+        """Log a decision. Call it before the request is booked, which changes the columns that the decision used."""
         if self._router.decision_log is not None:
             attempt = self.explain.attempts + 1
             number = self._router.decision_log.decided(asked, ranking, attempt, now_s)
@@ -60,7 +60,7 @@ class Accounting:
         num_cached: int,
         now_s: float,
     ) -> None:
-        """Record an attempt. A fork has no ranking: it follows its lead."""
+        """Record an attempt. `ranking` is None for a fork (a further choice), which runs on the replica of its lead."""
         explain = self.explain
         explain.attempts += 1
         if explain.attempts == 1:
@@ -75,7 +75,7 @@ class Accounting:
         self._sent_s = now_s
 
     def on_next_token(self) -> None:
-        """Record one more token, as `on_tokens` and `on_output` do for a stream that has begun."""
+        """Record a delta with one token: the work of `on_tokens` and `on_output`, faster."""
         now_s = self._router.clock()
         self._router.observer.on_inter_token(now_s - self._last_delta_s)
         self._last_delta_s = now_s
@@ -90,16 +90,16 @@ class Accounting:
         Parameters
         ----------
         is_first_choice
-            `replica` is the one for which cached tokens were predicted.
+            `replica` is the replica for which cached tokens were predicted.
         """
         router, explain = self._router, self.explain
         ttft_s = now_s - self.arrived_s
         router.observer.on_first_token(ttft_s)
         self._first_token_s = self._last_delta_s = now_s
-        # The prefill itself and the way to the replica and back: the time that was not the replica's queue.
+        # All time since the submission except the replica's queue: the prefill, and the way to the replica and back.
         self._prefill_s = max(0.0, now_s - self._sent_s - event.queue_s)
         if explain.attempts == 1:
-            # The charge at submission used the predicted number.
+            # The charge at submission used the predicted number of cached tokens: correct it.
             router.gate.charge(
                 self._tenant, explain.predicted_cached_tokens - event.num_cached_tokens
             )
@@ -115,13 +115,13 @@ class Accounting:
         explain.replica = replica
 
     def on_tokens(self, replica: str, now_s: float) -> None:
-        """Record the arrival of a delta, after `on_first_token`."""
+        """Record the arrival of a delta after the first one."""
         self._router.observer.on_inter_token(now_s - self._last_delta_s)
         self.explain.replica = replica
         self._last_delta_s = now_s
 
     def on_output(self, num_tokens: int) -> None:
-        """Charge the tokens since the last call; the answer has `num_tokens` now."""
+        """Charge the tokens since the last call. The answer has `num_tokens` tokens now."""
         num_new = num_tokens - self.usage.completion_tokens
         self.usage.completion_tokens = num_tokens
         self._router.gate.charge(self._tenant, TOKENS_PER_GENERATED * num_new)

@@ -1,4 +1,4 @@
-"""The answer of one choice: token ids → text → stop strings → deltas for the client."""
+"""Turns the tokens of one choice into deltas for the client: token ids → text → stop strings → deltas."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from quire.router.types import GenerationRequest, Mark, OutputDelta, TokenScores
 class AnswerText:
     """The tokens of one answer, and the state that turns them into text.
 
-    It survives a lost replica: the next attempt continues after `token_ids`.
+    It survives the loss of a replica: the attempt on another one continues after `token_ids`.
 
     Parameters
     ----------
     prompt_ids
         [tokens] int32.
     hello
-        Any replica with the weights that the request uses.
+        The hello of any replica with the weights that the request uses.
     mark
-        Tokens that the client of a resumed stream has; no delta repeats them.
+        Number and checksum of the tokens that the client of a resumed stream has; deltas do not repeat them.
     special_stops
         Stop strings that are special tokens, by token id.
     """
@@ -58,7 +58,8 @@ class AnswerText:
             self._known_prefix = KnownPrefix(mark, request.resume_from.field)
         self._wants_prompt_scores = sampling.prompt_logprobs is not None
         self._prompt_parts = PromptParts(len(prompt_ids) - 1 if self._wants_prompt_scores else 0)
-        # Characters of `token_ids`. `next_token` does not count them: only log-probabilities need it.
+        # Characters of the text so far, for the text offsets of log-probabilities. `next_token` does not count: its
+        # deltas have none.
         self._num_chars = 0
         # No stop strings, no resumed prefix, no prompt log-probabilities: most deltas need `next_token` only.
         self.is_plain = not (
@@ -67,15 +68,15 @@ class AnswerText:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens that the next attempt has as its prompt."""
+        """Number of tokens that the next attempt would have as its prompt."""
         return len(self._prompt_ids) + len(self.token_ids)
 
     def prompt_ids(self) -> np.ndarray:
-        """Return the prompt of the next attempt: prompt and emitted tokens, [tokens] int32."""
+        """Return the prompt of the next attempt: the prompt and the tokens emitted so far, [tokens] int32."""
         return np.concatenate([self._prompt_ids, np.asarray(self.token_ids, dtype=np.int32)])
 
     def sampling_params(self) -> SamplingParams:
-        """Return the parameters of the next attempt, without prompt log-probabilities that are complete."""
+        """Return the parameters of the next attempt. They omit prompt log-probabilities if all have arrived."""
         if not self._prompt_parts.is_complete:
             return self._sampling
         return dataclasses.replace(self._sampling, prompt_logprobs=None)
@@ -88,9 +89,9 @@ class AnswerText:
         return self._scorer.prompt_scores(first_id, parts, skip_special_tokens=self._is_text_prompt)
 
     def next_token(self, event: TokenDelta) -> OutputDelta | None:
-        """Take a delta that is one more token and nothing else; None if it is anything else.
+        """Take a delta that consists of the next token only. Return None, without effect, for any other delta.
 
-        The fast path of plain decoding (`is_plain`), after a first delta went through `take`.
+        This is the fast path of plain decoding (`is_plain`), after a first delta went through `take`.
         """
         token_ids = event.token_ids
         if (
@@ -104,7 +105,7 @@ class AnswerText:
         return OutputDelta(self._detokenizer.feed(token_ids), token_ids)
 
     def new_ids(self, event: TokenDelta) -> list[int]:
-        """Return the tokens of a delta that are new, and keep its prompt log-probabilities.
+        """Return the tokens of a delta that did not arrive before, and keep its prompt log-probabilities.
 
         Raises
         ------
@@ -122,7 +123,7 @@ class AnswerText:
         return new_ids
 
     def take(self, event: TokenDelta, new_ids: list[int]) -> OutputDelta | None:
-        """Turn new tokens into a delta; None if the client has all of it already.
+        """Turn new tokens into a delta; return None if the client has all of it already.
 
         Raises
         ------
@@ -174,7 +175,8 @@ class AnswerText:
             offsets.append(self._num_chars)
             is_last = event.finish_reason == "stop" and i == len(new_ids) - 1
             if is_last and self._ends_answer(token_id):
-                break  # The ending token counts; its text is not shown.
+                # The last token counts as output, but its text is not shown.
+                break
             text = self._detokenizer.feed([token_id])
             self._num_chars += len(text)
             text, stop_string = self._match(text)
@@ -190,7 +192,7 @@ class AnswerText:
         return self._stop.feed(text)
 
     def _end(self, finish_reason: str, pieces: list[str]) -> tuple[str, str | int | None]:
-        """Append the text that was held back; return the finish reason and the stop reason."""
+        """Append the text held back for a possible stop string; return the finish reason and the stop reason."""
         text, stop_string = self._match(self._detokenizer.flush())
         pieces.append(text)
         if stop_string is not None:

@@ -1,4 +1,4 @@
-"""The attempts of one request: it runs on a replica, and on another one when that replica is lost.
+"""Runs one request on a replica and, when that replica is lost, on another one. Each of these is an attempt.
 
 ```
  begin ─▶ gate, or wait for a replica ─▶ submit ─▶ `current` ─▶ on_tokens ... release
@@ -34,30 +34,32 @@ from quire.router.transport.transport import Attempt, Lost
 from quire.router.types import GenerationRequest
 
 NO_REPLICA_RETRY_S = 1.0
-# How often a stream without a replica looks for one.
+# Time between two looks for a replica by a stream that has none.
 REPLICA_POLL_S = 0.05
 
 
 class Attempts:
-    """Submits one request to replicas, one after the other, until it ends.
+    """The attempts of one request, on one replica after the other, until it ends.
 
     Parameters
     ----------
     hashes
-        [prompt tokens // 64] uint64, routing hashes.
+        [prompt tokens // 64] uint64, routing hashes of the prompt.
     weights
-        The weights of the first replica: the request runs on no others.
+        `Hello.weights` of the first replica. The request runs only on replicas with equal weights, because others would
+        give other tokens.
     lead
-        The attempts of the request's first choice. This choice starts on the same replica, as a fork.
+        The attempts of the request's lead (its first choice that runs). This choice starts on the same replica, as a
+        fork; None: this is the lead.
 
     Attributes
     ----------
     current
         The attempt that runs; None between two attempts.
     route
-        Replicas of the last attempt, best first.
+        Replicas ranked for the last attempt, best first.
     num_begun
-        Attempts so far.
+        Number of attempts so far.
     submitted
         Set when the first attempt is submitted, or when the request ends before that.
     """
@@ -90,22 +92,22 @@ class Attempts:
         # Replicas that refused the request because they were full, and the last refusal.
         self._full: set[str] = set()
         self._refusal: Overloaded | None = None
-        # Replica and stream id of lost attempts; their causes are not known yet.
+        # Replica and stream id of lost attempts that may have been crashes; the causes are not known yet.
         self._unexplained: list[tuple[str, int]] = []
         self._num_failed = 0
         # The next attempt has to take a token from the failover budget.
         self._needs_budget = False
-        # When the stream lost its replica; None while it has one.
+        # Time at which the stream lost its replica; None while it has one.
         self._lost_s: float | None = None
 
     @property
     def is_isolated(self) -> bool:
-        """Whether the request runs in steps of its own (`crash_record`)."""
+        """Whether the request runs in steps without other requests, as a suspected poison request (`crash_record`)."""
         return self._crash_record.is_isolated
 
     @property
     def is_at_first_choice(self) -> bool:
-        """Whether the attempt runs where its cached tokens were predicted. A fork has no prediction of its own."""
+        """Whether the attempt runs on the replica of its prediction of cached tokens. A fork has no prediction."""
         attempt = self.current
         return self._lead is None and attempt is not None and attempt.replica == self.route[0]
 
@@ -139,7 +141,7 @@ class Attempts:
             self._router.table.answered(self.booking, now_s)
 
     def on_first_token(self) -> None:
-        """Record that a replica has taken the request."""
+        """Record the first token of the answer: a replica has accepted the request."""
         self._full.clear()
         self._refusal = None
         if self._admitted is not None:
@@ -147,12 +149,12 @@ class Attempts:
         self._router.gate.notify()
 
     async def on_completion(self, completion: Completion) -> None:
-        """Handle a replica that ended the attempt without a last token.
+        """Handle the event that the replica ended the attempt without a last token.
 
         Raises
         ------
         QuireError
-            Another replica would fail as well, or may not be tried.
+            Another replica would fail too, or no further attempt is allowed.
         """
         if completion.error is None:
             self.fail(f"the replica ended the request with {completion.finish_reason!r}")
@@ -198,7 +200,7 @@ class Attempts:
             self._check_poison(lost.reason)
 
     def fail(self, reason: str) -> None:
-        """Give up the current attempt, so that another replica continues.
+        """Count the current attempt as failed, and end it so that another replica continues.
 
         Raises
         ------
@@ -215,7 +217,7 @@ class Attempts:
             )
 
     def release(self) -> None:
-        """End the current attempt on its replica and return its booking."""
+        """End the current attempt on its replica, and its booking in the table."""
         attempt, self.current = self.current, None
         if attempt is not None:
             attempt.cancel()
@@ -273,15 +275,15 @@ class Attempts:
             await asyncio.sleep(REPLICA_POLL_S)
 
     def _may_wait(self) -> bool:
-        """Whether a stream that has lost its replica may still wait for another."""
+        """Whether the stream has lost its replica less than `max_move_s` ago, so that it may wait for another one."""
         if self._lost_s is None:
             return False
         return self._router.clock() - self._lost_s < self._router.max_move_s
 
     def _parent(self) -> tuple[Attempt, RequestBooking] | None:
-        """The lead's first attempt, while it runs and this is the first attempt of its fork.
+        """Return the lead's first attempt to fork from; None if it does not run, or if this is not the first attempt.
 
-        After a loss each choice continues independently.
+        After a loss, each choice continues independently.
         """
         lead = self._lead
         if lead is None or self.num_begun or lead.num_begun != 1:
@@ -292,7 +294,7 @@ class Attempts:
         return attempt, booking
 
     def _rank(self) -> Ranking:
-        """Rank the replicas, best first; raise if there is none to choose from."""
+        """Rank the replicas, best first; raise an error if no replica can take the request."""
         router, now_s = self._router, self._router.clock()
         excluded = self._failed_on | self._full
         fleet = router.table.fleet(
@@ -303,7 +305,7 @@ class Attempts:
             excluded,
             self._weights,
         )
-        # `fleet` holds excluded replicas only if there are no others.
+        # `fleet` contains excluded replicas only if there are no others.
         if self._refusal is not None and not excluded.isdisjoint(fleet.replicas):
             raise self._refusal
         if self._failed_on.issuperset(fleet.replicas):
@@ -347,7 +349,7 @@ class Attempts:
         self._submit(num_cached, deadline_s, fork_of=parent.stream_id)
 
     def _remaining_s(self, now_s: float) -> float | None:
-        """Seconds until the deadline; raise if it has passed."""
+        """Return the seconds until the deadline; raise `DeadlineExceeded` if it has passed."""
         if self._request.deadline_s is None:
             return None
         remaining_s = self._request.deadline_s - (now_s - self._accounting.arrived_s)
@@ -379,10 +381,9 @@ class Attempts:
     # -- losing a replica --------------------------------------------------------------------------------
 
     async def _retry_later(self, error: QuireError) -> None:
-        """Look for another replica for an answer that has begun, until `max_move_s` is over.
+        """Leave a replica that did not accept an answer that has begun; raise `error` if `max_move_s` is over.
 
-        The replica did not take the request over, so this is not a failure of the request: the replica may have been
-        dead already. Only the time counts.
+        This does not count as a failure of the request, because the replica may have been dead already.
         """
         self._leave_replica()
         if not self._may_wait():
@@ -390,7 +391,7 @@ class Attempts:
         await asyncio.sleep(REPLICA_POLL_S)
 
     def _leave_replica(self) -> None:
-        """End the attempt; the next one avoids this replica if it can."""
+        """End the attempt. The next one avoids this replica if there is another."""
         if self.current is not None:
             self._failed_on.add(self.current.replica)
         if self._lost_s is None:
@@ -400,7 +401,7 @@ class Attempts:
     async def _explain_losses(self) -> None:
         """Count an incident for each lost attempt that was in a step during its replica's crash.
 
-        A single loss is not looked into, so that failover does not wait for the answer.
+        A single loss is not investigated, so that failover need not wait for the replica's record.
         """
         unexplained, self._unexplained = self._unexplained, []
         for replica, stream_id in unexplained:

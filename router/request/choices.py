@@ -1,9 +1,9 @@
-"""Several samples of one request: `n` streams that the client sees as one.
+"""Several samples (choices) of one request: `n` streams that the client reads as one.
 
-For a replica, each choice is a request with the same prompt, parameters and seed and its own `choice` index, which is
-part of the key of the sampling noise. All choices run on the replica of the first one, as its forks: the replica
-computes the prompt once, the choices share its full blocks, and each has a copy of the last, partly filled block. A
-choice that loses its replica continues independently on any replica.
+For a replica, each choice is a request with the same prompt, parameters and seed, and with its own `choice` index. The
+index is part of the key of the sampling noise, so choices differ. All choices run on the replica of the first one, as
+its forks: the replica computes the prompt once, the choices share its full blocks, and each has a copy of the last,
+partly filled block. A choice that loses its replica continues independently on any replica.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ async def end_streams(
 
 
 class ChoicesStream:
-    """The `GenerationStream` of a request with `n` > 1: deltas of all choices as they come.
+    """The `GenerationStream` of a request with `n` > 1: the deltas of all choices in the order of their arrival.
 
     Parameters
     ----------
     streams
         One for each choice, in order, not started.
     lead
-        The first choice that runs: a client that resumes may have some answers completely.
+        The first stream that runs. It is not always the first choice: a client that resumes may have that one
+        completely.
     """
 
     def __init__(self, streams: Sequence[RequestStream], lead: RequestStream):
@@ -52,9 +53,9 @@ class ChoicesStream:
 
     @property
     def usage(self) -> Usage:
-        """The prompt once, and the output of all choices.
+        """The prompt counted once, and the output of all choices.
 
-        Cached tokens are those of the choice that found the fewest: the one that computed the prompt.
+        Cached tokens are those of the choice that found the fewest, because that choice computed the prompt.
         """
         usages = [stream.usage for stream in self._streams]
         ran = [stream.usage for stream in self._streams if not stream.was_complete] or usages
@@ -68,11 +69,11 @@ class ChoicesStream:
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None:
-        """See `GenerationStream`; the lead asks for them."""
+        """The prompt's log-probabilities, which the lead asks for; None if the request does not ask for them."""
         return self._lead.prompt_scores
 
     def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
-        """See `GenerationStream`; this stream has one prompt."""
+        """The same as `prompt_scores`, since this stream has one prompt."""
         return self.prompt_scores
 
     @property
@@ -81,7 +82,7 @@ class ChoicesStream:
         return self._lead.explain
 
     async def start(self) -> None:
-        """Submit all choices and wait for the first token of each, or for a refusal of any."""
+        """Submit all choices and wait for the first token of each. If any is refused, end all and raise the refusal."""
         # Tasks start in the order of their creation, so the first choice is submitted before its forks.
         starts = [asyncio.ensure_future(stream.start()) for stream in self._streams]
         try:

@@ -1,4 +1,4 @@
-"""The part of the router that a request's stream uses."""
+"""The interface of the router for a request's stream."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ModelFacts:
     name
         The model's name in requests.
     max_prompt_tokens
-        None: limited by the model's length only.
+        Bound on the prompt; None: only the model's length limits it.
     chat_template_kwargs
         The application's variables for the chat template; a request's own take precedence.
     special_tokens_in_messages
-        Text in messages may become special tokens.
+        Whether a special token's name in a message's text becomes that token.
     """
 
     name: str

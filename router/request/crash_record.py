@@ -1,4 +1,4 @@
-"""Recognises a poison request: its steps fail on, or crash, every replica that runs it.
+"""Recognises a poison request: a request whose steps fail, or crash the replica, on every replica that runs it.
 
 An *incident* is a failed step, or a crash of the replica's process, while the request was in the running step. A
 replica that was killed from outside, drained, or lost with its node is not an incident.
@@ -9,8 +9,8 @@ replica that was killed from outside, drained, or lost with its node is not an i
 | 2 | suspected | computes its next `ISOLATED_TOKENS` tokens in steps without other requests |
 | 3 | confirmed | none: the request fails |
 
-A suspected request that completes those isolated steps is clear again. Other requests of the failed steps never reach
-the third incident, because they were not in the isolated step.
+A suspected request that completes these isolated steps is clear again. Requests that only shared a failed step with a
+poison request complete their own isolated steps, so they do not reach the third incident.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUSPECTED_AFTER = 2
 
 
 class PoisonState(enum.Enum):
-    """What the incidents say about a request."""
+    """The conclusion from a request's incidents; the table above defines the values."""
 
     CLEAR = "clear"
     SUSPECTED = "suspected"
@@ -36,7 +36,7 @@ class CrashRecord:
 
     def __init__(self) -> None:
         self.num_incidents = 0
-        # Output tokens when the isolated attempt began; None while the request runs with others.
+        # Number of output tokens at the start of the isolated attempt; None while the request runs with others.
         self._isolated_from: int | None = None
 
     @property
@@ -48,7 +48,7 @@ class CrashRecord:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether the request runs in steps of its own; `on_tokens` ends that."""
+        """Whether the request runs in steps without other requests, until `on_tokens` clears it."""
         return self._isolated_from is not None
 
     def begin_attempt(self, num_emitted: int) -> bool:

@@ -1,9 +1,10 @@
-"""Limits how fast streams migrate to other replicas, over the whole cluster. Plain Python; the caller's clock.
+"""Limits the rate of streams that migrate to other replicas, over the whole cluster.
 
-A migrated stream computes its prompt and answer again. When replicas crash one after the other, migrating all streams
-at once would spend the remaining replicas' time on work that the next crash discards, and delay new requests. The
-budget covers the loss of several full replicas at once and refills slowly. A stream that finds it empty waits. Routers
-do not communicate: each has an equal share, by the number of routers that are attached to the replicas.
+A replica computes the prompt and the answer of a migrated stream again. When replicas crash one after the other,
+migrating all streams at once would spend the remaining replicas' time on work that the next crash discards, and delay
+new requests. The budget covers the loss of several full replicas at once and refills slowly. A stream waits while it is
+empty. Routers do not communicate: each has an equal share, by the number of routers that the replicas report. Plain
+Python; the caller passes the time.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class FailoverBudget:
         Parameters
         ----------
         now_s
-            Seconds of a monotonic clock. A step backwards counts as no time.
+            Time of a monotonic clock. If it is before that of an earlier call, no time has passed.
         num_routers
-            Routers that share the budget now, with this one; at least 1.
+            Number of routers that share the budget now, including this one; at least 1.
         """
         refill_s = self._refill_s * num_routers
         full = max(1.0, self._burst / num_routers)

@@ -37,7 +37,7 @@ _NUMBERS = {name: bounds for name, bounds in CLIENT_RANGES.items() if name != "m
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that the server chooses, independent of the model."""
+    """Bounds on requests that do not depend on the model."""
 
     max_stop_strings: int = 16
     max_stop_string_bytes: int = 256
@@ -139,10 +139,10 @@ def resolve(
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
     special_stop_ids: Iterable[int] = (),
 ) -> SamplingParams:
-    """Check a request that has passed `check` against the model, and fill in what the client left open.
+    """Check a request that has passed `check` against the model, and fill in defaults for missing values.
 
-    Draws a seed if the client gives none; the answer reports it, so that the client can repeat the stream. The seed
-    comes from the system's generator, so that a client cannot predict the seeds of others.
+    If the client gives no seed, a random one is chosen. The answer reports it, so that the client can repeat the
+    stream. It comes from the operating system's generator, so that a client cannot predict the seeds of others.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def resolve(
     Raises
     ------
     InvalidRequest
-        A wrong prompt, or token ids that the model does not have.
+        The prompt is not valid, or a token id is outside the vocabulary.
     ContextLengthExceeded
         The prompt leaves no room for one token, or for `max_tokens`.
     """
@@ -215,7 +215,8 @@ def resolve(
 def _check_prompt(request: GenerationRequest, limits: Limits) -> None:
     prompt, messages = request.prompt, request.messages
     if request.prompts != () and prompt is None and messages is None:
-        return  # see `_check_prompts`
+        # `_check_prompts` checks the list.
+        return
     if (prompt is None) == (messages is None) or request.prompts != ():
         raise InvalidRequest(
             f"exactly one of prompt and messages must be given, got"

@@ -1,4 +1,4 @@
-"""The prompt of a request: chat template → text → token ids → routing hashes."""
+"""Encodes the prompt of a request: chat template → text → token ids → routing hashes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from quire.router.text.special_tokens import SpecialTokens
 from quire.router.text.tokenizer import MAX_BYTES_PER_TOKEN, AsyncTokenizer
 from quire.router.types import GenerationRequest
 
-# Prompts with more tokens let other tasks run between two passes over their ids.
+# For prompts with more tokens, other tasks of the event loop may run between two passes over the ids.
 _LONG_PROMPT_TOKENS = 16 * 1024
-# A hasher is cheap to make again, so all are dropped when tenants have made this many.
+# Most hashers to keep, one for each tenant. Beyond it all are dropped, because a hasher is cheap to make again.
 _MAX_HASHERS = 1024
 
 
@@ -33,7 +33,7 @@ class PromptEncoder:
     Parameters
     ----------
     template
-        None: the checkpoint has none, and messages are refused.
+        The chat template; None: the checkpoint has none, and requests with messages are refused.
     """
 
     def __init__(self, tokenizer: AsyncTokenizer, template: ChatTemplate | None):
@@ -76,7 +76,7 @@ class PromptEncoder:
     def special_stops(self, request: GenerationRequest) -> dict[int, str]:
         """Return the stop strings that are special tokens, by token id.
 
-        They matter where the text leaves special tokens out: there only the id shows that one was generated.
+        With `skip_special_tokens` they are not part of the text, so only the token id shows that one was generated.
         """
         if not request.skip_special_tokens:
             return {}
@@ -125,7 +125,7 @@ class PromptEncoder:
         return ids if len(ids) or prompt else self._empty_prompt(hello)
 
     def _empty_prompt(self, hello: Hello) -> np.ndarray:
-        """Return one token for an empty prompt to which the tokenizer adds no BOS: a model needs a first token."""
+        """Return one token, BOS or EOS, for an empty prompt without BOS, because a model needs a first token."""
         start = self._tokenizer.tokenizer.start_id()
         known = [*(() if start is None else (start,)), *hello.eos_token_ids]
         if not known:
@@ -143,7 +143,7 @@ class PromptEncoder:
         special: SpecialTokens | None,
         hello: Hello,
     ) -> str:
-        """Return the prompt text of a conversation; a rendering that takes long runs in a thread."""
+        """Return the prompt text of a conversation. Long conversations are rendered in a thread."""
         length, bound = num_chars(messages), MAX_BYTES_PER_TOKEN * hello.max_model_len
         if length > bound:
             raise ContextLengthExceeded(
@@ -186,7 +186,7 @@ async def _yield_if_long(ids: Sequence[int] | np.ndarray) -> None:
 
 
 def _template_options(request: GenerationRequest, facts: ModelFacts) -> TemplateOptions:
-    """Return the request's options for the chat template, over those of the application."""
+    """Return the options for the chat template; the request's variables take precedence over the application's."""
     continues, add_prompt = request.continue_final_message, request.add_generation_prompt
     return TemplateOptions(
         add_generation_prompt=not continues if add_prompt is None else add_prompt,

@@ -1,4 +1,4 @@
-"""Lists of prompts in one request, and requests without output tokens (`max_tokens: 0`).
+"""The streams of requests with a list of prompts, and of requests without output tokens (`max_tokens: 0`).
 
 Each prompt of a list has its own stream with `n` choices. Choice j of prompt i is choice i * n + j of the request.
 """
@@ -25,7 +25,7 @@ class PromptsStream:
     streams
         One for each prompt, in order, not started.
     num_choices
-        Choices of each prompt.
+        Number of choices of each prompt.
     """
 
     def __init__(self, streams: Sequence[RequestStream | ChoicesStream], num_choices: int):
@@ -33,7 +33,7 @@ class PromptsStream:
         self.request_id, self.model, self.origin = first.request_id, first.model, first.origin
         self._streams = streams
         self._num_choices = num_choices
-        # None: one prompt has ended.
+        # Deltas and errors not read yet; None stands for the end of one prompt.
         self._items: deque[OutputDelta | Exception | None] = deque()
         self._arrival, self._room = asyncio.Event(), asyncio.Event()
         self._is_read = False
@@ -52,7 +52,7 @@ class PromptsStream:
         )
 
     def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
-        """See `GenerationStream`."""
+        """The log-probabilities of the tokens of prompt `index`; None if the request does not ask for them."""
         return self._streams[index].prompt_scores
 
     @property
@@ -122,8 +122,8 @@ class PromptsStream:
             await self._put(None)
 
     async def _put(self, item: OutputDelta | Exception | None) -> None:
-        # The client reads nothing before all prompts have begun. A prompt that paused until then would hold the
-        # memory that other prompts wait for.
+        # Wait for room only after all prompts have begun, because the client reads nothing before. A prompt that paused
+        # earlier would keep the KV memory that other prompts wait for.
         while self._is_read and len(self._items) >= len(self._streams):
             self._room.clear()
             await self._room.wait()
@@ -139,7 +139,7 @@ class PromptOnlyStream:
     stream
         The stream of the same request with `max_tokens` 1, not started.
     has_logprobs
-        The client asks for log-probabilities of the answer: it gets an empty list.
+        The client asks for log-probabilities of the output, and gets an empty list.
     """
 
     def __init__(self, stream: RequestStream | ChoicesStream | PromptsStream, has_logprobs: bool):
@@ -149,7 +149,7 @@ class PromptOnlyStream:
 
     @property
     def usage(self) -> Usage:
-        """The usage without the one token."""
+        """The usage without the generated token."""
         usage = self._stream.usage
         return Usage(usage.prompt_tokens, 0, usage.cached_tokens, usage.host_cached_tokens)
 

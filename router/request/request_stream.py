@@ -63,7 +63,7 @@ class RequestStream:
         self.request_id = request.request_id
         self.model = router.facts.name
         self.origin = origin
-        # The client of a resumed stream has the whole answer: nothing is left to do.
+        # Whether the client of a resumed stream has the whole answer already, so that nothing is left to do.
         self.was_complete = mark.finished
         self._router = router
         self._answer = AnswerText(
@@ -74,7 +74,7 @@ class RequestStream:
         self.attempts: Attempts = Attempts(
             router, request, self._answer, self._accounting, hashes, hello.weights, lead_attempts
         )
-        # An attempt in plain decoding: a delta with one token needs nothing but its text.
+        # The current attempt once it decodes plainly: a delta with one token only needs its text.
         self._plain_attempt: Attempt | None = None
         self._first_delta: OutputDelta | None = None
         self._closed = self.was_complete
@@ -95,11 +95,11 @@ class RequestStream:
         return self._answer.prompt_scores()
 
     def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
-        """See `GenerationStream`; this stream has one prompt."""
+        """The same as `prompt_scores`, since this stream has one prompt."""
         return self.prompt_scores
 
     async def start(self) -> None:
-        """Submit and wait for the first delta or the refusal."""
+        """Submit the request and wait for its first delta; raise the error if it is refused."""
         if self._closed:
             return
         try:
@@ -147,7 +147,7 @@ class RequestStream:
                 await attempts.on_completion(event)
 
     def _take(self, event: TokenDelta, attempt: Attempt) -> OutputDelta | None:
-        """Turn a replica's delta into the client's; None if there is nothing new in it."""
+        """Turn a replica's delta into a delta for the client; return None if nothing in it is new."""
         if attempt is self._plain_attempt:
             delta = self._answer.next_token(event)
             if delta is not None:
@@ -180,7 +180,7 @@ class RequestStream:
         return delta
 
     def _close(self, finish_reason: str) -> None:
-        """End the stream: it finished, failed, or its client left."""
+        """End the stream after it finished or failed, or after its client left."""
         if not self._closed:
             self._closed = True
             self.attempts.close()
@@ -188,5 +188,5 @@ class RequestStream:
 
 
 def _finish_reason_of(error: BaseException) -> str:
-    """The finish reason of an answer that ends with an exception."""
+    """Return the finish reason of an answer that ends with an exception."""
     return "error" if isinstance(error, Exception) else "abort"

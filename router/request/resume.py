@@ -10,15 +10,15 @@ has, and continues with the next one. An id contains
       seed, fingerprint, answer's id, time (base64)     tokens - CRC-32 of their ids (hex), `!` when it has ended
 ```
 
-* the *seed*: the router draws one if the client gave none;
-* the *fingerprint* of prompt, resolved parameters and model. A different request is refused, and so is a request to a
-  server with another model or other defaults, instead of continuing one answer with another;
+* the *seed*, which the router chooses if the client gave none;
+* the *fingerprint* of prompt, resolved parameters and model. The server refuses a request with another fingerprint:
+  another request, or the same request at a server with another model or other defaults;
 * the number of *tokens* of each choice that the client has, and their checksum. The regenerated tokens must match it.
   They may differ if the engine is not deterministic (DESIGN §6.2); then the client gets an error, never two halves of
   different answers.
 
-Ids are not signed. An id grants no access and refers to no state: a forged id gives the answer that the same request
-with that `seed` gives to every client, from a token on that the sender chose.
+Ids are not signed, because an id grants no access and refers to no state. With a forged id, a client gets a part of the
+answer that it would also get by sending the request with that `seed`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _ID = re.compile(r"q1\.([A-Za-z0-9_-]{48})\.([0-9a-f!,-]{0,1024})")
 
 
 class EventIds:
-    """The ids of one stream's events, in order.
+    """Makes the ids of one stream's events, in order.
 
     Parameters
     ----------
     origin
-        The origin of the stream.
+        Seed, fingerprint, answer's id and time of the stream.
     marks
-        For each choice, the part that the client has when the stream begins.
+        For each choice, the part of the answer that the client has when the stream starts.
     """
 
     def __init__(self, origin: Origin, marks: Sequence[Mark]):
@@ -83,14 +83,14 @@ class EventIds:
 
 
 class KnownPrefix:
-    """The tokens of a resumed choice that the client has: they are generated again, checked and dropped.
+    """Checks the tokens of a resumed choice that the client has. They are generated again, checked and dropped.
 
     Parameters
     ----------
     mark
-        Their number and checksum.
+        Number and checksum of these tokens.
     field
-        The field with the event id, for errors.
+        Name of the request's field with the event id, for errors.
     """
 
     def __init__(self, mark: Mark, field: str):
@@ -134,7 +134,7 @@ def parse(text: str, field: str) -> ResumePoint:
     text
         The id as the client sent it.
     field
-        The field with the id, for errors.
+        Name of the request's field with the id, for errors.
 
     Raises
     ------
@@ -200,11 +200,11 @@ def fingerprint_of(
         [tokens // 64] uint64, the prompt's routing hashes. The last one covers all whole blocks, so a long prompt is
         not read again.
     sampling
-        Resolved, with the seed.
+        The resolved parameters, with the seed.
     text_options
         Further options that change the text, such as stop strings; plain data.
     hello
-        A replica of the model.
+        The hello of a replica of the model.
     """
     tail = np.ascontiguousarray(prompt_ids[len(hashes) * ROUTING_BLOCK_TOKENS :], dtype="<i4")
     grammar = sampling.grammar

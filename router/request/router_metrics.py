@@ -1,4 +1,4 @@
-"""The router's metrics: its clients' latencies, lengths and refusals, and its queue."""
+"""The router's metrics: latencies, lengths and refusals of its clients' requests, and the state of its queue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.router.observer import AnswerEnd, Observer, error_code
 from quire.router.transport.transport import Transport
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-# Seconds, from a cached prompt on an idle GPU to a long queue.
+# Histogram boundaries. Seconds: from a cached prompt on an idle GPU to a long queue.
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ITL_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -148,7 +148,7 @@ ROUTER_FAMILIES = (
 
 
 class RouterMetrics(Observer):
-    """Turns the router's reports into metrics."""
+    """Turns the events of requests (`Observer`) into metrics."""
 
     def __init__(self) -> None:
         self.metrics = MetricSet(ROUTER_FAMILIES, self._read)
@@ -215,7 +215,8 @@ class RouterMetrics(Observer):
         self._migrations.value += max(0, end.explain.attempts - 1)
         is_answered = end.explain.answered
         if end.finish_reason == "error" and not is_answered:
-            return  # A refusal, counted by `on_refusal`.
+            # A refusal, which `on_refusal` counts.
+            return
         self.metrics.value("quire_requests_finished_total", end.finish_reason).value += 1
         self._request.observe(end.total_s)
         self._prompt.observe(end.usage.prompt_tokens)

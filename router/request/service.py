@@ -1,12 +1,12 @@
-"""The router's service: takes a client's request up to its streams.
+"""The router's service: checks a client's request, encodes its prompt and starts its streams.
 
 1. Check everything that needs no tokenizer (`params.check`).
-2. Render the chat template and tokenise; long texts in a thread (`PromptEncoder`).
+2. Render the chat template and tokenise the text; long texts run in a thread (`PromptEncoder`).
 3. Resolve the sampling parameters within their bounds (`params.resolve`).
 4. Hash the prompt for routing.
 5. Start a `RequestStream` for each choice.
 
-Plain asyncio: the bus is behind the `Transport` protocol, so tests run without Ray.
+Plain asyncio: replicas are reached through the `Transport` protocol, so tests run without Ray.
 """
 
 from __future__ import annotations
@@ -73,23 +73,23 @@ class RouterService:
     Parameters
     ----------
     max_move_s
-        Longest time that a stream without a replica looks for another one.
+        Longest time for which a stream that lost its replica waits for another one.
     max_migrations
-        Most failed attempts of a request that are retried on another replica.
+        A request may fail on this many replicas and continue on another one.
     budget
         Limits the migrations of all requests together; None: no limit.
     ready_timeout_s
         A replica with work that has finished no step for this time does not count as ready.
     admission
-        Limits of the router's queue; None for the defaults.
+        Limits of the router's queue; None: the defaults of `AdmissionLimits`.
     max_explained_decisions
         Number of decisions that `decisions` can return.
     decision_log
         Records every decision and its outcome; None: nothing is recorded.
     peers
-        Asks all routers, this one included, for their `own_decisions`; None: this is the only router.
+        Asks all routers, including this one, for their `own_decisions`; None: this is the only router.
     scrape
-        Gathers the metrics of the whole application.
+        Returns the Prometheus page of the whole application; None: an empty page.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class RouterService:
         admission: AdmissionLimits,
         max_explained_decisions: int,
     ) -> None:
-        """Apply new limits, also to requests that run or wait."""
+        """Apply new settings, also to requests that already run or wait."""
         self.facts = facts
         self.policy = policy
         self.max_move_s = max_move_s
@@ -157,7 +157,7 @@ class RouterService:
             self.ring.resize(max_explained_decisions)
 
     async def generate(self, request: GenerationRequest) -> GenerationStream:
-        """Check, tokenise, route and submit; return with the first token (see `Service.generate`)."""
+        """Check, tokenise, route and submit a request; return its stream when the first token has arrived."""
         arrived_s = self.clock()
         self.observer.on_request()
         try:
@@ -167,12 +167,12 @@ class RouterService:
             raise
 
     def refused(self, error: QuireError) -> None:
-        """See `Service.refused`."""
+        """Count a request that a front end refused before it called `generate`."""
         self.observer.on_request()
         self.observer.on_refusal(error, 0.0)
 
     async def metrics(self) -> bytes:
-        """See `Service.metrics`."""
+        """Return the Prometheus page of all routers and replicas of the application."""
         return await self._scrape()
 
     async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
@@ -309,11 +309,11 @@ class RouterService:
         return self.table.statuses(self.clock())
 
     def own_decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        """Return the decisions of this router; see `Service.decisions`."""
+        """Return the decisions of this router for one request id, or (None) the last `limit` for any request."""
         return self.ring.last(limit) if request_id is None else self.ring.find(request_id)
 
     async def decisions(self, request_id: str | None, limit: int) -> Decisions:
-        """See `Service.decisions`. All routers are asked, because a proxy chose the router of this call."""
+        """Return the recent decisions of all routers: a proxy, not the client, chose the router of this call."""
         num_silent = 0
         if self._peers is not None:
             try:
@@ -335,8 +335,8 @@ class RouterService:
     def _candidates(self, request: GenerationRequest) -> list[Hello]:
         """Return at least one replica for each set of weights that the request may use.
 
-        During an update replicas have different weights. A new request draws one of all replicas, so that old and new
-        ones share the load. A resumed request has to find the weights that it began with.
+        During an update, replicas have different weights. A new request takes the weights of a random replica, so that
+        old and new replicas share the load. A resumed request needs the weights that it started with.
         """
         first = self._hello()
         if not self.table.is_mixed:
@@ -359,7 +359,7 @@ async def _no_metrics() -> bytes:
 
 
 def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
-    """Return the error for prompt `index` of a list: its field and message name the index."""
+    """Return the error for prompt `index` of a list, with the index in its field and message."""
     message, field = error.message, error.field
     if field is not None and field.startswith("prompt") and not field.startswith("prompt_"):
         field = f"prompt[{index}]{field.removeprefix('prompt')}"
@@ -369,7 +369,7 @@ def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
 
 
 def _with_seed(request: GenerationRequest) -> GenerationRequest:
-    """Add the seed that the router drew for the resumed stream, if the client gave none."""
+    """Add the seed of the resumed stream, if the client gave none."""
     if request.resume_from is None or request.seed is not None:
         return request
     return dataclasses.replace(request, seed=request.resume_from.origin.seed)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, with the text of each token, as clients get them."""
+"""Adds the text of each token to log-probabilities, as clients receive them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenScorer:
         Parameters
         ----------
         logprobs
-            One for each token, and possibly more after them.
+            One for each token, and possibly more at the end.
         offsets
             For each token, the characters of the answer before it.
         """
@@ -106,7 +106,7 @@ class PromptParts:
             self._num_taken += len(part)
 
     def check_complete(self) -> None:
-        """Raise `OutputGap` if the answer begins before the last part came."""
+        """Raise `OutputGap` if parts are missing although the answer has started."""
         if not self.is_complete:
             raise OutputGap(
                 f"log-probabilities of {self._num_taken} of {self._num_tokens} prompt tokens "

@@ -1,4 +1,4 @@
-"""Checks chat messages as clients send them."""
+"""Checks the chat messages of clients' requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check chat messages; return them with role, content (text or text parts) and name only, without nulls.
+    """Check chat messages. Return them with their role, content (text or text parts) and name only, without nulls.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def _check_part(part: Any, where: str) -> dict[str, str]:
 
 
 def num_chars(messages: Sequence[Any]) -> int:
-    """Count the characters of messages that are not checked yet."""
+    """Count the characters of messages, which need not be checked yet."""
     contents = (m.get("content") for m in messages if isinstance(m, Mapping))
     total = 0
     for content in contents:

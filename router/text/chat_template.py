@@ -1,8 +1,8 @@
 """Renders chat messages to prompt text with the checkpoint's Jinja template.
 
-The template is code from the checkpoint; the messages are data from the client. The template runs in Jinja's immutable
-sandbox. It has the names that transformers offers, so the text equals `apply_chat_template`. Loops and texts are
-bounded, so a request cannot exhaust the router's memory.
+The template is code from the checkpoint, and the messages are data from the client. The template runs in Jinja's
+immutable sandbox, with the functions that transformers offers to templates, so the text equals that of
+`apply_chat_template`. Loops and texts are bounded, so a request cannot exhaust the router's time or memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from quire.router.text.template_environment import iterates_content, make_enviro
 from quire.router.text.template_sandbox import OutOfWork, Work
 from quire.router.text.tokenizer import load_special_tokens, read_json_object
 
-# Characters that a template may make in all intermediate texts, for each character of its longest output.
+# Bound on the characters of all intermediate texts, as a multiple of `max_output_chars`.
 _MADE_PER_OUTPUT = 16
 _MAX_REASON_CHARS = 1000
-# Bounds of a rendering on the event loop. A thread would add 50 to 80 us.
+# Bounds of a rendering on the event loop. Rendering in a thread takes 50 to 80 us longer.
 _QUICK_MESSAGES, _QUICK_CHARS, _QUICK_STEPS = 64, 32 * 1024, 2000
 
 
@@ -58,9 +58,9 @@ class ChatTemplate:
     Parameters
     ----------
     source
-        Jinja text.
+        The template's Jinja source.
     special_tokens
-        `bos_token`, `eos_token` and so on, as variables for the template.
+        The checkpoint's `bos_token`, `eos_token` and so on, which become variables of the template.
     max_output_chars
         Bound on the rendered text.
     max_range
@@ -68,7 +68,7 @@ class ChatTemplate:
     max_steps
         Bound on the work of a rendering (`template_sandbox.Work`). A step takes 1 to 2 us.
     now
-        The clock behind `strftime_now`.
+        Clock of the template's function `strftime_now`.
 
     Raises
     ------
@@ -104,7 +104,7 @@ class ChatTemplate:
     ) -> ChatTemplate | None:
         """Load the template of a checkpoint, or the one in `file`; None if the checkpoint has none.
 
-        A checkpoint has it in `chat_template.jinja`, older ones in `tokenizer_config.json`.
+        The template is in `chat_template.jinja`, in older checkpoints in `tokenizer_config.json`.
         """
         source = load_source(Path(folder), None if file is None else Path(file))
         if source is None:
@@ -118,7 +118,7 @@ class ChatTemplate:
         *,
         special: SpecialTokens | None = None,
     ) -> str:
-        """Return the prompt text; encode it without adding special tokens.
+        """Return the prompt text. It contains the special tokens, so encode it without adding them.
 
         Parameters
         ----------
@@ -169,7 +169,8 @@ class ChatTemplate:
             checked = [{**m, "content": _join_parts(m["content"])} for m in checked]
         end_tag = ""
         if options.continue_final_message:
-            end_tag = f"{secrets.token_hex(16)} "  # The space shows whether the template strips.
+            # The space at the end shows whether the template strips the text.
+            end_tag = f"{secrets.token_hex(16)} "
             checked = [*checked[:-1], _with_end(checked[-1], end_tag)]
         own = dict(options.kwargs)
         if special is not None:
@@ -237,10 +238,10 @@ def load_source(folder: Path, file: Path | None = None) -> str | None:
 
 
 def _protected(message: dict[str, Any], where: str, special: SpecialTokens) -> dict[str, Any]:
-    """Return a checked message with protected texts. A text with a guard character of its own is refused.
+    """Return a checked message with protected texts. Refuse a text that already contains a guard character.
 
-    Templates compare the role, and some build a special token from it. So only whole special tokens in a role are
-    protected.
+    Templates compare the role, and some build a special token from it. So in a role only whole special tokens are
+    protected, not parts of them at its ends.
     """
     content: Any = message["content"]
     if not isinstance(content, str):  # Only the text of each part, because there may be thousands.

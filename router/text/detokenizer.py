@@ -9,9 +9,9 @@ A character may span several tokens. The way to find an incomplete character dep
   until it ends.
 - All others: `tokenizers.decoders.DecodeStream`.
 
-`DecodeStream` does not work for the first two. On random ids of a byte-fallback tokenizer it raises "Invalid prefix" or
-differs from decoding all ids at once. Its time for n invalid bytes grows with n * n: 410 us a token over 4000 tokens,
-where a byte-level step takes 1 us.
+`DecodeStream` is not used for the first two kinds. On random ids of a byte-fallback tokenizer it raises "Invalid
+prefix" or differs from decoding all ids at once. Its time for n invalid bytes grows with n * n: for 4000 tokens it
+takes 410 us a token, and the byte-level detokenizer 1 us.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-# A run of this many byte tokens that is valid UTF-8 is emitted before it ends. So clients and stop strings see the
-# output of a model that repeats a line break (a byte token in Llama 2) without end.
+# A run of this many byte tokens is emitted before it ends, if it is valid UTF-8. Otherwise a model that repeats a line
+# break (a byte token in Llama 2) without end would give no text to clients and stop strings.
 MAX_HELD_BYTE_TOKENS = 16
 # A UTF-8 character has at most 4 bytes, and a token at least one.
 _CONTEXT_TOKENS = 4
@@ -34,10 +34,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Detokenizer(Protocol):
-    """The text of one output stream."""
+    """Decodes one output stream."""
 
     def feed(self, ids: Iterable[int]) -> str:
-        """Add token ids and return the text that is final now. Ids without a token add nothing."""
+        """Add token ids and return the text that has become final. Ids without a token add nothing."""
         ...
 
     def flush(self) -> str:
@@ -51,7 +51,7 @@ class DetokenizerFactory:
     Parameters
     ----------
     tokenizer
-        Must not be changed afterwards.
+        The tokenizer, which must not be changed afterwards.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -93,8 +93,8 @@ class DetokenizerFactory:
         skip_special_tokens
             Leave the tokenizer's special tokens out of the text.
         prompt_ids
-            Tokens before the stream, if its text continues theirs: a first token "▁world" then becomes " world" instead
-            of "world". Only the last few are read.
+            Tokens before the stream, if its text continues their text. Then a first token "▁world" becomes " world"
+            instead of "world". Only the last few tokens are read.
         """
         skipped = self._special_ids if skip_special_tokens else frozenset()
         context = [i for i in prompt_ids[-2 * _CONTEXT_TOKENS :] if i not in skipped]
@@ -109,8 +109,8 @@ class DetokenizerFactory:
 class _Pieces(dict[int, str | bytes]):
     """The text of each token that has been looked up: whole characters as `str`, all others as bytes.
 
-    All streams share it; it grows up to the vocabulary. Most tokens are whole characters. A look-up takes a tenth of
-    the time to get a token's name from the tokenizer, convert it to bytes and decode them.
+    All streams share the table; it grows up to the size of the vocabulary. A look-up takes a tenth of the time of
+    getting a token's name from the tokenizer, converting it to bytes and decoding them.
     """
 
     def __init__(self, tokenizer: Tokenizer, char_bytes: dict[str, int]):
@@ -156,7 +156,7 @@ class _ByteLevelDetokenizer:
         return held.decode(errors="replace")
 
     def _decode(self, piece: str | bytes) -> str:
-        """Return the final text with this piece; hold an incomplete character back."""
+        """Return the text that is final with this piece; hold an incomplete character back."""
         utf8 = self._held + (piece.encode() if isinstance(piece, str) else piece)
         text, num_final = codecs.utf_8_decode(utf8, "replace", False)
         self._held = utf8[num_final:]
@@ -206,7 +206,7 @@ class _ByteFallbackDetokenizer:
         return ready or self._anchor
 
     def _is_long_and_valid(self) -> bool:
-        # A character has at most 4 bytes: a run that is not valid after 4 more bytes will never be.
+        # A character has at most 4 bytes. So a run that has not become valid within 4 more bytes is invalid.
         if not 0 <= len(self._run) - MAX_HELD_BYTE_TOKENS < 4:
             return False
         try:
@@ -216,7 +216,7 @@ class _ByteFallbackDetokenizer:
         return True
 
     def _decode(self, ids: list[int]) -> str:
-        """Return the text of `ids` after the text so far. `ids` begin with a whole byte run or with none."""
+        """Return the text that `ids` add to the text so far. Byte runs in `ids` must be complete."""
         if not ids:
             return ""
         decode = self._tokenizer.decode

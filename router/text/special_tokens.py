@@ -42,15 +42,19 @@ class SpecialTokens:
     def __init__(self, backend: Tokenizer):
         self._backend = backend
         self._lock = threading.Lock()
-        # Made when a text first needs it, together with the ids of all special tokens except the unknown token.
+        # A copy of the tokenizer that encodes special tokens as text; `_plain_backend` makes it on first use.
         self._plain: Tokenizer | None = None
+        # The ids that plain text must not contain: of all special tokens except the unknown token. Set with `_plain`.
         self._forbidden: frozenset[int] = frozenset()
-        # An added token before each piece that does not begin the text. Clients cannot guess it.
+        # Some tokenizers encode the start of a text differently, for example with a space before it. So each piece that
+        # is not the start of the text is encoded behind this added token, and the token's id is dropped. It is random,
+        # so that clients cannot send it.
         self._boundary = f"<{secrets.token_hex(16)}>"
         added = backend.get_added_tokens_decoder()
         found = {token.content: (i, token) for i, token in added.items() if token.special}
         found.pop("", None)
-        words = sorted(found, key=len, reverse=True)  # The tokenizer prefers the longest.
+        # Longest first: where several special tokens match, the tokenizer takes the longest.
+        words = sorted(found, key=len, reverse=True)
         self._ids = {word: found[word][0] for word in words}
         self._added = {word: found[word][1] for word in words}
         self._beginnings = {word[:n] for word in words for n in range(1, len(word))}
@@ -69,7 +73,8 @@ class SpecialTokens:
         Parameters
         ----------
         at_ends
-            Also guard the start or end of a special token at the text's ends, which the text next to it could complete.
+            Also put GUARD where the text ends with the first part of a special token, or starts with the last part of
+            one: the template's text next to it could complete the token.
         """
         if self._starts is None:
             return text
@@ -84,9 +89,10 @@ class SpecialTokens:
         return GUARD.join(text[start:end] for start, end in itertools.pairwise(cuts))
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the token ids of a rendered template, [tokens] int32; a special token behind GUARD is plain text.
+        """Return the token ids of a rendered template, [tokens] int32.
 
-        Without GUARD in the text, equal to the tokenizer's ids without BOS and similar tokens.
+        A special token behind GUARD is encoded as plain text. For a text without GUARD, the ids are those of the
+        tokenizer with `add_special_tokens=False`: it adds no BOS and no similar tokens.
         """
         return np.fromiter(self._encode(text), np.int32)
 
@@ -96,7 +102,7 @@ class SpecialTokens:
         for match in found:
             token = self._added[match[0]]
             piece = text[end : match.start()]
-            # White space next to such a token is part of it.
+            # A token with `lstrip` includes the white space on its left, one with `rstrip` that on its right.
             yield from self._encode_plain(
                 piece.rstrip() if token.lstrip else piece, is_first=not end
             )
@@ -111,7 +117,8 @@ class SpecialTokens:
         ids = self._ids_of_plain([piece], is_first)
         if self._forbidden.isdisjoint(ids):
             return ids
-        # A Unigram model has special tokens among its pieces. Cut each one after its first letter.
+        # A Unigram model finds special tokens also in plain text, because they are entries of its vocabulary. Split
+        # each guarded token after its first character, and drop the ids of special tokens that remain.
         ids = self._ids_of_plain(re.split(f"(?<={GUARD}.)", piece), is_first)
         return [token_id for token_id in ids if token_id not in self._forbidden]
 
@@ -121,13 +128,16 @@ class SpecialTokens:
             text = part.replace(GUARD, "")
             if text and is_first and not ids:
                 ids += self._plain_backend().encode(text, add_special_tokens=False).ids
-            elif text:  # Some tokenizers encode the start of a text differently.
+            elif text:
                 text = self._boundary + text
                 ids += self._plain_backend().encode(text, add_special_tokens=False).ids[1:]
         return ids
 
     def _plain_backend(self) -> Tokenizer:
-        """Return a copy that encodes special tokens as text. It doubles the memory, so it is made on first use."""
+        """Return a copy of the tokenizer that encodes special tokens as text.
+
+        It is made on first use, because it doubles the memory.
+        """
         with self._lock:
             if self._plain is None:
                 state = self._backend.to_str()
@@ -149,11 +159,11 @@ def _unknown_ids(state: dict[str, Any]) -> set[int]:
 
 
 def _matcher(token: AddedToken) -> str:
-    """Return a pattern for the token where the tokenizer finds it, except behind GUARD."""
+    """Return a pattern that matches the token where the tokenizer would find it, except behind GUARD."""
     word = f"(?<!{GUARD}){re.escape(token.content)}"
     return rf"(?<!\w){word}(?!\w)" if token.single_word else word
 
 
 def _any_of(alternatives: list[str]) -> re.Pattern[str] | None:
-    """Return a pattern for the first alternative that matches; None if there are none."""
+    """Return a pattern that matches any of the alternatives, earlier ones first; None if there are no alternatives."""
     return re.compile("|".join(alternatives)) if alternatives else None

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Ends a text at the first stop string; the result does not depend on how the text is cut into pieces.
+    """Ends a text at the first stop string, however the text is cut into pieces.
 
-    The first stop string that is complete matches; of several that end at the same character, the longest. The matcher
-    holds back exactly the text that may still become a stop string: the longest suffix that is a proper prefix of a
-    stop string.
+    The stop string that ends first in the text matches; of several that end at the same character, the longest. The
+    matcher holds back exactly the text that may still become a stop string: the longest suffix that is a proper prefix
+    of a stop string.
 
     Parameters
     ----------
@@ -33,7 +33,8 @@ class StopMatcher:
 
         Returns
         -------
-        The text that is final now, and the stop string that ended it or None. After a match, further text is dropped.
+        The text that has become final, and the stop string that ended the text, or None. After a match, further text is
+        dropped.
         """
         if self._matched is not None:
             return "", self._matched

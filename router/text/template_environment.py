@@ -1,4 +1,4 @@
-"""The names, functions and tags that transformers offers to chat templates, in the bounded sandbox."""
+"""Makes the Jinja environment of chat templates: the bounded sandbox with the functions and tags of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASCII_GUARD = re.compile(r"(?<!\\)((?:\\\\)*)\\ud800")
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it renders its body."""
+    """The tag `{% generation %}`, which marks the assistant's text for training. Here it only renders its body."""
 
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 
@@ -77,7 +77,7 @@ def make_environment(
             separators=separators,
             sort_keys=sort_keys,
         )
-        # Escaped in ASCII the guard would be plain text, and the text behind it would become a special token.
+        # ASCII escapes would turn the guard character into plain text, and a guarded special token into a real one.
         return _ASCII_GUARD.sub(rf"\1{GUARD}", text) if ensure_ascii else text
 
     def bounded_range(*args: int) -> range:
@@ -107,7 +107,7 @@ def make_environment(
 
 
 def iterates_content(template: nodes.Template) -> bool:
-    """Return whether the template loops over the parts of a message's content, so accepts a list."""
+    """Return whether the template loops over the parts of a message's content, so that it accepts a list of parts."""
     names: set[str] = set()
 
     def is_content(node: nodes.Node | None) -> bool:

@@ -15,15 +15,15 @@ from quire.protos.errors import InvalidRequest
 
 MAX_VARIABLES = 32
 MAX_NAME_BYTES = 64
-# Values of all variables together, with those inside lists and objects.
+# Most values of all variables together, with those inside lists and objects.
 MAX_VALUES = 256
-# Names and texts of all variables in UTF-8.
+# Most bytes of the names and texts of all variables, in UTF-8.
 MAX_BYTES = 16 * 1024
-# The variables as the text of a JSON object.
+# Most characters of the variables as the text of a JSON object.
 MAX_JSON_BYTES = 64 * 1024
-# Levels of lists and objects.
+# Most levels of nested lists and objects.
 MAX_DEPTH = 8
-# Largest absolute value.
+# Largest absolute value of an integer.
 MAX_INTEGER = (1 << 63) - 1
 RESERVED_NAMES = frozenset(
     {
@@ -145,7 +145,7 @@ def _children(path: str, value: Mapping[str, Any] | Sequence[Any]) -> list[tuple
 
 
 def _label(key: str) -> str:
-    """Return a key for a path; the path may become part of an HTTP header."""
+    """Return a key as part of a path. Replace unprintable keys, since the path may become part of an HTTP header."""
     return key[:64] if key.isascii() and key.isprintable() else "?"
 
 

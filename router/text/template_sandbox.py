@@ -30,10 +30,10 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import LoopContext, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Of an integer.
+# Most bits of an integer.
 _MAX_BITS = 4096
 _MAX_EXPONENT = 64
-# Of padding and indentation.
+# Largest width of padding and indentation.
 _MAX_WIDTH = 1000
 _MAX_PATTERN_CHARS = 256
 # Cost in steps. A step takes about 1 us, as long as an iteration of a loop.
@@ -42,7 +42,7 @@ _CALL_STEPS, _FILTER_STEPS = 4, 2
 _CHARS_PER_STEP = 256
 # An item of a list takes as much memory as this many characters.
 _ITEM_CHARS = 8
-# A width of four digits, or one from another argument.
+# A format with a width of four digits, or with a width from another argument.
 _WIDE_PERCENT = re.compile(r"%(\([^()]{0,64}\))?[^a-zA-Z%()]*?(\d{4}|\*)")
 _WIDE_FORMAT = re.compile(r"\{[^{}]*(\d{4}|\{)")
 
@@ -119,7 +119,7 @@ class Work:
         self.step(num_chars // _CHARS_PER_STEP)
 
     def size(self, value: Any) -> int:
-        """Return about the characters of a value as text, with all values inside. Costs a step for each item."""
+        """Estimate the characters of a value as text, with all values inside. It costs a step for each item."""
         total = 0
         pending: list[Any] = [value]
         while pending:
@@ -141,7 +141,7 @@ class Work:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox. `compile_bounded` compiles a template, which renders within `spending`.
+    """The sandbox. `compile_bounded` compiles a template; render it within the context `spending`.
 
     Parameters
     ----------
@@ -184,7 +184,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             `source` is not a valid template.
         """
         written = self.parse(source)
-        with self.spending(work):  # Jinja evaluates constant expressions.
+        # Jinja evaluates constant expressions when it compiles.
+        with self.spending(work):
             code = self.compile(_counted(self.parse(source), self))
         return written, self.template_class.from_code(self, code, self.make_globals(None))
 
@@ -285,7 +286,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _bounded_arguments(
         self, name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """Return the arguments of a plain value's method; raise if the result would be too long."""
+        """Return the arguments for a method of a plain value; raise `SecurityError` if the result would be too long."""
         work = self.work
         work.read(_length(owner))
         if not isinstance(owner, str):
@@ -308,8 +309,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     # -- filters -----------------------------------------------------------------------------------
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter or test that counts its work first."""
-        # Arguments that Jinja adds.
+        """Return a filter or test that counts its work before it runs."""
+        # Number of arguments that Jinja adds, such as the context.
         num_jinjas = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
@@ -406,7 +407,7 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 def _length(value: Any) -> int:
-    """Return the characters that a value takes, without the contents of its items."""
+    """Return the size of a value in characters, without the contents of its items."""
     if isinstance(value, str):
         return len(value)
     return len(value) * _ITEM_CHARS if isinstance(value, (list, tuple, dict)) else 0
@@ -439,7 +440,7 @@ def _check_bits(num_bits: int) -> None:
 # The tree
 # --------------------------------------------------------------------------------------------------
 
-# Filters of the changed tree. The space keeps templates from naming them.
+# Names of the filters in the changed tree. With a space in its name, a template cannot use them.
 _STEP, _SIZED, _JOINED, _CUT = " step", " sized", " joined", " cut"
 
 

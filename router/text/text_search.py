@@ -1,6 +1,6 @@
-"""Regular expressions over long texts, in pieces, so that other threads can run.
+"""Searches long texts with regular expressions, in pieces, so that other threads can run in between.
 
-`re` holds the interpreter's lock during a call: a search through 8 MB takes up to 0.3 s.
+`re` holds the GIL during a call, and a search through 8 MB takes up to 0.3 s.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# Characters that one call searches; at most 3 ms.
+# Characters that one call of `re` searches; it takes at most 3 ms.
 SEARCH_CHARS = 64 * 1024
 
 

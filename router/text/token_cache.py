@@ -1,19 +1,20 @@
 """A cache of token ids for pieces of text that begin at special tokens or at words.
 
-A tokenizer cuts a text at its special tokens first and encodes each part independently. So
+A tokenizer first cuts a text at its special tokens and then encodes each part independently:
 
     ids("<s>system ...<s>user ...<s>assistant")  =  ids("<s>system ...") + ids("<s>user ...") + ids("<s>assistant")
 
-and the next turn of a chat has all pieces of the last turn, followed by two or three new ones. Each piece starts with
+So the next turn of a chat has all pieces of the last turn, followed by two or three new ones. Each piece starts with
 its special token, so the text after it has the same left neighbour as in the whole text (some tokenizers encode the
-start of a text differently). The ids equal those of the whole text exactly: nothing is cut for tokenizers with special
-tokens that affect the text around them (they absorb spaces, or match whole words only).
+start of a text differently). The ids equal those of the whole text exactly. Therefore texts are not cut if a tokenizer
+has special tokens that affect the text around them (they absorb spaces, or match whole words only).
 
-A byte-level tokenizer then cuts at words, by one of a few known patterns. With all these patterns a space between two
-letters starts a word, in any context. Therefore long pieces are cut again, every `WORD_PIECE_CHARS` from their start.
+A byte-level tokenizer then cuts the text at words, by one of a few known patterns. With each of these patterns, a space
+between two letters starts a word in any context. Therefore long pieces are cut again, about every `WORD_PIECE_CHARS`.
 For a second question about the same document, only the question and up to 256 characters before it are tokenised.
 
-The key is the text and the tenant: the time of a request must not show a tenant the prompts of another one.
+The key is the text and the tenant. If tenants shared entries, a tenant could learn another one's prompts from the time
+of its own requests.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _WORD_PATTERNS = tuple(
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
-# Python objects of an entry, without text and ids.
+# Bytes of an entry's Python objects, without its text and ids.
 _ENTRY_BYTES = 200
 
 
@@ -59,13 +60,14 @@ def piece_pattern(backend: Tokenizer) -> re.Pattern[str] | None:
     if not raw or reaching or backend.encode_special_tokens:
         return None
     if getattr(backend.model, "dropout", None):
-        return None  # The tokenisation is random.
+        # With dropout the tokenisation is random.
+        return None
     words = sorted({token.content for token in raw}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, words)))
 
 
 def cuts_at_words(backend: Tokenizer) -> bool:
-    """Return whether a text may be cut between any two words (see above). False for unknown kinds of tokenizers."""
+    """Return whether a text may be cut before a space between two letters; False for unknown kinds of tokenizers."""
     if (_state(backend.normalizer) or {"type": "NFC"}) != {"type": "NFC"}:
         return False
     for token in backend.get_added_tokens_decoder().values():
@@ -91,12 +93,12 @@ def cuts_at_words(backend: Tokenizer) -> bool:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """Return the entry of a tokenizer's part in tokenizer.json."""
+    """Return a part of a tokenizer as it is written in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 class TokenCache:
-    """Pieces and their ids; the least recently used are evicted first. For one thread.
+    """Maps pieces of text to their token ids; the least recently used are evicted first. Not thread-safe.
 
     Parameters
     ----------
@@ -175,7 +177,7 @@ def split(pattern: re.Pattern[str], text: str, at_words: bool = False) -> list[s
 
 
 def _word_cuts(text: str, start: int, end: int) -> Iterator[int]:
-    """Return the places where the piece from `start` to `end` is cut.
+    """Yield the places at which the piece from `start` to `end` is cut.
 
     A place depends only on the text up to the first letter of its word, so texts with the same beginning are cut at the
     same places.

@@ -1,6 +1,6 @@
-"""Encodes text with the checkpoint's tokenizer; long texts in threads.
+"""Encodes text with the checkpoint's tokenizer; long texts are encoded in threads.
 
-Reads the checkpoint's `tokenizer.json` with the `tokenizers` library. It does not use transformers, because its
+It reads the checkpoint's `tokenizer.json` with the `tokenizers` library. It does not use transformers, because its
 AutoTokenizer imports torch, which a router does not need.
 """
 
@@ -23,13 +23,13 @@ from quire.router.text.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.text.special_tokens import GUARD, SpecialTokens
 from quire.router.text.token_cache import TokenCache, cuts_at_words, piece_pattern, split
 
-# Texts up to this length are encoded on the event loop. Measured with byte-level BPE on one busy core: 0.17 us a
-# character, so 90 us for 512; a thread adds 50 to 80 us.
+# Texts up to this length are encoded on the event loop. Measured with byte-level BPE on one busy CPU core: 0.17 us
+# a character, so 90 us for 512 characters; a thread adds 50 to 80 us.
 INLINE_CHARS = 512
 # Pieces up to this total length are encoded one by one. A batch goes through the library's threads, which takes 150 us
 # for the two pieces of a small change; encoding them takes 70 us.
 SERIAL_CHARS = 2048
-# Texts up to this length are searched for special tokens on the event loop: 1 ns a character.
+# Texts up to this length are searched for special tokens on the event loop; it takes 1 ns a character.
 INLINE_SPLIT_CHARS = 128 * 1024
 # A text with more bytes is refused before it is encoded. Prose has 3 to 5 bytes a token, the densest code about 8.
 MAX_BYTES_PER_TOKEN = 16
@@ -62,9 +62,9 @@ class TextTokenizer:
     piece_pattern
         Finds the places where a text may be cut (`token_cache.py`); None: nowhere.
     cuts_at_words
-        A text may also be cut between words.
+        Whether a text may also be cut between words.
     special
-        The special tokens; encodes texts in which some are plain text.
+        The special tokens; it encodes texts in which some special tokens must be plain text.
     """
 
     def __init__(self, backend: Tokenizer, special_tokens: dict[str, str]):
@@ -130,10 +130,10 @@ class TextTokenizer:
         InvalidRequest
             The text has a lone surrogate, so it is not valid Unicode.
         ContextLengthExceeded
-            More tokens than `max_model_len` allows.
+            The text has more tokens than `max_model_len`.
         """
         utf8_len(text, "prompt")
-        # encode() holds the GIL (2 s for 2 MB); the batch call releases it.
+        # `encode` would hold the GIL (2 s for 2 MB); the batch call releases it.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         _check_lens([encoding], max_model_len)
         return np.array(encoding.ids, dtype=np.int32)
@@ -159,7 +159,7 @@ class TextTokenizer:
     def without_second_start(self, ids: np.ndarray) -> np.ndarray:
         """Remove a second BOS from the ids of a text that was encoded with `add_special_tokens`.
 
-        The second one comes from a BOS that is written at the start of the text.
+        It is second if the text itself starts with a written BOS.
         """
         num = len(self._before)
         if not num or tuple(ids[num : 2 * num].tolist()) != self._before:
@@ -177,7 +177,7 @@ class TextTokenizer:
     def encode_pieces(
         self, pieces: Sequence[str], max_model_len: int | None = None
     ) -> list[np.ndarray]:
-        """Return the ids of each piece of a text, [tokens] int32 each, without BOS and similar tokens; see `encode`."""
+        """Return the ids of each piece of a text, [tokens] int32 each, without BOS and similar tokens."""
         batches = [list(pieces)]
         if sum(map(len, pieces)) <= SERIAL_CHARS:
             batches = [[piece] for piece in pieces]
@@ -208,7 +208,7 @@ class TextTokenizer:
     def detokenizer(
         self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
     ) -> Detokenizer:
-        """A detokenizer for one stream; see `DetokenizerFactory.new`."""
+        """Make a detokenizer for one stream (`DetokenizerFactory.new`)."""
         return self._detokenizers.new(skip_special_tokens, prompt_ids)
 
     def decode(self, ids: list[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
@@ -220,15 +220,15 @@ class TextTokenizer:
 class AsyncTokenizer:
     """Encodes in a bounded thread pool, so that a long prompt does not delay the streams of other requests.
 
-    A cache holds encoded pieces. For the next turn of a chat, or another question about the same document, only the new
-    pieces are encoded; see `token_cache.py`.
+    A cache (`token_cache.py`) holds encoded pieces of texts. For the next turn of a chat, or another question about the
+    same document, only the new pieces are encoded.
 
     Parameters
     ----------
     num_threads
-        Threads of the pool.
+        Number of threads of the pool.
     max_pending
-        Most texts that wait or are encoded; further ones are refused.
+        Most texts that wait for a thread or are being encoded; further ones are refused.
     cache_bytes
         Bound on the cache's memory; 0: no cache.
     """
@@ -267,7 +267,7 @@ class AsyncTokenizer:
         field
             Name of the request's field, for errors.
         tenant
-            The cache returns pieces of this tenant only.
+            Tenant of the request; the cache returns only pieces of this tenant.
         is_guarded
             The text comes from messages that `SpecialTokens.protect` has marked: marked tokens are plain text.
 
@@ -300,7 +300,7 @@ class AsyncTokenizer:
         max_model_len: int,
     ) -> np.ndarray:
         if is_guarded and GUARD in text:
-            # Rare, so it does not use the cache.
+            # This is rare, so it does not use the cache.
             ids = await self.in_thread(self.tokenizer.special.encode, text)
             return self.tokenizer.join([ids], add_special_tokens)
         if len(text) <= INLINE_CHARS:
@@ -357,7 +357,7 @@ class AsyncTokenizer:
         self._num_pending += 1
         future = self._pool.submit(function, *args)
         loop = asyncio.get_running_loop()
-        # The text of a cancelled request still occupies a thread, so count the work instead of the waiting requests.
+        # Count until the thread has finished, because the text of a cancelled request still occupies a thread.
         future.add_done_callback(lambda _: _call_soon(loop, self._release))
         return await asyncio.wrap_future(future)
 

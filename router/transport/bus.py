@@ -1,16 +1,16 @@
 """The router's side of the bus: one attach stream for every replica, one unary call for every request.
 
-Ray shell: this module knows Serve's handles and decides nothing. It avoids these traps of Serve (Ray 2.60):
+This module uses Serve's handles and makes no routing decision. It works around these properties of Serve (Ray 2.60):
 
-* Calls from one request context share an internal id, which makes a router that is not FIFO hang, and they are
-  cancelled with the request. So every call starts in a fresh `contextvars.Context`.
-* Cancelling a call is best effort. So an abandoned request is also aborted explicitly.
+* Calls from one request context share an internal id and are cancelled with the request. The shared id makes a request
+  router that is not FIFO hang. So every call starts in a fresh `contextvars.Context`.
+* Cancelling a call is best effort. So the bus also aborts an abandoned request explicitly.
 * An open attach stream counts as an ongoing request and delays the drain of its replica. So the bus detaches when
   Serve has dropped the replica and its last request has ended.
 * A request takes 22 ms of processor time if its calls and frames go through Ray's object store, and 18 ms over the gRPC
   server of every Serve replica (`ray-routers --mix hot`, AMD Zen 3). So they use gRPC, except for data longer than a
-  gRPC message. Handles stay in Serve's thread: in the router's own loop (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0) a
-  request takes 1 ms less, but while replicas started and stopped a router answered `/ready` once in four seconds.
+  gRPC message. Handles run in Serve's own thread: in the router's event loop (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0)
+  a request takes 1 ms less, but while replicas started and stopped, a router answered `/ready` once in four seconds.
 * Over gRPC a stream can last as long as its replica: 300,000 frames leave 0.7 MB at the router and 0.4 MB at the
   replica. Through the object store Ray keeps the id of every item until the call ends: 12 and 8 MB for 100,000 frames.
 * Over gRPC, the `CancelledError` of a replica that ends is raised in this process. So `answer_of` awaits every reply.
@@ -48,22 +48,23 @@ from quire.router.transport.transport import Attempt, Lost
 logger = logging.getLogger("ray.serve")
 ATTACH_RETRY_S = 0.2
 WATCH_PERIOD_S = 1.0
-# The progress of readers is collected for this time into one call for each replica.
+# Grants of credit are collected for this time and sent in one call to each replica.
 GRANT_DELAY_S = 0.02
 GRANT_RETRY_S = 0.2
-# Renewals within the duration of a lease.
+# Number of renewals within the duration of a lease.
 LEASE_RENEWALS = 4
-# Methods with replies that may be longer than a gRPC message.
+# Methods whose replies may be longer than a gRPC message.
 _LONG_ANSWERS = frozenset({"snapshot"})
-# Serve's options for gRPC instead of references to Ray's objects. Arguments and replies are plain data, but the
-# serializer is pickle, because Serve sends exceptions like replies and cannot with msgpack. The port unpickles all that
-# a caller sends, so Ray's token and the address that it listens on protect it (`cluster/proxies/ray_proxies.py`).
+# Serve's options for calls over gRPC instead of Ray's object store. Arguments and replies are plain data, but the
+# serializer must be pickle: Serve sends exceptions as replies, which msgpack cannot encode. The replica's port
+# unpickles everything that a caller sends, so it is protected by Ray's token and by the address that it listens on
+# (`cluster/proxies/ray_proxies.py`).
 _OVER_GRPC = {
     "_by_reference": False,
     "request_serialization": "pickle",
     "response_serialization": "pickle",
 }
-# A completion and the last frame leave the replica together, over different connections.
+# Longest wait for the last frame after the completion: a replica sends both at once, over different connections.
 LAST_FRAME_TIMEOUT_S = 10.0
 
 
@@ -73,17 +74,17 @@ class Bus:
     Parameters
     ----------
     handle
-        The replicas' deployment.
+        Handle of the replicas' deployment.
     channel
         Name of the membership that the handle's `DecidedRouter` reports to.
     router_id
-        Unique for this router process; part of every stream and attachment.
+        Id of this router process, unique in the application; part of every stream and attachment.
     table
         Receives every frame and every change of the membership.
     drain_timeout_s
-        Requests on a replica that Serve has dropped may run for this time; then they migrate.
+        Requests on a replica that Serve no longer lists may run for this time; then they migrate.
     credit_tokens
-        Tokens that a request may run ahead of its client (`flow`); None: no limit.
+        Output tokens that a request may be ahead of its client (`flow.py`); None: no limit.
     slow_client_timeout_s
         A request ends if its client leaves arrived output unread for this time.
     """
@@ -101,7 +102,7 @@ class Bus:
     ):
         self.credit_tokens = credit_tokens
         self.slow_client_timeout_s = slow_client_timeout_s
-        # Attempts that get credit with the next call to their replicas.
+        # Attempts that get further credit with the next `grant` call to their replicas.
         self._low_credit: set[Attempt] = set()
         self.drain_timeout_s = drain_timeout_s
         # For arguments and replies that are longer than a gRPC message.
@@ -119,24 +120,26 @@ class Bus:
         self._hellos: dict[str, Hello] = {}
         self._replica_deaths = ReplicaDeaths()
         self._attempts: dict[int, Attempt] = {}
-        # Unique among all routers: the records of a crashed replica have stream ids only (`protos.flight_recorder`).
+        # Unique among all routers: the records of a crashed replica name requests by stream id only
+        # (`protos.flight_recorder`).
         self._stream_ids = itertools.count((secrets.randbits(30) << 32) + 1)
-        self._background: set[asyncio.Task[Any]] = set()  # The loop holds tasks weakly.
+        # Keeps the tasks alive, because the event loop has only weak references to them.
+        self._background: set[asyncio.Task[Any]] = set()
         self._closed = False
         # Set when the first replica is ready.
         self._has_attached = asyncio.Event()
-        # Prefill in the router's queue; replicas report it to Serve's autoscaler.
+        # Returns the prefill seconds in the router's queue; replicas report them to Serve's autoscaler.
         self.queued_prefill_s: Callable[[], float] = lambda: 0.0
 
     def start(self) -> None:
-        """Start to follow the membership."""
+        """Start the background tasks, and attach to all replicas that Serve lists."""
         self._spawn(self._first_call())
         self._spawn(self._watch())
         self._spawn(self._renew_leases())
         self._on_members(self._membership.listen(self._hear_members))
 
     async def first_attached(self, timeout_s: float) -> bool:
-        """Wait until a replica has been ready once; return False if none was within `timeout_s`."""
+        """Wait until a replica takes requests for the first time; return False if none does within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._has_attached.wait()
@@ -153,11 +156,11 @@ class Bus:
 
         `submit.stream_id` must come from `next_stream_id`.
         """
-        # The first replica of the route, unless Serve skips it; the first frame corrects that.
         credit = None
         if self.credit_tokens is not None:
             credit = Credit(self.credit_tokens, submit.num_emitted)
             submit = dataclasses.replace(submit, credit_tokens=self.credit_tokens)
+        # Serve may skip the first replica of the route; then the first frame corrects `Attempt.replica`.
         attempt = Attempt(
             submit.stream_id,
             route[0],
@@ -184,12 +187,12 @@ class Bus:
     async def metrics_pages(
         self, labels: dict[str, str], timeout_s: float
     ) -> tuple[dict[str, Page], int]:
-        """Return the metrics by replica id of all that answer within `timeout_s`, and how many did not.
+        """Return the metrics of replicas that answer within `timeout_s`, by replica id, and the number of the others.
 
         Parameters
         ----------
         labels
-            Labels of each sample; the replica adds its id.
+            Labels to add to each sample; the replica adds its id.
         """
         members = self._members
         calls = [self._spawn(self._metrics_page(replica, labels)) for replica in members]
@@ -226,7 +229,7 @@ class Bus:
     # -- requests ----------------------------------------------------------------------------------------
 
     async def _generate(self, attempt: Attempt, submit: bytes, route: list[str]) -> None:
-        """Keep the unary call open until the request ends; put its outcome into the attempt."""
+        """Wait for the unary call, which lasts until the request ends, and put its outcome into the attempt."""
         is_long = len(submit) > MAX_MESSAGE_BYTES
         method = self._by_reference.generate if is_long else self._generate_method
         response = method.remote(submit, route=route)
@@ -246,7 +249,7 @@ class Bus:
             attempt.completed_s = time.monotonic()
 
     def _cancel(self, attempt: Attempt) -> None:
-        """End an attempt that the reader has left; abort it on the replica if it still runs."""
+        """End an attempt whose events are no longer read; abort it on the replica if it still runs."""
         if attempt.needs_abort:
             attempt.needs_abort = False
             if attempt.call is not None:
@@ -263,7 +266,7 @@ class Bus:
     # -- flow control ------------------------------------------------------------------------------------
 
     def _on_low_credit(self, attempt: Attempt) -> None:
-        """Grant credit after a delay, together with other attempts on the replica."""
+        """Grant credit after `GRANT_DELAY_S`, in one call together with other attempts on the replica."""
         if not self._low_credit:
             self._loop.call_later(GRANT_DELAY_S, self._grant_due)
         self._low_credit.add(attempt)
@@ -274,7 +277,7 @@ class Bus:
         if self._closed:
             return
         for attempt in due:
-            # Serve sends no more calls to a replica that drains, so it cannot get a grant.
+            # Serve sends no calls to a replica that drains, so the attempt cannot get a grant and must migrate.
             if attempt.replica not in self._members:
                 attempt.put(Lost(attempt.replica, "the replica drains", planned=True))
         grants = [
@@ -286,7 +289,7 @@ class Bus:
             self._spawn(self._grant(replica, credit))
 
     async def _grant(self, replica: str, credit: dict[int, int]) -> None:
-        """Send a grant until the replica has it: without it the request would never resume."""
+        """Send a grant until the replica confirms it: without the grant, the request would stay paused."""
         while replica in self._members and any(stream in self._attempts for stream in credit):
             with contextlib.suppress(Unavailable):
                 if await self._call("grant", self._router_id, credit, route=[replica]):
@@ -306,7 +309,7 @@ class Bus:
     # -- replicas ----------------------------------------------------------------------------------------
 
     def _hear_members(self, members: frozenset[str]) -> None:
-        """Pass a new membership to the loop. Called from any thread: Serve's router may have its own."""
+        """Pass a new membership to the event loop. Any thread may call this: Serve's router may have its own."""
         self._loop.call_soon_threadsafe(self._on_members, members)
 
     def _on_members(self, members: frozenset[str]) -> None:
@@ -317,7 +320,8 @@ class Bus:
         for replica in members:
             if replica not in self._links:
                 self._links[replica] = self._spawn(self._link(replica))
-            elif replica in new:  # It was draining: attach again.
+            # It was draining and is listed again: attach again.
+            elif replica in new:
                 self._links[replica].cancel()
         for replica in gone:
             self._table.set_draining(replica)
@@ -328,10 +332,11 @@ class Bus:
     async def _drain(self, replica: str) -> None:
         """Let the requests of a dropped replica run for `drain_timeout_s`, then migrate the rest.
 
-        So the replica is idle, and ends, before Serve kills it.
+        So the replica becomes idle and can end before Serve kills it.
         """
         await asyncio.sleep(self.drain_timeout_s)
-        if replica in self._members:  # Serve lists it again.
+        # Serve lists it again.
+        if replica in self._members:
             return
         left = [a for a in self._attempts.values() if a.replica == replica]
         if left:
@@ -373,7 +378,8 @@ class Bus:
         try:
             hello = Hello.decode(await next_message(stream))
             if hello.replica != replica:
-                return  # Serve's membership is newer than this one; the next update or retry corrects it.
+                # Serve's membership is newer than ours; the next update or retry corrects that.
+                return
             self._hellos[replica] = hello
             self._replica_deaths.remember(hello)
             self._table.add(replica, hello.epoch, hello.block_size, hello.weights)
@@ -385,14 +391,14 @@ class Bus:
             stream.cancel()
 
     async def _watch(self) -> None:
-        """Look for missing messages: silent replicas, last frames that do not arrive, clients that do not read."""
+        """Check timeouts each second: silent replicas, missing last frames, and clients that do not read."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             now = time.monotonic()
             for replica in self._table.expire(now):
                 logger.warning("no frame from %s: attaching again", replica)
                 if replica in self._links:
-                    # Cancel the task, not the stream: a hanging replica would not end it. A new task attaches.
+                    # Cancel the task: a hanging replica would not end the stream. `_link` then starts a new task.
                     self._links[replica].cancel()
             for attempt in list(self._attempts.values()):
                 done_s = attempt.completed_s
@@ -405,11 +411,11 @@ class Bus:
                     self._end_slow(attempt)
 
     async def _renew_leases(self) -> None:
-        """Report to every replica that this router runs, and which streams it wants."""
+        """Report to every replica that this router is alive, and which streams it still wants."""
         while True:
             await asyncio.sleep(LEASE_S / LEASE_RENEWALS)
             wanted: dict[str, list[int]] = {replica: [] for replica in self._hellos}
-            # Serve may have sent these to any replica.
+            # No frame has confirmed the replica of these streams yet, so list them at every replica.
             unplaced = [a.stream_id for a in self._attempts.values() if not a.placed]
             for attempt in self._attempts.values():
                 if attempt.placed and attempt.replica in wanted:
@@ -446,14 +452,15 @@ class Bus:
     # -- calls -------------------------------------------------------------------------------------------
 
     async def _first_call(self) -> None:
-        """Make a first call: Serve creates the handle's router, which feeds the membership, only then."""
+        """Make a first call, because only then does Serve create the handle's router, which reports the membership."""
         await self._call("ping", route=[])
 
     async def _call(self, method: str, *args: Any, route: list[str]) -> Any:
         handle = self._by_reference if method in _LONG_ANSWERS else self._unary
         try:
             return await answer_of(getattr(handle, method).remote(*args, route=route))
-        except Exception as error:  # Over gRPC, a method's exception arrives as it was raised.
+        # Over gRPC, an exception of the method is raised here with its own type.
+        except Exception as error:
             logger.info("%s call failed: %r", method, error)
             raise Unavailable(f"the replica did not answer: {type(error).__name__}") from error
 

@@ -1,4 +1,4 @@
-"""Awaits replies of replicas, over any transport that Serve uses for a call."""
+"""Awaits replies of replicas, for calls over gRPC and over Ray's object store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class StreamingCall(Protocol):
-    """A `DeploymentResponseGenerator`."""
+    """Serve's `DeploymentResponseGenerator`: the messages of a streaming call."""
 
     async def __anext__(self) -> bytes | Part: ...
 
@@ -32,7 +32,7 @@ async def answer_of(call: Awaitable[T]) -> T:
     Raises
     ------
     CallEnded
-        In place of the replica's `CancelledError`.
+        The replica has cancelled the call.
     """
     try:
         return await call

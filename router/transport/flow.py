@@ -6,9 +6,9 @@
                          └──────── `num_tokens` at most ─────┘
 ```
 
-`written` moves as the client reads. Each time half of `num_tokens` is used up, a grant moves `end`. So a client that
-reads at the speed of generation never waits, one grant covers about a hundred tokens, and a client that does not read
-costs at most `num_tokens` tokens in this process and its blocks at the replica. Plain Python, no clock.
+`written` grows as the client reads. Each time half of `num_tokens` is used up, a grant moves `end`. So a client that
+reads as fast as the replica generates never waits. A client that does not read costs at most `num_tokens` tokens in
+this process, and its request's blocks at the replica. Plain Python, no clock.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class Credit:
     Parameters
     ----------
     num_tokens
-        Tokens that the replica may run ahead; at least 1.
+        Tokens that the replica may be ahead of the client; at least 1.
     start
         The output index of the attempt's first token.
     """
 
     def __init__(self, num_tokens: int, start: int):
         self._num_tokens = num_tokens
-        # Output tokens that the replica may generate.
+        # The replica may generate the output tokens before this index.
         self.end = start + num_tokens
 
     def is_low(self, written: int) -> bool:
-        """Return whether half of the credit is used up when the client has `written` output tokens."""
+        """Return whether half of the credit is used up, if the client has read `written` output tokens."""
         return self.end - written <= self._num_tokens // 2
 
     def extend(self, written: int) -> int:
-        """Extend the credit by the client's progress; return the new end."""
+        """Extend the credit to `num_tokens` after the tokens that the client has read; return the new end."""
         self.end = max(self.end, written + self._num_tokens)
         return self.end
 

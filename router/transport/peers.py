@@ -1,7 +1,7 @@
-"""Asks all routers of the application: only the router that decided a request knows why.
+"""Asks all routers of the application for their decisions and metrics, over Serve.
 
-Ray shell. Behind a proxy a client cannot choose its router, so the router that it reaches asks all routers, itself
-included, over Serve. For rare questions only: each is one call to every router.
+Only the router that decided a request has its decision. Behind a proxy a client cannot choose its router, so the router
+that it reaches asks all routers, itself included. Use it for rare questions only: each is one call to every router.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.router.types import Decisions
 
 logger = logging.getLogger("ray.serve")
 ANSWER_TIMEOUT_S = 5.0
-# A new handle does not know the routers yet.
+# Time between attempts while a new handle does not know the routers yet.
 _RETRY_S = 0.05
 
 
@@ -39,7 +39,7 @@ class Peers:
         self._routers = routers
 
     async def decisions(self, request_id: str | None, limit: int) -> Decisions:
-        """Return the decisions of all routers; see `router.types.Service.decisions`.
+        """Return the last decisions of all routers, for one request id or (None) for any request.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class Peers:
         self, method: str, *args: Any, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> tuple[list[Any], int]:
         """Return the answers that came within `timeout_s`, and the number of routers without one."""
-        # A context of its own: a call from a request's context would carry that request's id.
+        # Use an empty context: a call from a request's context would carry that request's id.
         asking = asyncio.get_running_loop().create_task(
             self._broadcast(method, args, timeout_s), context=contextvars.Context()
         )

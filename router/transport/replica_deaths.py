@@ -1,7 +1,8 @@
-"""Finds out whether a lost replica crashed, from the files on its node. Ray shell.
+"""Finds out whether a lost replica crashed, from the flight recorder's file on its node.
 
-The files are those of `protos.flight_recorder`. On the same node this process reads them, on another node a Ray task
-does. If the node is lost too, the cause stays unknown and no request is blamed.
+`protos.flight_recorder` defines the file: it names the requests in the running step. This process reads it on its own
+node; a Ray task reads it on another node. If the node is lost too, the cause stays unknown and counts against no
+request.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quire.protos.wire import Hello
 
 logger = logging.getLogger("ray.serve")
 ANSWER_TIMEOUT_S = 5.0
-# Replicas.
+# Most replicas whose hello is remembered.
 MAX_REMEMBERED = 256
 
 
@@ -48,7 +49,7 @@ class ReplicaDeaths:
             task = self._answers[replica] = asyncio.create_task(_read(hello))
         record = await asyncio.shield(task)
         if record is not None and not record.crashed:
-            # The replica may only have lost its attach stream, and crash later.
+            # The replica may have lost only its attach stream. It may crash later, so read the file again then.
             self._answers.pop(replica, None)
         return record is not None and record.crashed and stream_id in record.stream_ids
 
@@ -63,7 +64,8 @@ async def _read(hello: Hello) -> FlightRecord | None:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             if _is_here(hello.node):
                 record = await asyncio.to_thread(read_flight_record, path)
-            elif not ray.is_initialized():  # A task would start Ray.
+            # Without Ray in this process, a task would start it.
+            elif not ray.is_initialized():
                 return None
             else:
                 there = NodeAffinitySchedulingStrategy(hello.node, soft=False)

@@ -1,7 +1,7 @@
-"""Serve's request router for the replicas: applies the decision that is part of the call.
+"""The request router that Serve runs for the replicas: it applies the decision that is part of the call.
 
 Each handle call names its replicas, best first, in the keyword `route`. Serve skips a replica that is full or dead and
-takes the next one of the list. This class decides nothing. It does not use Serve's FIFO mix-in, which would give the
+takes the next one of the list. This class makes no decision. It does not use Serve's FIFO mix-in, which would give the
 chosen replica to the oldest waiting call.
 """
 
@@ -15,8 +15,8 @@ from quire.router.fleet import membership
 class DecidedRouter(RequestRouter):
     """Ranks the replicas of `route` first, then all others in any order.
 
-    The others are candidates too, because the ranking may be older than Serve's membership. A replica that gets a call
-    for another one names itself in its reply.
+    The other replicas are candidates too, because the ranking may be older than Serve's membership. A replica names
+    itself in its reply, so the caller notices that another replica than the first of `route` got the call.
     """
 
     def initialize_state(self, channel: str) -> None:

@@ -16,12 +16,12 @@ from quire.router.transport.flow import Credit
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """An event: the replica, its attach stream or the call was lost before the request ended.
+    """The event that the replica, its attach stream or the call was lost before the request ended.
 
     Attributes
     ----------
     planned
-        The replica drains; the loss does not count against the request.
+        The replica drains, so the loss does not count as a failure of the request.
     """
 
     replica: str
@@ -49,15 +49,15 @@ class Attempt:
     placed
         A frame has confirmed `replica`.
     num_read
-        Output tokens that the reader has taken, with those of earlier attempts.
+        Number of output tokens that the reader has taken, including those of earlier attempts.
     taken_s
-        When the reader took the delta that it works on; None while it waits, or before the client reads.
+        Time at which the reader took its last delta; None while it waits for the next one, or before the client reads.
     finished
-        No more events are accepted.
+        Further events are dropped.
     needs_abort
         The replica may still work on the request.
     completed_s
-        When the unary call reported a regular end; the last frame should arrive soon after.
+        Time at which the unary call reported a regular end (the last frame should arrive soon after); None: not yet.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Attempt:
         self.completed_s: float | None = None
         self._on_cancel = on_cancel
         self._events: deque[AttemptEvent] = deque()
-        # The reader waits for this future. An `asyncio.Event` would look up the loop at every wait; Python 3.11 calls
-        # the kernel for its process id to do that, which takes a seventh of a router's time for a token.
+        # The reader waits for this future. An `asyncio.Event` would look up the event loop at every wait. For that,
+        # Python 3.11 asks the kernel for the process id, which takes a seventh of a router's time for a token.
         self._waiter: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -93,13 +93,14 @@ class Attempt:
             return
         if isinstance(event, TokenDelta):
             if event.finish_reason in ("error", "abort"):
-                # The completion ends the attempt, because it has the error.
+                # The completion, which contains the error, will end the attempt.
                 event = dataclasses.replace(event, finish_reason=None)
             self.finished = event.finish_reason is not None
             self.needs_abort = not self.finished
         elif isinstance(event, Completion):
             if event.finish_reason in ("stop", "length"):
-                return  # The last delta ends the attempt, after the tokens before it.
+                # The last delta, which follows all earlier tokens, ends the attempt.
+                return
             self.finished = True
             self.needs_abort = False
         else:
@@ -109,7 +110,7 @@ class Attempt:
         self._wake()
 
     async def next(self) -> AttemptEvent:
-        """Wait for the next event. The call says that the reader is done with the earlier ones."""
+        """Wait for the next event. The call implies that the reader is done with the earlier events."""
         while (event := self.take()) is None:
             await self.arrival()
         return event
@@ -127,7 +128,7 @@ class Attempt:
         return event
 
     def arrival(self) -> asyncio.Future[None]:
-        """Return a future that completes with the next event. For the reader, after `take` returned None."""
+        """Return a future that completes when the next event arrives. Used after `take` returned None."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         self._waiter = self._loop.create_future()
@@ -138,7 +139,7 @@ class Attempt:
         return bool(self._events)
 
     def fail(self, error: QuireError) -> None:
-        """End the request with an error, which replaces the events that the reader has not read."""
+        """End the request with an error. Events that the reader has not read are dropped."""
         self._events.clear()
         self._events.append(Completion("error", 0, 0, 0, error=error.to_wire()))
         self.finished = True
@@ -155,7 +156,7 @@ class Attempt:
 
 
 class Transport(Protocol):
-    """How a request's stream reaches replicas. `bus.Bus` implements it over Ray Serve."""
+    """The methods by which a request's stream reaches replicas. `bus.Bus` implements them over Ray Serve."""
 
     @property
     def hellos(self) -> dict[str, Hello]: ...

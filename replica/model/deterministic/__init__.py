@@ -1,1 +1,1 @@
-"""Batch-invariant products: a row has the same bits in every batch."""
+"""Batch-invariant matrix products: a row has the same bits in every batch."""

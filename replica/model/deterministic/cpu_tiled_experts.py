@@ -1,7 +1,7 @@
 """Mixtures of experts under `deterministic: true` on the CPU: other tokens do not change a token's result.
 
-Each expert's product uses `tiled_linear`. The results of a token's experts are added in ascending order of the experts.
-An expert with a single token computes a tile of 16 rows.
+The matrix products of each expert use `tiled_linear`, so an expert with a single token computes a tile of 16 rows. The
+results of a token's experts are added in ascending order of the experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TiledRouter(nn.Module):
     router
         Router of Qwen3-MoE (softmax, then top k) or gpt-oss (top k, then softmax).
     softmax_first
-        True for the first kind.
+        True for Qwen3-MoE, False for gpt-oss.
     """
 
     def __init__(self, router: nn.Module, *, softmax_first: bool):
@@ -49,7 +49,7 @@ class TiledRouter(nn.Module):
 
 
 class TiledExperts(StackedExperts):
-    """Experts with products in tiles of fixed height."""
+    """Experts with matrix products in tiles of fixed height."""
 
     def __init__(self, experts: nn.Module):
         super().__init__(experts)
@@ -92,13 +92,13 @@ class TiledGptOssExperts(TiledExperts):
         self.alpha, self.limit = experts.alpha, experts.limit
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[tokens, 2 * inner], gate and up by turns, to [tokens, inner]."""
+        """[tokens, 2 * inner], gate and up alternating, to [tokens, inner]."""
         gate = gate_up[..., ::2].clamp(max=self.limit)
         up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
         return gate / torch.exp(gate * -self.alpha).add_(1.0) * (up + 1.0)
 
 
-# By the name of transformers' class, so that the class need not be imported.
+# Keys are names of transformers' classes, so that the classes need not be imported.
 EXPERT_MODULES = {
     "Qwen3MoeTopKRouter": lambda module: TiledRouter(module, softmax_first=True),
     "GptOssTopKRouter": lambda module: TiledRouter(module, softmax_first=False),

@@ -1,8 +1,8 @@
 """`deterministic: true` on the CPU: layers in which the number of rows does not change a row's bits.
 
-Products run in tiles of fixed height (`cpu_tiles.py`), and so do mixtures of experts (`cpu_tiled_experts.py`). torch's
-SiLU and GELU use one exponential in their vector loop and another one in the scalar loop for the rest, so they are
-replaced by elementwise formulas.
+Matrix products run in tiles of fixed height (`cpu_tiles.py`), and so do mixtures of experts (`cpu_tiled_experts.py`).
+torch's SiLU and GELU compute the exponential in one way in their vector loop and in another way in the scalar loop for
+the remaining elements. They are replaced by formulas that give an element the same bits at every position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TiledLinear(nn.Module):
     linear
         The layer, with a float32 weight [out_features, in_features].
     tile_rows
-        Usable tile heights, ascending.
+        Numbers of rows that a tile may have, ascending; all give the same bits.
     """
 
     def __init__(self, linear: nn.Linear, tile_rows: tuple[int, ...]):
@@ -56,7 +56,7 @@ class ElementwiseSiLU(nn.Module):
 
 
 class ElementwiseTanhGELU(nn.Module):
-    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with the same property."""
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))); an element has the same bits at every position."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any shape."""
@@ -72,7 +72,7 @@ _ACTIVATIONS = {
 
 
 def make_deterministic(model: nn.Module) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Replace linear layers, experts and activations of a float32 CPU model by batch-invariant ones.
+    """Replace linear layers, experts and activations of a float32 CPU model by batch-invariant ones, in place.
 
     Returns
     -------

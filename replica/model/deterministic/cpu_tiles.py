@@ -4,10 +4,10 @@ Measured with MKL 2024.2, AVX-512, float32: a row of `F.linear` has other bits i
 11 rows than in larger products. The other operations of the served models are invariant, except SiLU and GELU
 (`cpu_tiled_linear.py`).
 
-Every product is therefore cut into tiles of fixed height, and the last tile is padded with zeros. A tile has 16 rows,
-or a larger height of `TILE_ROWS` if a test on this machine finds the rows equal to those of 16-row tiles bit for bit,
-at every position, for the same weight shape. Weights are the left factor, W [N, K] x X^T [K, tile], because MKL then
-reads them faster for few rows.
+Every matrix product is therefore cut into tiles of fixed height, and the last tile is padded with zeros. A tile has 16
+rows, or a larger height of `TILE_ROWS` if a test on this machine finds the rows equal to those of 16-row tiles bit for
+bit, at every position, for the same weight shape. Weights are the left factor, W [N, K] x X^T [K, tile], because MKL
+then reads them faster if there are few rows.
 """
 
 from __future__ import annotations
@@ -41,12 +41,20 @@ def tiled_linear(x: torch.Tensor, weight: torch.Tensor, tile_rows: tuple[int, ..
 
 
 def _tile_for(rows: int, tile_rows: tuple[int, ...]) -> int:
-    """Return the largest height that `rows` fill by more than half, else the smallest height."""
+    """Return the height of the next tile: the largest that `rows` fill by more than half, else the smallest."""
     return max((tile for tile in tile_rows if rows > tile // 2), default=tile_rows[0])
 
 
 def fitting_tile_rows(weight: torch.Tensor) -> tuple[int, ...]:
-    """Find heights with the bits of the 16-row tile. The library chooses kernels by shape, so random rows suffice."""
+    """Find the tile heights with the same bits as 16-row tiles.
+
+    Random rows suffice for the test, because the matrix library chooses its kernels by shape.
+
+    Raises
+    ------
+    ValueError
+        In 16-row tiles, the bits of a row depend on its position.
+    """
     random = torch.Generator().manual_seed(0)
     x = torch.randn(max(TILE_ROWS), weight.shape[1], generator=random)
     base = TILE_ROWS[0]

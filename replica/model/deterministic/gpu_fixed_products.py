@@ -1,16 +1,17 @@
-"""`deterministic: true` on a GPU: products in which the number of rows does not change a row's bits.
+"""`deterministic: true` on a GPU: matrix products in which the number of rows does not change a row's bits.
 
-Products use `kernels/rows/matmul_fixed.py`, mixtures of experts `kernels/rows/experts_fixed.py`. Both are replaced
-after the fuse pass, so merged products stay merged. All other parts of a step add in one order for each row:
+Matrix products use `kernels/rows/matmul_fixed.py`, mixtures of experts use `kernels/rows/experts_fixed.py`. They
+replace the original modules after the fuse pass, so merged matrix products stay merged. In all other parts of a step,
+the order of additions for a row does not depend on other rows:
 
 | part | why |
 |---|---|
-| norms, head norms, rotation, KV write, gated activations | this project's kernels: one program computes a whole row |
+| norms, head norms, RoPE, KV write, gated activations | this project's kernels: one program computes a whole row |
 | attention | `PagedAttention(uniform=True)`: decoded and prefilled tokens use the same kernel and tiles of keys |
 | FP8 cache | fixed scales; each number is converted separately |
 | a router's softmax | torch uses one warp for a row of at most 1024 scores, for any number of rows |
 | a router's choice | compares numbers within a row |
-| activations, residuals, rotation's angles in torch | elementwise, or a product over one k |
+| activations, residuals, RoPE's angles in torch | elementwise, or a matrix product with inner dimension 1 |
 | sampling | each row separately |
 
 torch's norms are not batch-invariant: their reduction uses more threads per row when there are fewer rows. An unknown
@@ -32,7 +33,7 @@ from quire.replica.model.fusion.fused_parts import Product
 
 
 class FixedLinear(nn.Module):
-    """A batch-invariant linear layer or merged product. Shares the parameters of its source."""
+    """A batch-invariant linear layer, possibly merged. Shares the parameters of the module that it replaces."""
 
     def __init__(self, source: nn.Linear | Product):
         super().__init__()
@@ -57,7 +58,7 @@ class FixedRouter(nn.Module):
     router
         Router of Qwen3-MoE (softmax, then top k) or gpt-oss (top k, then softmax).
     softmax_first
-        True for the first kind.
+        True for Qwen3-MoE, False for gpt-oss.
     """
 
     def __init__(self, router: nn.Module, *, softmax_first: bool):
@@ -101,7 +102,7 @@ class FixedExperts(StackedExperts):
         return combine_experts(pairs, weights)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[pairs, 2 * inner], gates then ups, to [pairs, inner]."""
+        """[pairs, 2 * inner], gates then ups, to [pairs, inner]; a pair is a token and one of its experts."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self._source[0].act_fn(gate) * up
 
@@ -112,11 +113,11 @@ class FixedGptOssExperts(FixedExperts):
     transposed = True
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[pairs, 2 * inner], gate and up by turns, to [pairs, inner]."""
+        """[pairs, 2 * inner], gate and up alternating, to [pairs, inner]."""
         return self._source[0]._apply_gate(gate_up)
 
 
-# By the name of transformers' class, so that the class need not be imported.
+# Keys are names of transformers' classes, so that the classes need not be imported.
 _EXPERT_MODULES = {
     "Qwen3MoeTopKRouter": lambda module: FixedRouter(module, softmax_first=True),
     "GptOssTopKRouter": lambda module: FixedRouter(module, softmax_first=False),
@@ -127,7 +128,7 @@ _KNOWN = (FixedLinear, FixedRouter, FixedExperts, nn.Embedding)
 
 
 def fix_products(model: nn.Module) -> None:
-    """Replace a model's products in place, after the fuse pass. A second call changes nothing.
+    """Replace a model's matrix products in place, after the fuse pass. A second call changes nothing.
 
     Raises
     ------
@@ -151,7 +152,7 @@ def fix_products(model: nn.Module) -> None:
     for parent, name, module in replacements:
         setattr(parent, name, module)
     for name, module in model.named_modules():
-        # Modules with a `layer_idx` are attentions; their own parameters are sinks.
+        # Modules with a `layer_idx` are attentions. Their own parameters are sinks, which the attention kernels read.
         if isinstance(module, _KNOWN) or hasattr(module, "layer_idx"):
             continue
         if next(module.parameters(recurse=False), None) is not None:

@@ -1,1 +1,1 @@
-"""Fused modules in the place of a model's own, found by structure and kept after proof."""
+"""Replaces a model's modules by fused ones, found by structure and kept only if results agree."""

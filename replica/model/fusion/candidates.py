@@ -1,6 +1,9 @@
-"""Builds candidates for fused modules by structure: RMS norms, MLPs, attentions.
+"""Builds candidates by structure: RMS norms, MLPs, attentions.
 
-Names of classes are not used. A module's parameters, its children's names, and its call in the trial pass decide.
+A candidate is a fused module that may replace a module of the model; the fuse pass keeps it only if both give the same
+results. The trial pass is a run of a few random tokens through the original model, which records how modules are
+called. Names of classes are not used. A module's parameters, its children's names, and its call in the trial pass
+decide which candidate is built.
 """
 
 from __future__ import annotations
@@ -36,13 +39,14 @@ class Call:
 
 @dataclass(slots=True)
 class Observed:
-    """Record of the trial pass."""
+    """Calls that were recorded in the trial pass."""
 
     calls: dict[nn.Module, Call] = field(default_factory=dict)
     order: dict[nn.Module, list[nn.Module]] = field(
         default_factory=dict
-    )  # order of a parent's calls
-    attention_calls: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # by layer
+    )  # children of each module, in the order in which it called them
+    # Arguments of each layer's attention, by layer.
+    attention_calls: Mapping[int, dict[str, Any]] = field(default_factory=dict)
 
     def forget(self, replaced: nn.Module) -> None:
         """Drop all references to a replaced module, so that its weights are freed."""
@@ -54,14 +58,16 @@ class Observed:
 
 
 class Candidates:
-    """Builds fused candidates. A method returns None if the module has another structure.
+    """Builds candidates. A method returns None if the module does not have the structure that it looks for.
 
     Parameters
     ----------
+    observed
+        Record of the trial pass.
     backend
         Creates the fused modules.
     pool
-        Its layer groups define the shapes of attention.
+        KV cache; its layer groups have the shapes of keys and values.
     random
         Generator of random input.
     """
@@ -75,7 +81,7 @@ class Candidates:
         self._random = random
 
     def norm(self, module: nn.Module) -> FusedNorm | None:
-        """Build an RMS norm. A test with random input decides whether it scales by weight or by 1 + weight."""
+        """Build an RMS norm. Random input shows whether the module scales by weight or by 1 + weight."""
         weight, eps = _norm_parameters(module)
         if weight is None:
             return None
@@ -91,7 +97,7 @@ class Candidates:
         return self._backend.norm(self._backend.norm_weight(weight.detach(), eps, best))
 
     def mlp(self, module: nn.Module) -> FusedMLP | None:
-        """Build an MLP of gate, up and down, if the kernels have its activation."""
+        """Build an MLP of gate, up and down projections; None also if the kernels lack its activation."""
         linears = _linears(module)
         if set(linears) == {"gate_proj", "up_proj", "down_proj"}:
             parts = [linears["gate_proj"], linears["up_proj"]]
@@ -109,10 +115,18 @@ class Candidates:
         return self._backend.mlp(product(parts), product([linears["down_proj"]]), activation)
 
     def attention(self, module: nn.Module, table_repeats: int) -> FusedAttention | None:
-        """Build an attention; `table_repeats` as in `AttentionFacts`."""
+        """Build an attention.
+
+        Parameters
+        ----------
+        table_repeats
+            How often the model's RoPE cos/sin tables are repeated to cover the rotary dimensions of a head: 1, or 2 if
+            the tables have the angles of half a head; 0 if the layer applies no RoPE.
+        """
         linears = _linears(module)
         call = self._observed.attention_calls.get(module.layer_idx)
         group = self._pool.groups[self._pool.group_of(module.layer_idx)]
+        # 512 is `MAX_HEAD_DIM` of the compiled library (`kernels/cpu/native/attention.h`).
         if call is None or group.head_dim > 512:
             return None
         if table_repeats == 2 and not self._has_half_tables(module, group.head_dim):
@@ -150,13 +164,13 @@ class Candidates:
         return self._backend.attention(facts, qkv, output, norms)
 
     def _has_half_tables(self, module: nn.Module, head_dim: int) -> bool:
-        """Whether the rotation's tables hold the angles of half a head."""
+        """Whether the RoPE tables passed to `module` in the trial pass have the angles of half a head."""
         tables = self._observed.calls[module].kwargs.get("position_embeddings")
         return tables is not None and 2 * tables[0].shape[-1] == head_dim
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Count the parameters of a module and its descendants."""
+    """Count the parameter tensors of a module and its descendants."""
     return sum(1 for _ in module.parameters())
 
 
@@ -166,7 +180,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear | Fp8Linear]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module has the linear layers and the `layer_idx` of an attention."""
+    """Whether a module has the linear layers and the attribute `layer_idx` of an attention."""
     names = set(_linears(module))
     return hasattr(module, "layer_idx") and names in (
         {"q_proj", "k_proj", "v_proj", "o_proj"},
@@ -175,7 +189,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _norm_parameters(module: nn.Module) -> tuple[torch.Tensor | None, float]:
-    """Return weight and epsilon of a module that may be an RMS norm, else (None, 0)."""
+    """Return weight and epsilon if a module may be an RMS norm, else (None, 0)."""
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1:
@@ -184,7 +198,7 @@ def _norm_parameters(module: nn.Module) -> tuple[torch.Tensor | None, float]:
 
 
 def _activation_of(module: nn.Module) -> Activation | None:
-    """Identify a module's activation by its results; None if the kernels do not have it."""
+    """Identify a module's activation function by its results; None if the kernels do not have it."""
     for name in ("act_fn", "activation_fn"):
         function = getattr(module, name, None)
         if not callable(function):
@@ -195,7 +209,7 @@ def _activation_of(module: nn.Module) -> Activation | None:
             "gelu_tanh": F.gelu(x, approximate="tanh"),
         }
         for activation, expected in known.items():
-            # The exact GELU differs by 5e-4.
+            # The bound must distinguish the exact GELU, which differs from the tanh form by up to 5e-4.
             if (function(x) - expected).abs().max() < 1e-5:
                 return activation
     return None

@@ -1,4 +1,4 @@
-"""A cache of rotary tables: cos and sin of positions, computed by the model's own rotation."""
+"""A cache of RoPE tables: cos and sin of positions, computed by the model's own module."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _FAR = 1 << 22
 
 
 class CosSinCache:
-    """Caches cos and sin by position, for a rotation in which each position's values depend on that position only.
+    """Caches cos and sin by position, if the values of a position depend on that position only.
 
-    transformers' rotation takes 0.2 ms for one token, because a step that has read all weights leaves none of its code
-    in the processor's caches. This cache takes two rows of `head_dim` elements per position, 1/200 of its keys and
-    values.
+    transformers' module takes 0.2 ms for one token, because its code is no longer in the CPU caches after a step that
+    has read all weights. This cache takes two rows of `head_dim` elements per position, 1/200 of the memory of its keys
+    and values.
 
     Parameters
     ----------
     rotation
-        Called with hidden states (only the dtype is used) and positions [1, T]; returns cos and sin [1, T, rotary].
+        The model's module that computes RoPE tables: from hidden states (only the dtype is used) and positions [1, T]
+        to cos and sin [1, T, rotary].
     """
 
     _PIECE = 256  # positions computed at once, which bounds the float32 temporaries
@@ -64,7 +65,7 @@ def tabled_rotation(
 ) -> CosSinCache | None:
     """Return a cache for `rotation` if a position's cos and sin depend on that position only, else None.
 
-    They do not if the scaling depends on the longest sequence, of the batch or so far.
+    This is not so if the RoPE scaling depends on the longest sequence, of the batch or since the start.
     """
     table = CosSinCache(rotation)
     try:

@@ -1,11 +1,11 @@
-"""Fused layers on the CPU: a layer is one call into the compiled library if all its products are packed.
+"""Fused layers on the CPU: a layer is one call into the compiled library if all its weights are packed.
 
 ```
  norm │ qkv │ norm, rotate, write │ attend │ o + residual │ norm │ gate, up │ act·mul │ down + residual
 ```
 
-A chain of such layers is one call, too (`kernels/cpu/cpu_layer_stack.py`). The last layer may skip tokens that are not
-read afterwards.
+A chain of such layers is one call, too (`kernels/cpu/cpu_layer_stack.py`). The last layer may skip tokens whose results
+are not read afterwards.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from quire.replica.model.fusion.cpu_fused_parts import PackedProduct, norm_part
 from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedMLP, FusedNorm
 
-# Least number of multiplications saved by skipping tokens. They take about 0.3 ms, as do the extra plan and two calls.
+# Tokens are skipped only if this saves at least this number of multiplications. They take about 0.3 ms, and so do the
+# additional attention plan and two calls that skipping needs.
 _MIN_WORK_SAVED = 2**28
 
 
 class CpuLayer(FusedLayer):
-    """See `FusedLayer`."""
+    """`FusedLayer` on the CPU."""
 
     def __init__(
         self,
@@ -39,9 +40,9 @@ class CpuLayer(FusedLayer):
         mlp: FusedMLP,
     ):
         super().__init__(attention_norm, attention, mlp_norm, mlp)
-        # A pool, and the layer as one call on that pool, or None if some part has no such form.
+        # A KV pool, and the layer as one call on this pool; None in place of the call if some part does not allow it.
         self._sequence: tuple[KVPool, PreparedLayer | None] | None = None
-        # Whether everything after this layer is per token, so tokens that are not read may be skipped.
+        # Whether all later operations work on each token separately, so that tokens which are not read may be skipped.
         self.is_last = False
         self._stack: LayerStack | None = None
 
@@ -49,32 +50,32 @@ class CpuLayer(FusedLayer):
         """See `FusedLayer.run`."""
         if step.workspace is not None and self.sequence(step.pool) is not None:
             return self.run_chained(x, tables, step)
-        # The products add the residual.
+        # Attention's output projection and the MLP's down projection add the residual.
         middle, _ = self.attention(self.attention_norm(x), tables, residual=x, quire=step)
         return self.mlp(self.mlp_norm(middle), middle)
 
     def runs_chained(self, pool: KVPool) -> bool:
-        """Only if the layer is one call."""
+        """Whether the layer is one call."""
         return self.sequence(pool) is not None
 
     def runs_like(self, other: FusedLayer, pool: KVPool) -> bool:
-        """Layers of one call have the same group and the same kind."""
+        """Whether both layers have the same layer group and the same kind of call."""
         groups = {pool.group_of(layer.attention.facts.layer) for layer in (self, other)}
         kinds = {layer.sequence(pool).kind for layer in (self, other)}
         return len(groups) == len(kinds) == 1
 
     def forget_sequence(self) -> None:
-        """Drop references to the products, because they are about to change."""
+        """Drop references to the packed weights, which are about to change."""
         self._sequence = self._stack = None
 
     def sequence(self, pool: KVPool) -> PreparedLayer | None:
-        """The layer as one call; None if some part has no such form."""
+        """Return the layer as one call into the compiled library; None if some part does not allow it."""
         if self._sequence is None or self._sequence[0] is not pool:
             self._sequence = pool, self._make_sequence(pool)
         return self._sequence[1]
 
     def selection(self, step: CpuStepContext) -> Selection | None:
-        """Tokens to compute in this layer, if skipping the others saves time; None for all."""
+        """Return the tokens to compute in this layer, if skipping the others saves time; None: all."""
         if not self.is_last or step.selected is None:
             return None
         left_out = int(step.cu_q[-1]) - len(step.selected)
@@ -123,7 +124,7 @@ class CpuLayer(FusedLayer):
         position_embeddings: Tables,
         step: CpuStepContext,
     ) -> torch.Tensor:
-        """Run the chain as one call; every layer of it must have a `sequence`."""
+        """Run the chain as one call. `sequence` must not be None for any of its layers."""
         assert step.workspace is not None
         facts = self.attention.facts
         tables = step.layer_step(step.pool.group_of(facts.layer), position_embeddings)
@@ -142,12 +143,12 @@ class CpuLayer(FusedLayer):
 
 
 class CpuDecoder(FusedDecoder):
-    """See `FusedDecoder`.
+    """`FusedDecoder` on the CPU.
 
     Attributes
     ----------
     head
-        Last norm and output head as one call, for results of `before_norm`; None if the head does anything else.
+        Last norm and output head as one call, for results of `before_norm`; None if they cannot be one call.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class CpuDecoder(FusedDecoder):
     def before_norm(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: CpuStepContext
     ) -> torch.Tensor:
-        """Run everything before the last norm: [T] and [T] to [T, hidden]. `step` must have a workspace."""
+        """Run everything before the last norm: token ids and positions [T] to [T, hidden]; needs `step.workspace`."""
         _, embedding, rotation, first, _ = self._parts
         x = embedding(token_ids)
         return first.run_chained(x, rotation(x[None], positions[None]), step)

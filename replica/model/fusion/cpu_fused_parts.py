@@ -1,4 +1,4 @@
-"""Fused parts on the CPU, with the compiled library; weights of products are packed."""
+"""Fused parts on the CPU, computed by the compiled library; weights of matrix products are packed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.replica.model.fusion.fused_parts import (
 
 
 class PackedProduct(Product):
-    """See `Product`; the weights are in the compiled library's order."""
+    """`Product` with weights packed in the order in which the compiled library reads them."""
 
     def __init__(self, parts: Sequence[nn.Linear]):
         nn.Module.__init__(self)
@@ -37,14 +37,14 @@ class PackedProduct(Product):
         self.bias = None if bias is None else self.packed.pad_bias(bias)
 
     def quantize(self) -> bool:
-        """Store bfloat16 weights in int8; returns False if the weights have another dtype or shape."""
+        """Convert bfloat16 weights to int8; return False if dtype or shape does not allow it."""
         if self.packed.dtype != torch.bfloat16 or self.in_features % 4:
             return False
         self.packed = PackedWeight.pack([self.packed.unpack()], int8=True)
         return True
 
     def part(self) -> ProductPart:
-        """Arguments for the compiled library."""
+        """Return weight and bias as an argument of the compiled library."""
         return ProductPart(self.packed, self.bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -84,12 +84,12 @@ def cpu_norm_weight(weight: torch.Tensor, eps: float, plus_one: bool) -> NormWei
 
 
 def norm_part(norm: NormWeight) -> NormPart:
-    """Arguments for the compiled library."""
+    """Convert a norm's weight and epsilon to an argument of the compiled library."""
     return NormPart(norm.weight, norm.eps)
 
 
 class CpuNorm(FusedNorm):
-    """See `FusedNorm`."""
+    """`FusedNorm` on the CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., columns] to the same."""
@@ -98,7 +98,7 @@ class CpuNorm(FusedNorm):
 
 
 class CpuMLP(FusedMLP):
-    """See `FusedMLP`."""
+    """`FusedMLP` on the CPU."""
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `FusedMLP.gate`."""
@@ -106,7 +106,7 @@ class CpuMLP(FusedMLP):
 
 
 class CpuAttention(FusedAttention):
-    """See `FusedAttention`."""
+    """`FusedAttention` on the CPU."""
 
     def write(self, qkv: torch.Tensor, tables: Tables, step: CpuStepContext) -> torch.Tensor:
         """See `FusedAttention.write`."""

@@ -1,4 +1,4 @@
-"""`FusionBackend` of a CPU, with packed products, int8, and last norm and head as one call."""
+"""`FusionBackend` of a CPU: packed weights, int8 weights, and last norm and output head as one call."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ from quire.replica.model.output_head import split_model
 
 
 class CpuFusion:
-    """See `FusionBackend`. Needs the compiled library.
+    """`FusionBackend` of a CPU. Needs the compiled library.
 
     Parameters
     ----------
     workspace
-        The runner's workspace for layers as one call; layers are compared in that form. None: parts run separately.
+        The runner's workspace for layers that run as one call; the fuse pass compares layers in this form. None: the
+        parts of a layer run separately.
     """
 
     table_repeats: tuple[int, ...] = (1,)
@@ -55,29 +56,29 @@ class CpuFusion:
         self.context: ContextFactory = partial(CpuStepContext, workspace=workspace)
 
     def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
-        """A packed product, if the library supports the weights."""
+        """Return a product with packed weights, if the compiled library supports them."""
         return cpu_product(parts)
 
     def norm_weight(self, weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
-        """Padded, and with the 1 added if `plus_one`."""
+        """Pad the weight; add the 1 if `plus_one`."""
         return cpu_norm_weight(weight, eps, plus_one)
 
     def sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        """The model's own sinks."""
+        """Return the model's own sinks."""
         return sinks
 
     def mark_last(self, layer: CpuLayer, trial: TrialPass) -> None:
-        """Set `is_last` if everything after the layer is per token."""
+        """Set `is_last` if all operations after the layer work on each token separately."""
         layer.is_last = _is_last(layer, trial)
 
     def takes_last_norm(self, norm: nn.Module) -> bool:
-        """Always."""
+        """Return True: any norm may be the last one."""
         return True
 
     def rotations(
         self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass
     ) -> Iterator[Rotation]:
-        """A table, if the rotation allows one; then the model's own."""
+        """Yield a cache of RoPE tables, if they can be cached; then the model's own module."""
         table = tabled_rotation(rotation, like, trial)
         if table is not None:
             yield table
@@ -92,7 +93,7 @@ class CpuFusion:
     def replace_rest(
         self, model: nn.Module, trial: TrialPass, replace: ReplaceProduct
     ) -> list[str]:
-        """Pack the remaining linear layers, one at a time; a tied embedding reads the packed weight."""
+        """Pack the remaining linear layers, one at a time. Embeddings tied to a layer then read its packed weight."""
         reasons: list[str] = []
         for path in [path for path, m in model.named_modules() if type(m) is nn.Linear]:
             parent_path, _, name = path.rpartition(".")
@@ -121,7 +122,7 @@ class CpuFusion:
         return reasons
 
     def quantize(self, model: nn.Module, trial: TrialPass) -> list[float]:
-        """Convert products to int8, except the output head; returns their deviations on normal input."""
+        """Convert packed weights to int8, except the output head's; return the deviations on normal input."""
         head = model.get_output_embeddings()
         deviations = []
         for module in model.modules():  # visits a layer before its products
@@ -159,7 +160,7 @@ def fused_head(
         return None
     fused = NormedProduct(norm_part(norm.weight), ProductPart(product.packed, product.bias))
     x = trial.normal(trial.run(trial.context())[0])
-    # Several magnitudes, so that a bound on the logits shows.
+    # Several magnitudes, so that soft-capping of logits changes the result.
     for normed in (x / 64, x, x * 64):
         expected = head(inputs_embeds=normed[None], use_cache=False).logits[0]
         if not same_tensor(product(normed), expected):
@@ -168,7 +169,10 @@ def fused_head(
 
 
 def _is_last(layer: FusedLayer, trial: TrialPass) -> bool:
-    """Whether everything after this layer is per token: other tokens' results do not change a token's output."""
+    """Whether all operations after this layer work on each token separately.
+
+    This holds if changing the layer's results for the other tokens does not change one token's output.
+    """
     kept = trial.num_tokens // 2  # others before it and after it
 
     def change(_layer: FusedLayer, _args: tuple[Any, ...], result: torch.Tensor) -> torch.Tensor:

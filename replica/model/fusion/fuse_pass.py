@@ -1,18 +1,18 @@
-"""The fuse pass replaces modules of transformers' model by fused ones. It finds them by structure and verifies each.
+"""The fuse pass replaces modules of transformers' model by fused ones, found by structure and verified one by one.
 
 A trial pass of a few random tokens through the original model records each module's call: its arguments, the order in
 which a layer calls its parts, and the arguments of attention. From these and from the modules' parameters the fuse pass
-builds candidates, from the inside out::
+builds candidates (fused modules that may replace the original ones), from the inside out::
 
     RMS norm      one vector of weights, an epsilon        ─┐
     MLP           gate, up, down, an activation            ─┼─ layer: norm, attention, norm, MLP, called in this order
     attention     q, k, v, output; norms of the heads      ─┘
-    product       any other linear layer, packed, on the CPU only; an embedding tied to it reads the packed weight
+    product       any other linear layer; on the CPU only, with a packed weight, which a tied embedding reads too
 
-Each candidate is compared with the module it replaces, on random input: outputs, queries, and the keys and values in
-the cache. A candidate that deviates is dropped, and the report has the reason. Names of classes are not used, so a new
-architecture is fused where its structure is known, and runs unfused elsewhere. Finally the pass finds out which layers
-can run together, and whether the decoder does anything else (`layer_chains.py`).
+Each candidate is compared with the original module on random input: outputs, queries, and the keys and values in the
+cache must agree. A candidate that deviates is dropped, and the report has the reason. Names of classes are not used, so
+modules of a new architecture are fused where their structure is known, and run unfused elsewhere. Finally the pass
+finds out which layers can run together, and whether the decoder consists only of known parts (`layer_chains.py`).
 
 Memory: a layer's original weights are freed once its fused form is verified. Packing weights therefore needs memory for
 the model plus one layer, or plus the output head. Weights that are not packed are merged in place, because the loader
@@ -48,9 +48,9 @@ from quire.replica.model.fusion.trial_pass import TrialPass
 
 logger = logging.getLogger(__name__)
 
-# Bound for modules with FP8 products. A bfloat16 rounding between parts moves 1 in 32 activations to another FP8 code,
-# 9% away. That changes a product's result by 1.6%, and the errors of a layer's products add up. The same modules are
-# also compared with exact products, within `MAX_DEVIATION`.
+# Bound of `deviation` for modules with FP8 matrix products. A bfloat16 rounding between two parts moves 1 in 32
+# activations to another FP8 code, 9% away. This changes the result of a matrix product by 1.6%, and the errors of a
+# layer's matrix products add up. The same modules are also compared with exact products, within `MAX_DEVIATION`.
 _MAX_FP8_DEVIATION = 0.2
 
 
@@ -76,7 +76,7 @@ def fuse(
     decoder
         The part of the model from token ids to hidden states.
     pool, attentions
-        The runner's. The pass writes only to the trash block.
+        The runner's KV cache, and its attention for each layer group. Only the trash block is written.
     backend
         Creates the fused modules.
     int8
@@ -129,14 +129,14 @@ class _FusePass:
 
     @torch.inference_mode()
     def quantize(self) -> None:
-        """See `fuse`."""
+        """Convert packed weights to int8, except those of the output head."""
         deviations = self.backend.quantize(self.model, self.trial)
         self.report.fused["int8 products"] = len(deviations)
         if deviations:
             self.report.int8_deviation = (float(np.mean(deviations)), max(deviations))
 
     def _observe(self) -> None:
-        """Run the trial pass and record the calls."""
+        """Run the trial pass and record how modules are called."""
         parents = {child: parent for parent, _, child in _children(self.model)}
 
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -156,11 +156,11 @@ class _FusePass:
                 hook.remove()
 
     # ------------------------------------------------------------------------------------------------------
-    # Proof and replacement
+    # Verification and replacement
     # ------------------------------------------------------------------------------------------------------
 
     def _fuse_layer(self, path: str) -> None:
-        """Fuse the attention at `path`, or its whole layer if that consists of known parts only."""
+        """Fuse the layer that has the attention at `path`, or only the attention if the layer has unknown parts."""
         layer_path, _, name = path.rpartition(".")
         layer = self.model.get_submodule(layer_path)
         if layer not in self.observed.calls:
@@ -221,7 +221,7 @@ class _FusePass:
         return None
 
     def _put(self, kind: str, parent: nn.Module, name: str, fused: nn.Module) -> None:
-        """Replace a module. Plain attributes are copied, because the model's code may read them."""
+        """Replace a module. Strings and numbers among its attributes are copied: the model's code may read them."""
         replaced = parent.get_submodule(name)
         for key, value in vars(replaced).items():
             if isinstance(value, (str, int, float)) and not hasattr(fused, key):
@@ -231,7 +231,7 @@ class _FusePass:
         self.observed.forget(replaced)
 
     def _compare(self, module: nn.Module, fused: nn.Module) -> None:
-        """Compare both modules on random input; if products are FP8, first with exact products."""
+        """Compare both modules on random input. FP8 matrix products are computed exactly first, then in FP8."""
         layers = [m for root in (module, fused) for m in root.modules() if isinstance(m, Fp8Linear)]
         try:
             for layer in layers:
@@ -247,7 +247,8 @@ class _FusePass:
         """Compare both modules on random input and with the other arguments of the trial pass."""
         call = self.observed.calls[module]
         args, kwargs = list(call.args), dict(call.kwargs)
-        # A layer's input is small, so that the residual does not hide the parts' results; norms undo the scale.
+        # Scale the input of a layer down, so that the residual does not hide the results of attention and MLP; the
+        # norms before them undo the scale.
         scale = 2.0**-6 if isinstance(fused, FusedLayer) else 1.0
         if args:
             args[0] = self.trial.normal(args[0], scale)
@@ -295,7 +296,7 @@ class _FusePass:
         return next(name for name, other in self.model.named_modules() if other is module)
 
     def _fuse_decoder(self) -> None:
-        """Replace the decoder if it only calls known parts in order."""
+        """Replace the decoder if it does nothing but call known parts in order."""
         fused = fused_decoder(self.decoder, self.trial, self.backend)
         if fused is None:
             return

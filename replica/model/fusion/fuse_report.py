@@ -10,8 +10,8 @@ import torch
 
 from quire.replica.model.fp8 import CODES
 
-# Bounds of `deviation` by dtype. A wrong formula deviates by tenths. Each rounding that the fused form omits deviates
-# by 2^-9 in bfloat16.
+# Upper bounds of `deviation` by dtype. A wrong formula deviates by tenths. A correct fused module omits some roundings;
+# in bfloat16, each one contributes a deviation of 2^-9.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01, CODES: 0.05}
 
 
@@ -21,8 +21,8 @@ class FuseReport:
 
     fused: Counter[str] = field(default_factory=Counter)
     dropped: list[str] = field(default_factory=list)  # "name: reason"
-    chains: list[int] = field(default_factory=list)  # lengths, see `layer_chains`
-    # Mean and maximum of `deviation` over the int8 products.
+    chains: list[int] = field(default_factory=list)  # layers per chain (`layer_chains.py`)
+    # Mean and maximum of `deviation` over the matrix products with int8 weights.
     int8_deviation: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class FuseReport:
 
 
 def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of the difference, relative to that of `expected`."""
+    """Return the root mean square of the difference, divided by the root mean square of `expected`."""
     difference = (found - expected).pow(2).mean().sqrt()
     return (difference / expected.pow(2).mean().sqrt().clamp_min(1e-30)).item()
 

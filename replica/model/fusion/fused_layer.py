@@ -5,9 +5,9 @@
  GPU   residual + norm │ qkv │ norm, rotate, write │ attend │ o │ residual + norm │ gate, up │ act·mul │ down
 ```
 
-Consecutive layers form a chain (`layer_chains.py`): the call of the first layer runs all of them. On the CPU, a chain
+Consecutive layers form a chain (`layer_chains.py`): the call of the first layer runs the chain. On the CPU, a chain
 is one call into the compiled library (`cpu_fused_layer.py`). On a GPU, a layer returns its residual stream and the
-addend separately, and the next norm adds them: that of the next layer, or the decoder's last norm
+result of its MLP separately. The norm that follows, in the next layer or at the end of the decoder, adds both
 (`gpu_fused_layer.py`).
 """
 
@@ -40,7 +40,7 @@ class FusedLayer(nn.Module):
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
-        # This layer and the layers that follow in sequence. In a tuple, so that they are not registered as children.
+        # This layer and the later layers that its call runs. A tuple, so that they are not registered as children.
         self._chain: tuple[FusedLayer, ...] = (self,)
 
     def forward(
@@ -51,7 +51,7 @@ class FusedLayer(nn.Module):
         quire: StepContext,
         **_: object,
     ) -> torch.Tensor:
-        """[1, T, hidden] to the same; called like transformers' decoder layers."""
+        """Map [1, T, hidden] to the same shape. The signature is that of transformers' decoder layers."""
         if quire.ran_ahead:
             quire.ran_ahead.passes(self, hidden_states, position_embeddings)
             return hidden_states
@@ -59,7 +59,7 @@ class FusedLayer(nn.Module):
 
     # `step` is the StepContext of the subclass' device.
     def run(self, x: torch.Tensor, tables: Tables, step: Any) -> torch.Tensor:
-        """Run the chain, [1, T, hidden] to the same, and note in `step` which layers have run ahead."""
+        """Run the chain, [1, T, hidden] to the same shape, and set `step.ran_ahead`: the layers that have run early."""
         raise NotImplementedError
 
     def runs_chained(self, pool: KVPool) -> bool:
@@ -67,11 +67,11 @@ class FusedLayer(nn.Module):
         raise NotImplementedError
 
     def runs_like(self, other: FusedLayer, pool: KVPool) -> bool:
-        """Whether two layers that run chained may be in the same chain."""
+        """Whether two layers may be in the same chain, if `runs_chained` holds for both."""
         raise NotImplementedError
 
     def chain(self, layers: Sequence[FusedLayer]) -> None:
-        """Run `layers` together with this layer. The model calls each with the result of the previous one."""
+        """Make calls of this layer run `layers` too. The model must call each with the result of the previous one."""
         self._chain = (self, *layers)
 
     @property
@@ -85,9 +85,10 @@ class FusedLayer(nn.Module):
 
 
 class FusedDecoder(nn.Module):
-    """Embedding, rotation tables, one chain of layers, norm. Replaces a decoder with a loop that does nothing else.
+    """Embedding, RoPE tables, one chain of layers, norm. Replaces a decoder that does nothing else.
 
-    It has the decoder's children, under the same names. Passes that observe single layers use the decoder's own loop.
+    It has the decoder's children, under the same names. If a step observes single layers (`StepContext.on_attend`), the
+    decoder's own loop runs.
 
     Parameters
     ----------
@@ -96,7 +97,7 @@ class FusedDecoder(nn.Module):
     embedding, norm
         Parts of the decoder.
     rotation
-        Part of the decoder, or a table of its results.
+        The decoder's module that computes RoPE tables, or a cache of its results.
     first
         First layer of the chain.
     """
@@ -128,7 +129,7 @@ class FusedDecoder(nn.Module):
         quire: StepContext,
         **options: object,
     ) -> BaseModelOutputWithPast:
-        """[1, T] and [1, T] to hidden states [1, T, hidden]; called like transformers' decoder."""
+        """Map token ids and positions [1, T] to hidden states [1, T, hidden], like transformers' decoder."""
         if not self.runs_whole(quire):
             decoder = self._parts[0]
             return decoder(input_ids=input_ids, position_ids=position_ids, quire=quire, **options)
@@ -137,11 +138,11 @@ class FusedDecoder(nn.Module):
 
     # `step` is the StepContext of the subclass' device.
     def runs_whole(self, step: Any) -> bool:
-        """Whether a step does not need the decoder's own loop."""
+        """Whether `run` can compute a step, so that the decoder's own loop is not needed."""
         return step.on_attend is None
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, step: Any) -> torch.Tensor:
-        """Run all parts: [1, T] and [1, T] to hidden states [1, T, hidden]."""
+        """Run all parts: token ids and positions [1, T] to hidden states [1, T, hidden]."""
         raise NotImplementedError
 
     @property

@@ -1,8 +1,8 @@
 """Fused replacements for the parts of a decoder layer. `fuse_pass.py` decides where they fit and verifies them.
 
-On a GPU, products are the vendor's and other parts use the kernels of `quire.kernels` (`gpu_fused_parts.py`). On the
-CPU every part is a call into the compiled library (`cpu_fused_parts.py`). Results differ from the unfused module's only
-by rounding: a fused part rounds once.
+On a GPU, matrix products use the vendor's library, and other parts use the kernels of `quire.kernels`
+(`gpu_fused_parts.py`). On the CPU, every part is a call into the compiled library (`cpu_fused_parts.py`). Results
+differ from the unfused module's only by rounding: a fused part rounds its result once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class Product(nn.Module):
-    """Linear layers with the same input, merged into one product.
+    """Linear layers with the same input, merged into one matrix product.
 
     Parameters
     ----------
     parts
-        Their outputs are concatenated. Weights that are adjacent in memory are used in place. Others are copied, and
-        the parts can be freed afterwards.
+        The layers; their outputs are concatenated. Weights that are adjacent in memory are used in place. Other weights
+        are copied, and the layers can be freed afterwards.
 
     Raises
     ------
@@ -97,7 +97,7 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """down(act(gate x) * up x), with gate and up merged into one product."""
+    """down(act(gate x) * up x), with gate and up merged into one matrix product."""
 
     def __init__(self, gate_up: Product, down: Product, activation: Activation):
         super().__init__()
@@ -126,18 +126,18 @@ class AttentionFacts:
     scaling: float
     softcap: float | None
     sinks: torch.Tensor | None  # [heads]
-    # Repetitions of the rotation's tables in a head's rotary dimensions. On a GPU it may be 2 (the tables hold the
-    # angles of half a head) or 0 (the layer does not rotate).
+    # How often the model's RoPE cos/sin tables are repeated to cover a head's rotary dimensions. On a GPU it may be 2
+    # (the tables have the angles of half a head) or 0 (the layer applies no RoPE).
     table_repeats: int = 1
 
 
 class FusedAttention(nn.Module):
-    """q, k and v as one product; head norms, rotation and KV write as one pass; attention; output product.
+    """q, k and v as one matrix product; head norms, RoPE and KV write as one pass; attention; output projection.
 
     Parameters
     ----------
     norms
-        Norms of the heads of q and of k, or None.
+        RMS norms that are applied to each head of q and of k, or None.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class FusedAttention(nn.Module):
         quire: StepContext,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states and residual [1, T, hidden], tables [1, T, rotary]; called like transformers' attention."""
+        """hidden_states and residual [1, T, hidden], tables [1, T, rotary]; like transformers' attention."""
         facts = self.facts
         qkv = self.qkv(hidden_states[0])
         q = self.write(qkv, position_embeddings, quire)
@@ -177,5 +177,5 @@ class FusedAttention(nn.Module):
 
     # `step` is the StepContext of the subclass' device.
     def write(self, qkv: torch.Tensor, tables: Tables, step: Any) -> torch.Tensor:
-        """Normalise the heads, rotate, write keys and values: qkv [T, width] to q [T, heads, head_dim]."""
+        """Normalise heads, apply RoPE, write keys and values: qkv [T, width] to q [T, heads, head_dim]."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The interface by which the fuse pass creates fused modules: `gpu_fusion.py`, `cpu_fusion.py`."""
+"""The interface through which the fuse pass creates fused modules; `gpu_fusion.py` and `cpu_fusion.py` implement it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class FusionBackend(Protocol):
 
     # Values of `AttentionFacts.table_repeats` that the kernels support, in the order in which they are tried.
     table_repeats: tuple[int, ...]
-    # Whether layers may form chains.
+    # Whether layers may form chains, sequences of layers that run as one (`layer_chains.py`).
     has_chains: bool
     # Builds the metadata of a step in the form used for serving.
     context: ContextFactory
 
     def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
-        """Merge linear layers with the same input."""
+        """Merge linear layers with the same input into one matrix product."""
         ...
 
     def norm_weight(self, weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
-        """Convert a module's weight [columns]."""
+        """Convert the weight [columns] of an RMS norm to the kernels' format; `plus_one`: it scales by 1 + weight."""
         ...
 
     def norm(self, weight: NormWeight) -> FusedNorm: ...
@@ -69,7 +69,7 @@ class FusionBackend(Protocol):
     ) -> FusedLayer: ...
 
     def mark_last(self, layer: FusedLayer, trial: TrialPass) -> None:
-        """Find out whether the last chained layer may skip tokens that are not read."""
+        """Find out whether the last layer of a chain may skip tokens whose results are not read."""
         ...
 
     def takes_last_norm(self, norm: nn.Module) -> bool:
@@ -79,7 +79,7 @@ class FusionBackend(Protocol):
     def rotations(
         self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass
     ) -> Iterator[Rotation]:
-        """Yield forms of the model's rotation for a fused decoder, the fastest first."""
+        """Yield replacements of `rotation`, the model's module that computes RoPE tables; the fastest first."""
         ...
 
     def decoder(
@@ -92,17 +92,17 @@ class FusionBackend(Protocol):
     ) -> FusedDecoder: ...
 
     def fuse_head(self, model: nn.Module, decoder: FusedDecoder, trial: TrialPass) -> bool:
-        """Join last norm and output head if the bits stay equal; returns whether it did."""
+        """Join last norm and output head into one call if the bits stay equal; return whether they were joined."""
         ...
 
     def replace_rest(
         self, model: nn.Module, trial: TrialPass, replace: ReplaceProduct
     ) -> list[str]:
-        """Replace linear layers outside fused modules; returns reasons for those that were not replaced."""
+        """Replace linear layers outside fused modules; return the reasons why some were not replaced."""
         ...
 
     def quantize(self, model: nn.Module, trial: TrialPass) -> list[float]:
-        """Convert products to int8; returns the deviation of each."""
+        """Convert packed weights to int8; return the deviation of each matrix product."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Fused layers on a GPU: the next norm adds a part's result to the residual stream.
+"""Fused layers on a GPU. The result of attention or MLP is added to the residual stream by the norm that follows it.
 
 ```
  residual + norm │ qkv │ norm, rotate, write │ attend │ o │ residual + norm │ gate, up │ act·mul │ down
@@ -15,7 +15,7 @@ from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
 
 
 class GpuLayer(FusedLayer):
-    """See `FusedLayer`."""
+    """`FusedLayer` on a GPU."""
 
     def run(self, x: torch.Tensor, tables: Tables, step: StepContext) -> torch.Tensor:
         """See `FusedLayer.run`."""
@@ -27,7 +27,7 @@ class GpuLayer(FusedLayer):
     def run_unsummed(
         self, x: torch.Tensor, tables: Tables, step: StepContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the chain from [1, T, hidden] to two tensors of that shape; their sum is the result."""
+        """Run the chain on x [1, T, hidden]. Return two tensors of this shape; their sum is the result."""
         addend = None
         for layer in self._called(step):
             if addend is None:
@@ -40,16 +40,16 @@ class GpuLayer(FusedLayer):
         return x, addend
 
     def runs_chained(self, pool: KVPool) -> bool:
-        """Always."""
+        """Return True: every layer may be part of a chain."""
         return True
 
     def runs_like(self, other: FusedLayer, pool: KVPool) -> bool:
-        """Always."""
+        """Return True: any layers may be in one chain."""
         return True
 
 
 class GpuDecoder(FusedDecoder):
-    """See `FusedDecoder`. The last norm is a `GpuNorm` and adds the last layer's addend."""
+    """`FusedDecoder` on a GPU. The last norm is a `GpuNorm`; it adds the last layer's MLP result to the residual."""
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext

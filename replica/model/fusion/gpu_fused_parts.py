@@ -13,7 +13,7 @@ from quire.replica.model.gpu_step_context import GpuStepContext
 
 
 class GpuNorm(FusedNorm):
-    """See `FusedNorm`; can also add a residual first."""
+    """`FusedNorm` on a GPU; can also add a residual before the norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., columns] to the same."""
@@ -35,7 +35,7 @@ class GpuNorm(FusedNorm):
 
 
 class GpuMLP(FusedMLP):
-    """See `FusedMLP`."""
+    """`FusedMLP` on a GPU."""
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `FusedMLP.gate`."""
@@ -44,7 +44,7 @@ class GpuMLP(FusedMLP):
 
 
 class GpuAttention(FusedAttention):
-    """See `FusedAttention`."""
+    """`FusedAttention` on a GPU."""
 
     def write(self, qkv: torch.Tensor, tables: Tables, step: GpuStepContext) -> torch.Tensor:
         """See `FusedAttention.write`."""

@@ -19,9 +19,9 @@ from quire.replica.model.gpu_step_context import GpuStepContext
 
 
 class GpuFusion:
-    """See `FusionBackend`."""
+    """`FusionBackend` of a GPU."""
 
-    # 2 for tables with the angles of half a head, 0 for layers without rotation.
+    # 1: RoPE tables for all rotary dimensions; 2: tables with the angles of half a head; 0: layers without RoPE.
     table_repeats: tuple[int, ...] = (1, 2, 0)
     has_chains = True
     context: ContextFactory = GpuStepContext
@@ -32,40 +32,40 @@ class GpuFusion:
     decoder = GpuDecoder
 
     def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
-        """A product of the vendor's library."""
+        """Return a matrix product of the vendor's library."""
         return Product(parts)
 
     def norm_weight(self, weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
-        """The model's own weight."""
+        """Return the model's own weight, not converted."""
         return NormWeight(weight, eps, plus_one)
 
     def sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        """In float32, because a layer would convert them in every step."""
+        """Convert sinks to float32 once; otherwise a layer would convert them in every step."""
         return sinks.detach().float()
 
     def mark_last(self, layer: FusedLayer, trial: TrialPass) -> None:
         """Does nothing: the last layer computes all tokens, because graphs have fixed shapes."""
 
     def takes_last_norm(self, norm: nn.Module) -> bool:
-        """Only a fused norm: it adds the last layer's addend."""
+        """Whether the norm is fused: it must add the result of the last layer's MLP to the residual."""
         return isinstance(norm, FusedNorm)
 
     def rotations(
         self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass
     ) -> Iterator[Rotation]:
-        """Only the model's own. A table needs the positions on the host."""
+        """Yield only the model's own module. A cache of tables would need the positions on the host."""
         yield rotation
 
     def fuse_head(self, model: nn.Module, decoder: FusedDecoder, trial: TrialPass) -> bool:
-        """Never: the last norm is fused with the last layer's addition."""
+        """Return False: the last norm is fused with the last layer's addition to the residual."""
         return False
 
     def replace_rest(
         self, model: nn.Module, trial: TrialPass, replace: ReplaceProduct
     ) -> list[str]:
-        """Does nothing: they are the vendor's products already."""
+        """Does nothing: the remaining linear layers already use the vendor's library."""
         return []
 
     def quantize(self, model: nn.Module, trial: TrialPass) -> list[float]:
-        """Not supported: `startup.gpu_sizing` rejects int8 weights."""
+        """Not supported on a GPU. `startup.gpu_sizing` rejects int8 weights, so this is never called."""
         raise NotImplementedError

@@ -1,14 +1,14 @@
-"""Chains of layers that run together, found by observing the model, and the decoder around them.
+"""Finds chains of layers that can run together, by observing the model, and fuses the decoder around them.
 
 ```
- the model      embedding │ rotation's tables │ layer │ layer │ ... │ layer │ norm │ output head
+ the model      embedding │    RoPE tables    │ layer │ layer │ ... │ layer │ norm │ output head
  chains, CPU                                  └───────── one call ─────────┘└───── one call ─────┘
  chains, GPU                                  └─ no addition between them ──┘
  FusedDecoder   └──────────────── replaces the model's own loop ──────────────────┘
 ```
 
-A chain is a sequence of layers. The model calls each layer with the result of the previous one and the same tables, and
-with no other input.
+A chain is a sequence of layers in which the model calls each layer with the result of the previous one, the same RoPE
+tables and no other input.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from quire.replica.model.fusion.trial_pass import CALLED_OTHERWISE, TrialPass
 
 
 def chain_layers(decoder: nn.Module, trial: TrialPass) -> list[FusedLayer]:
-    """Join the layers of `decoder` to chains; returns the first layer of each chain."""
+    """Join the layers of `decoder` to chains and return the first layer of each chain."""
     chains: list[list[FusedLayer]] = []
-    last: tuple[torch.Tensor, torch.Tensor, object] | None = None  # result, its copy, tables
+    # Of the previous layer: result, a copy of it (it may change in place), RoPE tables.
+    last: tuple[torch.Tensor, torch.Tensor, object] | None = None
     pool = trial.pool
 
     def begin(layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ def chain_layers(decoder: nn.Module, trial: TrialPass) -> list[FusedLayer]:
 def fused_decoder(
     decoder: nn.Module, trial: TrialPass, backend: FusionBackend
 ) -> FusedDecoder | None:
-    """Return a `FusedDecoder` with the same bits as `decoder`; None if there is none."""
+    """Return a `FusedDecoder` whose results have the same bits as those of `decoder`; None if that is impossible."""
     calls = _calls(decoder, trial)
     layers = calls[2:-1]
     if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):

@@ -1,6 +1,7 @@
-"""Runs a few random tokens through a model's decoder, for the observations and comparisons of the fuse pass.
+"""The trial pass: a run of a few random tokens through a model's decoder.
 
-Their keys and values go to the pool's trash block.
+The fuse pass uses it to record how modules are called, and to compare fused modules with the original ones. Keys and
+values are written to the pool's trash block, which no request reads.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ from quire.replica.model.attention import StepContext
 
 MAX_TOKENS = 5
 _SEED = 0
-# Errors raised by a module with an unknown call signature.
+# Errors that a module may raise if it is called with arguments that it does not expect.
 CALLED_OTHERWISE = (TypeError, ValueError, AttributeError, RuntimeError)
 
 
 class TrialPass:
-    """Random input of a decoder, the same in every process.
+    """Runs a decoder on random input, which is the same in every process.
 
     Parameters
     ----------
     decoder
-        From token ids to hidden states.
+        The part of the model from token ids to hidden states.
     vocab_size
-        Rows of the embedding.
+        Number of rows of the embedding; token ids are below it.
     pool, attentions
-        The runner's.
+        The runner's KV cache, and its attention for each layer group.
     make_context
         Builds a `StepContext` of the backend from its fields.
 
     Attributes
     ----------
     num_tokens
-        Tokens of the pass, all in one row.
+        Number of tokens of the pass, all of one sequence.
     random
         Generator of the input.
     """
@@ -62,7 +63,7 @@ class TrialPass:
         self.random = torch.Generator().manual_seed(_SEED)
 
     def context(self) -> StepContext:
-        """Metadata of a step with one row."""
+        """Return the metadata of a step with one row."""
         count, trash, block_size = self.num_tokens, self.pool.trash_block, self.pool.block_size
         num_groups = len(self.pool.groups)
         slots = torch.arange(count, device=self._device) + trash * block_size
@@ -77,7 +78,7 @@ class TrialPass:
         )
 
     def noting_context(self) -> tuple[StepContext, dict[int, dict[str, Any]]]:
-        """Return a `context`, and a dict that it fills with the arguments of each layer's attention."""
+        """Return a context, and a dict that receives the arguments of attention by layer when the context is used."""
         calls: dict[int, dict[str, Any]] = {}
 
         def note(layer: int, q: torch.Tensor, scaling: float, *options: Any) -> None:
@@ -91,7 +92,7 @@ class TrialPass:
     def input(self) -> dict[str, torch.Tensor]:
         """Return new random arguments of a decoder, except the context."""
         ids = torch.randint(self._vocab_size, (1, self.num_tokens), generator=self.random)
-        # Distant positions, so that a wrong rotation shows.
+        # Positions are far apart, so that a wrong application of RoPE changes the results.
         positions = torch.arange(self.num_tokens)[None] * 37 + 11
         return dict(input_ids=ids.to(self._device), position_ids=positions.to(self._device))
 
@@ -101,7 +102,7 @@ class TrialPass:
         given: dict[str, torch.Tensor] | None = None,
         decoder: nn.Module | None = None,
     ) -> torch.Tensor:
-        """Run `decoder`, by default the model's, on `given`, by default new input: [1, tokens, hidden]."""
+        """Return hidden states [1, tokens, hidden]. Defaults: the model's decoder, new random input."""
         decoder = self._decoder if decoder is None else decoder
         given = self.input() if given is None else given
         return decoder(**given, use_cache=False, quire=context).last_hidden_state

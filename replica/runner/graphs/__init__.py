@@ -1,1 +1,1 @@
-"""Captured graphs of steps, and which steps have one."""
+"""CUDA graphs: captured steps, and the policy which steps are captured."""

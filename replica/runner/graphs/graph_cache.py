@@ -1,15 +1,16 @@
-"""Captures, replays and frees graphs of steps; no other module does.
+"""Captures, replays and frees CUDA graphs of steps. No other module does this.
 
 ```
  start   [ rehearse 256 ▸ capture 256 ][ 128 ][ 64 ] ...        before the first request
  step    find the size ▸ stage into the one set of inputs ▸ replay
- idle    [ rehearse 48 ▸ capture 48 ]  one at a time            while there is no request; mail is read in between
+ idle    [ rehearse 48 ▸ capture 48 ]  one at a time            while there is no request; new requests come in between
 ```
 
-A graph is captured with padding inputs: row R of the table, in the trash block. The step is rehearsed with them first.
-The rehearsal compiles kernels, allocates workspaces of libraries, and rejects a step that makes the host wait: its
-capture would fail, and a failed capture can disable all captures of the process. All graphs share the device's pool
-for intermediate results. Results that outlive a replay are in buffers outside the pool.
+A graph is captured with padding inputs: the padding row, whose blocks are the trash block. First the step runs with
+these inputs without being captured: the rehearsal.
+It compiles kernels, allocates workspaces of libraries, and rejects a step that makes the host wait: its capture would
+fail, and a failed capture can disable all captures of the process. All graphs share one memory pool for intermediate
+results. Results that are read after a replay are in buffers outside this pool.
 
 A graph is freed only to make room for another, with no work in flight.
 """
@@ -45,7 +46,7 @@ class CapturedStep(Protocol):
 
     def reserve_logits(self) -> None: ...
 
-    # `inputs` are what `PaddingInputs` sends.
+    # `inputs` are results of `PaddingInputs.send_padding`.
     def whole(self, inputs: Any, num_blocks: int | None = None) -> None: ...
 
     def to_logits(self, inputs: Any, num_blocks: int | None = None) -> None: ...
@@ -55,17 +56,17 @@ class PaddingInputs(Protocol):
     """The part of `InputRing` used here."""
 
     def send_padding(self, key: GraphKey) -> Inputs:
-        """Upload inputs of this shape that consist of padding only."""
+        """Upload inputs of this shape in which every row is padding."""
         ...
 
 
 class StaleGraph(RuntimeError):
-    """A graph was freed, or a buffer has moved since the capture."""
+    """The graph to replay has been freed, or one of its buffers has moved since the capture."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedGraph:
-    """A captured graph, with the places of its buffers at capture."""
+    """A captured graph, with address, shape and strides of its buffers at capture."""
 
     key: GraphKey
     graph: Graph
@@ -80,7 +81,7 @@ class GraphCache:
     policy
         Decides which graphs are captured and used.
     step, inputs
-        The captured step, and its inputs.
+        The step to capture, and the source of its padding inputs.
     block_size
         Tokens of a block.
     buffers
@@ -138,10 +139,10 @@ class GraphCache:
         RuntimeError
             A step cannot be captured and `mode` is "on".
         torch.OutOfMemoryError
-            The device has no memory left for these graphs.
+            The device has no memory left for these graphs, while the engine starts.
         """
         if self.off_because is None:
-            self._step.reserve_logits()  # now, while memory is measured
+            self._step.reserve_logits()  # at start, so that serving allocates nothing
             for key in self.policy.first():
                 error = self._try_to_capture(key)
                 if error is not None and self._mode == "on":
@@ -174,7 +175,7 @@ class GraphCache:
         return taken
 
     def _untouched_bytes(self) -> int:
-        """Free bytes of the device after returning cached memory of earlier steps."""
+        """Return the free bytes of the device, after giving memory that torch caches back to the device."""
         self._device.trim()
         return self._device.free_bytes()
 
@@ -213,7 +214,7 @@ class GraphCache:
         self._device.replay(cached.graph)
 
     def use_idle(self) -> bool:
-        """Capture one graph that steps have missed; returns whether there was one.
+        """Capture one graph that steps have missed often enough; return whether there was such a graph.
 
         Call it with no step in flight and no request waiting.
         """
@@ -226,11 +227,17 @@ class GraphCache:
         return True
 
     def _try_to_capture(self, key: GraphKey) -> Exception | None:
-        """Capture a graph and return the error if it fails; other graphs, or none, serve then."""
+        """Try to capture a graph; on failure, steps run without it.
+
+        Returns
+        -------
+        The error, or None if the graph was captured or the device had no memory for it while serving.
+        """
         try:
             self._capture_or_make_room(key)
         except torch.OutOfMemoryError:
-            if not self._serves:  # the rest of the start needs memory too
+            # While the engine starts, its other parts need memory too.
+            if not self._serves:
                 raise
             self.policy.refuse(key)
             logger.warning("%s cannot be captured: the device has no memory left for it", key)
@@ -244,7 +251,10 @@ class GraphCache:
         return None
 
     def _capture_or_make_room(self, key: GraphKey) -> None:
-        """Capture a graph; only if memory is short, empty the cache, which slows the next eager step down."""
+        """Capture a graph. If memory is short, empty torch's cache and try again.
+
+        The cache is not emptied before the first attempt, because the next step without a graph would be slower.
+        """
         with contextlib.suppress(torch.OutOfMemoryError):  # drop the traceback: it holds memory
             self.capture(key)
             return
@@ -276,7 +286,7 @@ class GraphCache:
 
 
 def _failure(key: GraphKey, error: BaseException) -> str:
-    """Describe the first error of a failed capture: ending the capture raises another one."""
+    """Describe the original error of a failed capture; `error` may be a later one, of ending the capture."""
     while error.__context__ is not None:
         error = error.__context__
     first_line = str(error).strip().partition("\n")[0]

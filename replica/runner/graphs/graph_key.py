@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class GraphPart(enum.Enum):
-    """How much of a step a graph holds."""
+    """The part of a step that a graph contains."""
 
-    WHOLE = "step"  # from the last tokens to the next ones
-    FORWARD = "forward"  # to the logits; the draw depends on the host
+    WHOLE = "step"  # forward pass and sampling
+    FORWARD = "forward"  # up to the logits; sampling needs data that the host prepares later
 
 
 class GraphKey(NamedTuple):
@@ -19,7 +19,8 @@ class GraphKey(NamedTuple):
     num_rows: int  # with padding
     part: GraphPart
     num_tokens: int = 0  # of a mixed step, with padding; 0: every row decodes
-    kv_tokens: int = 0  # of a mixed step: tokens that the gathered block tables hold; 0: all
+    # Only of a mixed step: longest row in tokens, which bounds the gathered block tables; 0: every row decodes.
+    kv_tokens: int = 0
 
     @property
     def is_mixed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Policy of graphs: sizes, use, and which to capture next. `graph_cache.py` captures them.
+"""Decides which graphs exist, which one serves a step, and which to capture next. `graph_cache.py` captures them.
 
 A step of n decoding rows runs in the graph of the next larger size; the other rows are padding::
 
@@ -9,8 +9,8 @@ A step of n decoding rows runs in the graph of the next larger size; the other r
 So every step finds a graph of less than twice its rows. Attention needs no padding: its kernels read the lengths of
 rows from device memory, so one graph serves all lengths.
 
-Mixed steps have graphs only if `MixedShapes` is given, which also decides for which steps. At start they fill the part
-of the cache that decode graphs leave free.
+Mixed steps (with prefill) have graphs only if `MixedShapes` is given; it also decides which of these steps have one. At
+start, graphs of mixed steps fill the part of the cache that decode graphs leave free.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.graphs.mixed_shapes import MixedShapes
 
-# Misses of a graph before it is captured while the engine is idle. A capture takes time and memory, so it must pay.
+# A graph is captured, while the engine is idle, only after steps have missed it this often: a capture takes time and
+# memory.
 LEAST_WISHES = 8
 
 
@@ -107,7 +108,10 @@ class GraphPolicy:
         return self._mixed is not None
 
     def find(self, num_rows: int, part: GraphPart) -> GraphKey | None:
-        """Return the smallest graph for a step in which every row decodes, if it has less than twice its rows."""
+        """Return the smallest captured graph for `num_rows` decoding rows.
+
+        None if it has at least twice the rows of the smallest size that fits.
+        """
         fitting = [size for size in self._sizes if size >= num_rows]
         wanted = GraphKey(fitting[0], part)
         limit = 2 * wanted.num_rows
@@ -126,7 +130,7 @@ class GraphPolicy:
         Parameters
         ----------
         kv_len
-            Cached tokens of the longest row.
+            Cached tokens of the longest row, after this step.
         """
         mixed_shapes = self._mixed
         assert mixed_shapes is not None
@@ -147,7 +151,7 @@ class GraphPolicy:
         return key
 
     def _take(self, wanted: GraphKey, usable: Iterable[GraphKey]) -> GraphKey | None:
-        """Return the first captured key of `usable` and mark it as used; count a miss of `wanted`."""
+        """Return the first captured key of `usable` and mark it as used. Count a miss if it is not `wanted`."""
         key = next((key for key in usable if key in self._captured), None)
         if key != wanted and wanted not in self._refused:
             self._wishes[wanted] += 1
@@ -156,7 +160,7 @@ class GraphPolicy:
         return key
 
     def wish(self) -> GraphKey | None:
-        """Return the most often missed graph, if it was missed `LEAST_WISHES` times."""
+        """Return the most often missed graph, if it was missed at least `LEAST_WISHES` times."""
         if not self._wishes:
             return None
         key, count = self._wishes.most_common(1)[0]

@@ -1,4 +1,6 @@
-"""Padded shapes of mixed steps, so that few graphs serve many steps. Policy only.
+"""Padded shapes of mixed steps, so that few graphs serve many steps. Computes shapes only; uses no device.
+
+A step is mixed if some rows decode and others prefill, or all prefill.
 
 ```
  step    | d | d | d | p p p p p p p p | p p p |                3 rows that decode, 2 chunks: 14 tokens in 5 rows
@@ -6,9 +8,9 @@
                                                                 has the 2 tokens, the others have none
 ```
 
-Padding tokens belong to a padding row, so a graph has at least one row more than the step. Attention reads lengths on
-the device; `kv_padding` bounds the block tables that the graph gathers. The table of the padding row must hold all
-padding tokens.
+Padding tokens belong to a padding row, so a graph has at least one row more than the step. Attention reads the lengths
+of rows on the device, so a graph serves any lengths up to the width of the block tables that it gathers, which
+`kv_padding` determines. The block table of the padding row must hold all padding tokens.
 
 Launching a step kernel by kernel takes the host 11 to 16 ms with 32 layers. An H100 computes longer than that for 1024
 tokens of a model of 8 billion parameters, so larger steps have no graph::
@@ -28,7 +30,7 @@ from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 LEAST_TOKENS = 4
 # Largest graph. For more tokens the device computes longer than the host needs to launch the kernels.
 GRAPH_TOKENS = 1024
-# Padding that is cheap in any step: for fewer tokens, reading the weights takes longer than computing.
+# Padding up to this number of tokens is cheap: reading the weights takes longer than computing so few tokens.
 CHEAP_TOKENS = 256
 # Ratio of consecutive numbers of rows.
 ROW_FACTOR = 4
@@ -90,7 +92,7 @@ class MixedShapes:
 
     @staticmethod
     def fits(key: GraphKey, num_rows: int, num_tokens: int, kv_len: int) -> bool:
-        """Whether a graph holds a step and the padding."""
+        """Whether a step and its padding fit into a graph."""
         padding = key.num_tokens - num_tokens
         return num_rows < key.num_rows and padding >= 0 and max(kv_len, padding) <= key.kv_tokens
 
@@ -101,7 +103,7 @@ class MixedShapes:
         return min(multiple, self.max_tokens)
 
     def serves(self, key: GraphKey, num_rows: int, num_tokens: int, kv_len: int) -> bool:
-        """Whether a graph holds a step, with little padding."""
+        """Whether a step fits into a graph with so little padding that the graph pays."""
         return (
             self.fits(key, num_rows, num_tokens, kv_len)
             and key.num_tokens - num_tokens < max(self.q_padding, CHEAP_TOKENS)

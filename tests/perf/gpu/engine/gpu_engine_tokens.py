@@ -114,8 +114,7 @@ def measure_tokens(session: Session, point: Point) -> Row:
     options |= {"max_running_requests": 16, "cpu_offload_gib": 0.0}
     options |= SETTINGS[point["setting"]]
     if point["setting"].startswith("offload"):
-        del options["kv_cache_gib"]
-        options["num_blocks"] = _TIGHT_BLOCKS[point["model"]]
+        options |= {"num_blocks": _TIGHT_BLOCKS[point["model"]], "kv_cache_gib": None}
     with Engine(
         model=found.folder.name,
         device=session.device.type,
