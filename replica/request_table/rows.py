@@ -80,8 +80,9 @@ class RowTable:
         self.num_computed = np.zeros(max_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)  # [R] the client's prompt
         self.run_length = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.run_length`
-        # [R] EOS and stop ids are masked up to this length
-        self.min_length = np.zeros(max_rows, dtype=np.int32)
+        self.min_length = np.zeros(
+            max_rows, dtype=np.int32
+        )  # [R] EOS and stop ids are masked up to it
         self.last_token = np.zeros(max_rows, dtype=np.int32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
         self.sampling = SamplingColumns(max_rows)
@@ -90,23 +91,19 @@ class RowTable:
         self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
         # [G, R + 1, max_blocks]; the last row never has a request: devices use it to pad steps
         self.block_tables = np.zeros((num_groups, max_rows + 1, max_blocks), dtype=np.int32)
-        # [G, (R + 1) * max_blocks], the same memory
-        self.flat_tables = self.block_tables.reshape(num_groups, -1)
+        self.flat_tables = self.block_tables.reshape(num_groups, -1)  # [G, (R + 1) * max_blocks]
         # [R, block_size] token at position % block_size of the block that the row is writing
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)
         self._flat_tail = self._tail.reshape(-1)
-        # [vocab] number of rows with a request that ends on this id
-        self._num_enders = np.zeros(vocab_size, dtype=np.int32)
+        self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
         self._free = list(range(max_rows - 1, -1, -1))
         # Last result of `decode_rows`; None: the set of decoding rows has changed since.
         self._decode_rows: DecodeRows | None = None
         # For `PlanWriter`: tables of the last plans, and changes since the last plan.
         self.planned = PlannedTables(self.block_tables)
         self.journal = TableJournal()
-        # Total number of computed tokens of the decoding rows.
-        self.num_decode_tokens = 0
-        # Total number of tokens that the prefilling rows still have to compute.
-        self.num_missing_tokens = 0
+        self.num_decode_tokens = 0  # total number of computed tokens of the decoding rows
+        self.num_missing_tokens = 0  # total number of tokens that the prefilling rows still lack
 
     @property
     def num_free(self) -> int:
@@ -282,10 +279,7 @@ class RowTable:
         )
 
     def _decodes(self, rows: Any) -> Any:
-        """[n] bool, whether each of these rows decodes in the next step.
-
-        A row that gets its last token in the step in flight (launched, not yet committed) does not.
-        """
+        """[n] bool, whether these rows decode in the next step; not after their last token, even if it is in flight."""
         is_short = self.num_computed[rows] + 1 < self.run_length[rows]
         return self.decoding[rows] & ~self.paused[rows] & is_short
 
