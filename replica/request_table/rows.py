@@ -76,13 +76,10 @@ class RowTable:
         self.paused = np.zeros(max_rows, dtype=bool)  # [R] keeps its blocks, computes nothing
         self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
         self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
-        # [R] number of tokens with KV that is written, or will be by the planned steps
-        self.num_computed = np.zeros(max_rows, dtype=np.int32)
+        self.num_computed = np.zeros(max_rows, dtype=np.int32)  # [R] with KV, planned steps too
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)  # [R] the client's prompt
         self.run_length = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.run_length`
-        self.min_length = np.zeros(
-            max_rows, dtype=np.int32
-        )  # [R] EOS and stop ids are masked up to it
+        self.min_length = np.zeros(max_rows, dtype=np.int32)  # [R] no EOS or stop id before it
         self.last_token = np.zeros(max_rows, dtype=np.int32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
         self.sampling = SamplingColumns(max_rows)
