@@ -39,7 +39,8 @@ class QuireEngine:
         from quire.protos.wire import SamplingParams
         from quire.replica.engine import Engine
 
-        chosen = {"max_model_len": 2048, "kv_cache_gib": 4.0, "num_threads": threads, **options}
+        size = {} if "num_blocks" in options else {"kv_cache_gib": 4.0}
+        chosen = {"max_model_len": 2048, **size, "num_threads": threads, **options}
         self._engine = Engine(model=model, dtype=dtype, **chosen)
         self._params = SamplingParams
 

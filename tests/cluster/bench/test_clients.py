@@ -145,9 +145,9 @@ def test_the_only_model_of_a_server_is_found(path, asked):
     [
         (listing(), r"/v1/models lists 0 models: ; give --model"),
         (listing("a", "b"), r"/v1/models lists 2 models: a, b; give --model"),
-        (b"HTTP/1.1 404 Not Found\r\n\r\n", "does not say which model is served: HTTP Error 404"),
-        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "does not say which model is served"),
-        (b"HTTP/1.1 200 OK\r\n\r\n[1]", "does not say which model is served"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "does not list a model: HTTP Error 404"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "does not list a model"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[1]", "does not list a model"),
     ],
 )
 def test_a_model_that_is_not_found_is_asked_for(answer, words):

@@ -124,7 +124,7 @@ def test_a_turn_is_read_once(tmp_path):
     path = tmp_path / "kept"
     turns(("quire", "w", 0, 1.0)).write(path)
     assert len(compare.read([path]).turns) == 1
-    with pytest.raises(ValueError, match="is there twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         compare.read([path, path])
 
 

@@ -19,7 +19,7 @@ def test_the_shape_comes_from_the_configuration(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ModelShape.of_checkpoint(tmp_path) == HALFB
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 8}))
-    with pytest.raises(ValueError, match=r"num_experts is 8: no floor for experts"):
+    with pytest.raises(ValueError, match=r"num_experts is 8: models with experts have no floor"):
         ModelShape.of_checkpoint(tmp_path)
 
 
