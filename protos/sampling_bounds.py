@@ -105,7 +105,7 @@ def check_sampling(
 def _check_grammar(fields: SamplingFields, grammar: Grammar) -> None:
     kind, text, field = grammar
     if kind not in GRAMMAR_KINDS:
-        raise invalid("grammar", f"one of {', '.join(GRAMMAR_KINDS)}", kind)
+        raise invalid(field, f"one of {', '.join(GRAMMAR_KINDS)}", kind)
     at_most(field, utf8_len(text, field), MAX_GRAMMAR_BYTES, "bytes")
     # Only EOS may follow text that completes the grammar. With ignore_eos the output would never end; with min_tokens
     # there might be no token to sample.

@@ -156,7 +156,7 @@ def test_after_a_capture_that_cuda_refuses_to_end_there_is_no_other_and_the_cach
     assert "not permitted when stream is capturing" in str(failure.value.__context__)
     assert "a step of 6 rows failed" in device.no_graphs_because
     (record,) = caplog.records
-    assert "no graph is captured any more" in record.message and "6 rows" in record.message
+    assert "this process captures no more graphs" in record.message and "6 rows" in record.message
     begun = cuda.names.count("begin")
     with pytest.raises(RuntimeError, match="a step of 8 rows cannot be captured: a step of 6 rows"):
         device.capture(lambda: None, name="a step of 8 rows")

@@ -80,7 +80,7 @@ def test_what_cannot_be_unregistered_is_logged_by_its_size(cudart, caplog):
     register(mapping, cudart)
     cudart.result = OUT_OF_MEMORY
     del mapping
-    assert "4096 bytes of the host's memory cannot be unpinned: out of memory" in caplog.text
+    assert "could not unpin 4096 bytes of host memory: out of memory" in caplog.text
     assert cudart.calls[-1] == ("forget error",)
 
 

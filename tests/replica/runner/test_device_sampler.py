@@ -39,6 +39,7 @@ from quire.replica.runner.step_outputs import StepOutputs
 from quire.replica.sampling.logprobs import (
     SCORE_COLUMNS,
     log_distribution,
+    score_by_kernels,
     score_prompt,
     score_tokens,
     token_logprobs,
@@ -385,5 +386,7 @@ def test_no_array_of_a_step_is_copied_from_memory_that_is_not_pinned(monkeypatch
             outputs.send(slot, device.record(Stream.COMPUTE, "step done"))
         targets = PromptTargets(0, 1, 1, np.arange(5), 3)
         hidden, ids = device.empty((9, 16), torch.bfloat16), device.empty((5,), torch.int64)
-        scores = score_prompt(hidden, targets, ids, lambda x: x.new_empty(len(x), VOCAB), 2)
+        scores = score_prompt(
+            hidden, targets, ids, lambda x: x.new_empty(len(x), VOCAB), score_by_kernels, 2
+        )
     assert scores.top.shape == (5, 3) and scores.ranks.shape == (5,)
