@@ -13,6 +13,7 @@ result of its MLP separately. The norm that follows, in the next layer or at the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from quire.replica.model.attention import Rotation, StepContext, Tables
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedMLP, FusedNorm
 
 
-class FusedLayer(nn.Module):
+class FusedLayer(nn.Module, ABC):
     """x + attention(norm x), then y + mlp(norm y)."""
 
     def __init__(
@@ -58,17 +59,17 @@ class FusedLayer(nn.Module):
         return self.run(hidden_states, position_embeddings, quire)
 
     # `step` is the StepContext of the subclass' device.
+    @abstractmethod
     def run(self, x: torch.Tensor, tables: Tables, step: Any) -> torch.Tensor:
         """Run the chain, [1, T, hidden] to the same shape, and set `step.ran_ahead`: the layers that have run early."""
-        raise NotImplementedError
 
+    @abstractmethod
     def runs_chained(self, pool: KVPool) -> bool:
         """Whether the layer may be part of a chain."""
-        raise NotImplementedError
 
+    @abstractmethod
     def runs_like(self, other: FusedLayer, pool: KVPool) -> bool:
         """Whether two layers may be in the same chain, if `runs_chained` holds for both."""
-        raise NotImplementedError
 
     def chain(self, layers: Sequence[FusedLayer]) -> None:
         """Make calls of this layer run `layers` too. The model must call each with the result of the previous one."""
@@ -84,7 +85,7 @@ class FusedLayer(nn.Module):
         return self._chain if step.on_attend is None else (self,)
 
 
-class FusedDecoder(nn.Module):
+class FusedDecoder(nn.Module, ABC):
     """Embedding, RoPE tables, one chain of layers, norm. Replaces a decoder that does nothing else.
 
     It has the decoder's children, under the same names. If a step observes single layers (`StepContext.on_attend`), the
@@ -141,9 +142,9 @@ class FusedDecoder(nn.Module):
         """Whether `run` can compute a step, so that the decoder's own loop is not needed."""
         return step.on_attend is None
 
+    @abstractmethod
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, step: Any) -> torch.Tensor:
         """Run all parts: token ids and positions [1, T] to hidden states [1, T, hidden]."""
-        raise NotImplementedError
 
     @property
     def last_norm(self) -> nn.Module:

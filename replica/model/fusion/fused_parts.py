@@ -7,6 +7,7 @@ differ from the unfused module's only by rounding: a fused part rounds its resul
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -96,7 +97,7 @@ class FusedNorm(nn.Module):
         return {"weight": self.weight.weight}
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(nn.Module, ABC):
     """down(act(gate x) * up x), with gate and up merged into one matrix product."""
 
     def __init__(self, gate_up: Product, down: Product, activation: Activation):
@@ -110,9 +111,9 @@ class FusedMLP(nn.Module):
         inner = self.gate(self.gate_up(x.reshape(-1, x.shape[-1])))
         return self.down(inner.view(*x.shape[:-1], -1), residual)
 
+    @abstractmethod
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """act(gate) * up: [tokens, 2 * inner] to [tokens, inner]."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class AttentionFacts:
     table_repeats: int = 1
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(nn.Module, ABC):
     """q, k and v as one matrix product; head norms, RoPE and KV write as one pass; attention; output projection.
 
     Parameters
@@ -176,6 +177,6 @@ class FusedAttention(nn.Module):
         return self.output(out.view(1, len(qkv), -1), residual), None
 
     # `step` is the StepContext of the subclass' device.
+    @abstractmethod
     def write(self, qkv: torch.Tensor, tables: Tables, step: Any) -> torch.Tensor:
         """Normalise heads, apply RoPE, write keys and values: qkv [T, width] to q [T, heads, head_dim]."""
-        raise NotImplementedError
