@@ -7,12 +7,15 @@ for both front ends.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from quire.protos.errors import QuireError
 from quire.protos.wire import Grammar, Load
+from quire.router.tool_types import Tool, ToolCall, ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,16 @@ class GenerationRequest:
     prompts
         Several prompts. Choice j of prompt i is choice i * n + j of the answer.
     messages
-        Chat turns for the chat template.
+        Chat turns for the chat template, in the form of OpenAI's chat completions: assistant turns may have
+        `tool_calls` and `reasoning_content`, turns of role `tool` have `tool_call_id`.
+    tools
+        Functions that the model may call; only with `messages`.
+    tool_choice
+        None: `auto` if there are tools.
+    parallel_tool_calls
+        False: at most one call in an answer.
+    reasoning_effort
+        OpenAI's levels: none, minimal, low, medium, high, xhigh. None: the chat template's default.
     chat_template_kwargs
         Further variables for the chat template.
     add_generation_prompt
@@ -124,6 +136,10 @@ class GenerationRequest:
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -212,14 +228,20 @@ class OutputDelta:
 
     Attributes
     ----------
+    text
+        New text of the answer, without reasoning and calls.
     finish_reason
-        stop, length or abort.
+        stop, length, tool_calls or abort. tool_calls: the answer stopped, and has calls.
     stop_reason
         The stop string or the stop token id that ended the answer; None for EOS.
     logprobs
         The scores of `token_ids`, one for each; None if not asked for.
     choice
         Index of the sample.
+    reasoning
+        New text of the reasoning before the answer.
+    tool_calls
+        Calls that became complete.
     """
 
     text: str
@@ -228,6 +250,8 @@ class OutputDelta:
     stop_reason: str | int | None = None
     logprobs: list[TokenScores] | None = None
     choice: int = 0
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(slots=True)
@@ -240,12 +264,34 @@ class Usage:
         Prompt tokens that the replica found in its cache.
     host_cached_tokens
         The part of `cached_tokens` that was restored from the host tier.
+    reasoning_tokens
+        The part of `completion_tokens` that is reasoning.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     host_cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(slots=True)
+class EncodedPrompt:
+    """A prompt as a replica would get it.
+
+    Attributes
+    ----------
+    token_ids
+        [tokens] int32.
+    text
+        The text that was encoded; for messages, the rendered chat template. None for a prompt of token ids.
+    max_model_len
+        Most tokens of a prompt and its answer together.
+    """
+
+    token_ids: np.ndarray
+    text: str | None
+    max_model_len: int
 
 
 @dataclass(slots=True)
@@ -390,6 +436,26 @@ class Service(Protocol):
         QuireError
             The request was refused: invalid, unknown model, too long, overloaded, unavailable. Later errors are raised
             by the stream's iteration.
+        """
+        ...
+
+    async def encode(self, request: GenerationRequest) -> EncodedPrompt:
+        """Check a request with one prompt and encode the prompt; nothing is generated.
+
+        Raises
+        ------
+        QuireError
+            As `generate`, but never for a full queue.
+        """
+        ...
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of some token ids.
+
+        Raises
+        ------
+        InvalidRequest
+            An id is not in the vocabulary.
         """
         ...
 

@@ -1,28 +1,22 @@
-"""Handles one generation request over HTTP, from the call of the router to the last byte of the answer."""
+"""The answers of completions and chat completions, in OpenAI's form."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from quire.cluster.api_common.front_end import (
     Answer,
     Progress,
-    collect,
-    explain_headers,
-    internal_error,
-    renamed,
 )
+from quire.cluster.http.answer_response import AnswerResponse, send_bytes
 from quire.cluster.http.http_answers import (
     chat_logprobs,
     completion_logprobs,
-    json_response,
     prompt_logprobs,
     shifted,
     usage_answer,
@@ -30,7 +24,7 @@ from quire.cluster.http.http_answers import (
 )
 from quire.cluster.http.http_chats import ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
-from quire.cluster.http.sse import DONE, KEEP_ALIVE, ChunkEncoder, error_event, with_id
+from quire.cluster.http.sse import DONE, ChunkEncoder, error_event, with_id
 from quire.protos.errors import QuireError
 from quire.router.request.resume import EventIds
 from quire.router.types import (
@@ -46,16 +40,11 @@ CHAT_ID_PREFIX, COMPLETION_ID_PREFIX = ID_PREFIXES = ("chatcmpl-", "cmpl-")
 GenerationBody = CompletionRequest | ChatCompletionRequest
 
 
-class GenerationResponse(Response):
-    """Runs a request and sends its answer, as one JSON object or as server-sent events.
-
-    One task runs the whole request. So a disconnect at any time, even before the first token, ends the request through
-    one `finally`.
+class GenerationResponse(AnswerResponse):
+    """Answers a completion or a chat completion in OpenAI's form.
 
     Parameters
     ----------
-    service
-        The router.
     body
         The request's body.
     request
@@ -64,8 +53,8 @@ class GenerationResponse(Response):
         Map from the router's names of fields to the names of the headers that they came from.
     event_ids
         Whether each event of a stream has an id.
-    keepalive_s
-        Interval of the comments that a stream sends until its first token; 0: no comments.
+
+    `service` and `keepalive_s` are those of `AnswerResponse`.
     """
 
     def __init__(
@@ -78,95 +67,29 @@ class GenerationResponse(Response):
         event_ids: bool = False,
         keepalive_s: float = 0.0,
     ):
-        super().__init__()
-        self._service = service
+        super().__init__(
+            service,
+            request,
+            {**body.router_names(), **(names or {})},
+            streams=bool(body.stream),
+            keepalive_s=keepalive_s,
+        )
         self._body = body
-        self._request = request
         self._chat = isinstance(body, ChatCompletionRequest)
         self._event_ids = event_ids
-        self._keepalive_s = keepalive_s
-        self._has_begun = False  # status and headers are sent
+        # Set with the stream: replicas report the model's facts, and after the answer all replicas may be gone.
         self._fingerprint = ""
-        self._names = {**body.router_names(), **(names or {})}
-        # The events of the last delta, which are sent together with the events that end the stream.
-        self._unsent = b""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _until_disconnect(receive, self._answer(scope, receive, send))
+    def _begin_answer(self) -> None:
+        self._fingerprint = _fingerprint(self._service.model_info())
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            if self._body.stream and self._keepalive_s:
-                stream = await self._kept_alive(send)
-            else:
-                stream = await self._service.generate(self._request)
-        except Exception as error:
-            if isinstance(error, QuireError):
-                error = renamed(error, self._names)
-            if not self._has_begun:
-                raise error
-            await self._send_last(_error_event(error), send)
-            return
-        try:
-            # Ask for the model's facts now: replicas report them, and after the answer all replicas may be gone.
-            self._fingerprint = _fingerprint(self._service.model_info())
-            if self._body.stream:
-                await self._send_events(stream, send)
-            else:
-                answers = await collect(stream, len(self._request.marks))
-                headers = explain_headers(stream.explain, complete=True)
-                await json_response(self._complete(stream, answers), headers=headers)(
-                    scope, receive, send
-                )
-        finally:
-            await stream.aclose()
-
-    async def _kept_alive(self, send: Send) -> GenerationStream:
-        """Wait for the stream and its first delta; send comments meanwhile."""
-        generating = asyncio.ensure_future(self._service.generate(self._request))
-        try:
-            while not (await asyncio.wait((generating,), timeout=self._keepalive_s))[0]:
-                await self._begin({}, send)
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-            return generating.result()
-        except BaseException:
-            await _undo(generating)
-            raise
-
-    async def _begin(self, headers: dict[str, str], send: Send) -> None:
-        """Send status and headers, once."""
-        if self._has_begun:
-            return
-        self._has_begun = True
-        headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # otherwise nginx buffers the tokens
-            **headers,
-        }
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers.items()],
-            }
-        )
-
-    async def _send_last(self, events: bytes, send: Send) -> None:
-        await send({"type": "http.response.body", "body": events, "more_body": False})
-
-    async def _send_events(self, stream: GenerationStream, send: Send) -> None:
-        """Send the stream's events. `generate` has waited for the first delta, so status and headers are sent now."""
+    async def _send_events(self, stream: GenerationStream, send: Send) -> bytes:
         encoders = self._encoders(stream)
-        await self._begin(explain_headers(stream.explain, complete=False), send)
-        try:
-            await self._send_deltas(stream, encoders, send)
-            last = DONE
-            if self._includes_usage():
-                last = encoders[0].usage(stream.usage) + DONE
-        except Exception as error:
-            last = _error_event(error)
-        await self._send_last(self._unsent + last, send)
+        await self._send_deltas(stream, encoders, send)
+        return (encoders[0].usage(stream.usage) if self._includes_usage() else b"") + DONE
+
+    def _error_event(self, error: QuireError) -> bytes:
+        return error_event(error)
 
     async def _send_deltas(
         self, stream: GenerationStream, encoders: list[ChunkEncoder], send: Send
@@ -194,7 +117,7 @@ class GenerationResponse(Response):
             if not unfinished:
                 self._unsent += chunk
             elif chunk:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send_bytes(chunk, send)
         for progress, mark in zip(sent, marks, strict=True):
             if not mark.finished:
                 progress.end()
@@ -329,51 +252,6 @@ def _best(answers: list[Answer], num: int, num_logprobs: int | None) -> list[Ans
         for answer in best:
             answer.logprobs = None
     return best
-
-
-def _error_event(error: Exception) -> bytes:
-    return error_event(error if isinstance(error, QuireError) else internal_error(error))
-
-
-async def _undo(generating: asyncio.Future[GenerationStream]) -> None:
-    """Cancel a call of `generate`, or close the stream if the call has returned one."""
-    generating.cancel()
-    await asyncio.wait((generating,))
-    if not generating.cancelled() and generating.exception() is None:
-        await generating.result().aclose()
-
-
-async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or cancel it when the client disconnects."""
-    task = asyncio.current_task()
-    assert task is not None
-    watcher = asyncio.create_task(_disconnect(receive))
-    is_at_work, has_left = True, False
-
-    def leave(watched: asyncio.Task[None]) -> None:
-        nonlocal has_left
-        if not watched.cancelled():
-            # Retrieve the exception, so that asyncio does not log it: the client has disconnected in any case.
-            watched.exception()
-        if is_at_work:
-            has_left = True
-            task.cancel()
-
-    watcher.add_done_callback(leave)
-    try:
-        await work
-    except asyncio.CancelledError:
-        # If another task has cancelled this one too, the cancellation must propagate.
-        if not has_left or task.uncancel() > 0:
-            raise
-    finally:
-        is_at_work = False
-        watcher.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _fingerprint(info: ModelInfo) -> str:

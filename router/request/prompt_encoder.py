@@ -17,9 +17,9 @@ from quire.router.index.prefix_hashes import prefix_hashes
 from quire.router.request.context import ModelFacts
 from quire.router.text.chat_messages import num_chars
 from quire.router.text.chat_template import ChatTemplate, TemplateOptions
-from quire.router.text.special_tokens import SpecialTokens
+from quire.router.text.special_tokens import GUARD, SpecialTokens
 from quire.router.text.tokenizer import MAX_BYTES_PER_TOKEN, AsyncTokenizer
-from quire.router.types import GenerationRequest
+from quire.router.types import EncodedPrompt, GenerationRequest
 
 # For prompts with more tokens, other tasks of the event loop may run between two passes over the ids.
 _LONG_PROMPT_TOKENS = 16 * 1024
@@ -43,18 +43,20 @@ class PromptEncoder:
 
     async def encode(
         self, request: GenerationRequest, hello: Hello, facts: ModelFacts
-    ) -> np.ndarray:
-        """Return the token ids of a request with one prompt, [tokens] int32.
+    ) -> EncodedPrompt:
+        """Encode the prompt of a request with one prompt.
 
         Raises
         ------
         InvalidRequest
             The prompt is not valid, too long, or refused by the chat template.
         """
+        text = None
         if request.messages is not None:
-            ids = await self._encode_messages(request, request.messages, hello, facts)
+            ids, text = await self._encode_messages(request, request.messages, hello, facts)
         elif isinstance(request.prompt, str):
-            ids = await self._encode_text(request, request.prompt, hello)
+            text = request.prompt
+            ids = await self._encode_text(request, text, hello)
         else:
             ids = await _id_array(request.prompt or (), hello)
         bound = facts.max_prompt_tokens
@@ -62,7 +64,15 @@ class PromptEncoder:
             raise ContextLengthExceeded(
                 f"prompt has {len(ids)} tokens; this server takes at most {bound}", field="prompt"
             )
-        return ids
+        return EncodedPrompt(ids, text, min(hello.max_model_len, hello.max_cache_tokens))
+
+    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Return the text of some token ids."""
+        ids = list(token_ids)
+        check_ids("tokens", ids, self._tokenizer.tokenizer.vocab_size)
+        return await self._tokenizer.in_thread(
+            self._tokenizer.tokenizer.decode, ids, skip_special_tokens
+        )
 
     async def hashes(self, prompt_ids: np.ndarray, hello: Hello, tenant: str) -> np.ndarray:
         """Return the routing hashes of a prompt's whole blocks, [tokens // 64] uint64."""
@@ -90,7 +100,7 @@ class PromptEncoder:
         messages: tuple[dict[str, Any], ...],
         hello: Hello,
         facts: ModelFacts,
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, str]:
         if self._template is None:
             raise UnsupportedField(
                 "the checkpoint has no chat template, so messages are not served; configure `chat_template` or "
@@ -102,7 +112,7 @@ class PromptEncoder:
             special = None
         options = _template_options(request, facts)
         text = await self._render(self._template, messages, options, special, hello)
-        return await self._tokenizer.encode(
+        ids = await self._tokenizer.encode(
             text,
             # By default the template has written the special tokens itself.
             bool(request.add_special_tokens),
@@ -111,6 +121,7 @@ class PromptEncoder:
             tenant=request.tenant,
             is_guarded=special is not None,
         )
+        return ids, text.replace(GUARD, "")
 
     async def _encode_text(
         self, request: GenerationRequest, prompt: str, hello: Hello

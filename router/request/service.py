@@ -56,6 +56,7 @@ from quire.router.text.tokenizer import AsyncTokenizer
 from quire.router.transport.transport import Transport
 from quire.router.types import (
     Decisions,
+    EncodedPrompt,
     GenerationRequest,
     GenerationStream,
     ModelInfo,
@@ -166,6 +167,15 @@ class RouterService:
             self.observer.on_refusal(error, self.clock() - arrived_s)
             raise
 
+    async def encode(self, request: GenerationRequest) -> EncodedPrompt:
+        """Check a request with one prompt and encode the prompt; nothing is generated."""
+        self._check(request)
+        return await self._prompt_encoder.encode(request, self._hello(), self.facts)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of some token ids."""
+        return await self._prompt_encoder.decode(token_ids, skip_special_tokens)
+
     def refused(self, error: QuireError) -> None:
         """Count a request that a front end refused before it called `generate`."""
         self.observer.on_request()
@@ -176,9 +186,7 @@ class RouterService:
         return await self._scrape()
 
     async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
-        if request.model not in (None, self.facts.name):
-            raise model_not_found(request.model, [self.facts.name])
-        params.check(request, self.facts.limits)
+        self._check(request)
         candidates = self._candidates(request)
         self.gate.check(request.tenant, request.priority)
         asked = dataclasses.replace(request, max_tokens=1) if request.max_tokens == 0 else request
@@ -199,6 +207,12 @@ class RouterService:
         await stream.start()
         return stream
 
+    def _check(self, request: GenerationRequest) -> None:
+        """Check everything that needs no tokenizer."""
+        if request.model not in (None, self.facts.name):
+            raise model_not_found(request.model, [self.facts.name])
+        params.check(request, self.facts.limits)
+
     async def _stream(
         self,
         request: GenerationRequest,
@@ -208,7 +222,7 @@ class RouterService:
     ) -> RequestStream | ChoicesStream:
         """Check and tokenise one prompt; return its stream, not started."""
         encoder = self._prompt_encoder
-        prompt_ids = await encoder.encode(request, candidates[0], self.facts)
+        prompt_ids = (await encoder.encode(request, candidates[0], self.facts)).token_ids
         special_stops = encoder.special_stops(request)
         for hello in candidates:
             sampling = params.resolve(

@@ -8,13 +8,14 @@ import random
 import sys
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from quire.protos.errors import QuireError, model_not_found
+from quire.protos.field_checks import check_ids
 from quire.protos.wire import Load
 from quire.router.explain.decisions import DecisionRing
 from quire.router.policy.fleet_view import COLUMN_NAMES, FleetView
@@ -24,6 +25,7 @@ from quire.router.text.chat_messages import check_messages
 from quire.router.text.stop import StopMatcher
 from quire.router.types import (
     Decisions,
+    EncodedPrompt,
     Explain,
     GenerationRequest,
     ModelInfo,
@@ -122,6 +124,13 @@ class FakeStream:
 
     async def _tokens(self, choice: int) -> AsyncIterator[OutputDelta]:
         service, sampling, request = self._service, self._sampling, self._request
+        if service.script is not None:
+            for delta in service.script:
+                await asyncio.sleep(service.token_s)
+                self.usage.completion_tokens += len(delta.token_ids)
+                yield dataclasses.replace(delta)
+            self.usage.reasoning_tokens = service.reasoning_tokens
+            return
         matcher = StopMatcher(request.stop, include_stop=request.include_stop_str_in_output)
         rng = random.Random((sampling.seed + choice) * 1009 + self.usage.prompt_tokens)
         for i in range(sampling.max_tokens):
@@ -159,6 +168,8 @@ class FakeService:
         self.refused_by_front_end: list[str] = []  # error codes
         self.generate_s = 0.0  # seconds to the first token
         self.last_reason: str | None = "length"
+        self.script: list[OutputDelta] | None = None  # the deltas of every choice
+        self.reasoning_tokens = 0  # of the usage, with `script`
         self.ready = True
         self.streams: list[FakeStream] = []
         self.requests: list[GenerationRequest] = []
@@ -191,6 +202,24 @@ class FakeService:
         stream = FakeStream(self, request, prompt_len, sampling)
         self.streams.append(stream)
         return stream
+
+    async def encode(self, request: GenerationRequest) -> EncodedPrompt:
+        """One token for each byte of the text."""
+        self.requests.append(request)
+        self._refuse()
+        params.check(request)
+        text: str | None = None
+        if request.messages is not None:
+            text = "".join(str(m["content"]) for m in check_messages(request.messages))
+        elif isinstance(request.prompt, str):
+            text = request.prompt
+        ids = request.prompt if text is None else text.encode()
+        return EncodedPrompt(np.array(list(ids), np.int32), text, MAX_MODEL_LEN)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        self._refuse()
+        check_ids("tokens", token_ids, len(VOCAB))
+        return "".join(VOCAB[i] for i in token_ids)
 
     def model_info(self) -> ModelInfo:
         self._refuse()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.cluster.http.http_generation import _until_disconnect
+from quire.cluster.http.answer_response import _until_disconnect
 
 
 class Client:
