@@ -27,6 +27,8 @@ class CallFormat:
         `{name}` stands for the tool's name.
     is_single
         The model ends its answer after one call.
+    is_last
+        Calls have no closing mark, so no text follows them.
     text
         Mark before an answer without calls.
     """
@@ -38,6 +40,7 @@ class CallFormat:
     between: str = ""
     after: str = ""
     is_single: bool = False
+    is_last: bool = False
     text: str = ""
 
 

@@ -125,7 +125,7 @@ def make_grammar(
     elif calls.mark:
         text, rule = added.text_until(calls.mark, "text_before_call")
         rules.append(f"{rule}marked: {text} after_mark\n")
-        start.append("marked* TEXT" if is_list else "(marked | TEXT)")
+        start.append("marked* TEXT" if is_list and not calls.is_last else "(marked | TEXT)")
     else:
         # A call is the whole answer, and other text must not begin as a call does.
         start.append(r"(calls | /([^{\s](.|\n)*)?/)")
@@ -156,7 +156,7 @@ def _add_calls(
         rules.append(f"calls: {mark} after_mark\n")
     else:
         more = f"({between} {mark} call)*" if is_list else ""
-        rules.append("after_mark: call\n")
+        rules.append(f"after_mark: call {more if calls.is_last else ''}\n")
         rules.append(f"calls: {mark} call {more}\n")
 
 

@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 
 from quire.protos.wire import Hello, PromptLogprobs, SamplingParams, TokenDelta
 from quire.replica.builtin_model import CHECKPOINT
+from quire.router.chat.family import load_families
+from quire.router.chat.reply_parser import ReplyParser, load_template
 from quire.router.request.answer_text import AnswerText
+from quire.router.request.resume import checksum_of
 from quire.router.request.token_scores import PromptParts, TokenScorer
 from quire.router.text.detokenizer import DetokenizerFactory
 from quire.router.text.tokenizer import TextTokenizer
+from quire.router.tool_types import ToolCall
 from quire.router.transport.transport import OutputGap
-from quire.router.types import GenerationRequest, Mark
+from quire.router.types import GenerationRequest, Mark, Origin, OutputDelta, ResumePoint
 
 TOKENIZER = TextTokenizer.load(CHECKPOINT)
 DETOKENIZERS = DetokenizerFactory(TOKENIZER.backend)
@@ -23,12 +27,19 @@ IDS = st.lists(st.integers(3, TOKENIZER.vocab_size - 1), min_size=2, max_size=40
 SPANS = st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40)), max_size=8)
 
 
-def answer(**fields: object) -> AnswerText:
+def answer(
+    parser: ReplyParser | None = None, mark: Mark | None = None, **fields: object
+) -> AnswerText:
+    mark = mark or Mark()
+    if mark.num_tokens:
+        fields["resume_from"] = ResumePoint(Origin(0, b"", "", 0), (mark,), "resume_from")
     request = GenerationRequest(request_id="test", prompt=(5, 6, 7), **fields)
     hello = Hello("r", "e", "m", "", "float32", TOKENIZER.vocab_size, 64, 64, 16, [], {})
     prompt_ids = np.array([5, 6, 7], np.int32)
     detokenizer, scorer = DETOKENIZERS.new(), TokenScorer(DETOKENIZERS)
-    return AnswerText(request, prompt_ids, SamplingParams(), hello, detokenizer, scorer, Mark(), {})
+    return AnswerText(
+        request, prompt_ids, SamplingParams(), hello, detokenizer, scorer, mark, {}, parser
+    )
 
 
 def take(text: AnswerText, index: int, token_ids: list[int], finish_reason: str | None = None):
@@ -109,3 +120,91 @@ def test_each_prompt_position_is_kept_once(spans):
     parts.check_complete()
     kept = np.concatenate([part.token_ids for part in parts.parts])
     assert kept.tolist() == list(range(1, num_tokens + 1))
+
+
+# ------------------------------------------------------------------------------------------------
+# Answers with regions
+# ------------------------------------------------------------------------------------------------
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "ä😀"}}\n</tool_call>'
+REPLY = f"<think>\nWhy not.\n</think>\n\nI look it up.\n{CALL}\n{CALL}"
+REPLY_IDS = TOKENIZER.backend.encode(REPLY, add_special_tokens=False).ids
+QWEN3 = load_template(next(one for one in load_families() if one.name == "qwen3").response_template)
+
+
+def parser(max_calls: int | None = None) -> ReplyParser:
+    return ReplyParser(QWEN3, "", [], str, (), max_calls)
+
+
+def deltas_of(text: AnswerText, size: int = 1) -> list[OutputDelta]:
+    """Feed the reply in deltas of some tokens, then the end."""
+    found = []
+    for start in range(0, len(REPLY_IDS), size):
+        delta = take(text, start, REPLY_IDS[start : start + size])
+        found += [] if delta is None else [delta]
+        if delta is not None and delta.finish_reason is not None:
+            return found
+    return [*found, take(text, len(REPLY_IDS), [], "length")]
+
+
+def test_regions_become_fields_of_deltas():
+    for size in (1, 3, 7, 1000):
+        text = answer(parser())
+        assert not text.is_plain
+        deltas = deltas_of(text, size)
+        assert "".join(delta.reasoning for delta in deltas) == "Why not."
+        assert "".join(delta.text for delta in deltas) == "I look it up."
+        calls = [call for delta in deltas for call in delta.tool_calls]
+        assert calls == [ToolCall(i, str(i), "f", '{"a":"ä😀"}') for i in range(2)]
+        assert deltas[-1].finish_reason == "length"
+        # From the token that completes the first mark to the one that completes the second.
+        texts = [TOKENIZER.backend.decode(REPLY_IDS[:i]) for i in range(len(REPLY_IDS))]
+        begin, end = (
+            next(i for i, t in enumerate(texts) if m in t) for m in ("<think>", "</think>")
+        )
+        assert text.num_reasoning_tokens == end - begin + 1
+
+
+def test_an_answer_with_calls_that_stopped_has_its_own_finish_reason():
+    text = answer(parser())
+    deltas_of(text)
+    event = TokenDelta(1, len(REPLY_IDS), [], "stop")
+    assert text.take(event, []).finish_reason == "tool_calls"
+
+
+def test_the_answer_ends_after_the_last_call_that_it_may_have():
+    for size in (1, 5, 1000):
+        text = answer(parser(max_calls=1))
+        deltas = deltas_of(text, size)
+        assert [call.index for delta in deltas for call in delta.tool_calls] == [0]
+        assert deltas[-1].finish_reason == "tool_calls"
+        assert TOKENIZER.backend.decode(text.token_ids).endswith("</tool_call>")
+        assert text.token_ids == REPLY_IDS[: len(text.token_ids)] != REPLY_IDS
+
+
+def test_a_resumed_answer_has_the_same_deltas_after_any_token():
+    whole = deltas_of(answer(parser()))
+    for num_known in range(1, len(REPLY_IDS)):
+        mark = Mark(num_known, checksum_of(REPLY_IDS[:num_known]))
+        for size in (1, 4):
+            rest = deltas_of(answer(parser(), mark), size)
+            after = whole[num_known:]
+            for name in ("text", "reasoning"):
+                parts = [
+                    "".join(getattr(delta, name) for delta in deltas) for deltas in (rest, after)
+                ]
+                assert parts[0] == parts[1]
+            for name in ("tool_calls", "token_ids"):
+                parts = [
+                    [x for delta in deltas for x in getattr(delta, name)]
+                    for deltas in (rest, after)
+                ]
+                assert parts[0] == parts[1]
+
+
+def test_stop_strings_apply_to_content_only():
+    text = answer(parser(), stop=("not", "name", "it"))
+    deltas = deltas_of(text)
+    assert deltas[-1].stop_reason == "it" and deltas[-1].finish_reason == "stop"
+    assert "".join(delta.reasoning for delta in deltas) == "Why not."
+    assert "".join(delta.text for delta in deltas) == "I look "

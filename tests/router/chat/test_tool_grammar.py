@@ -1,0 +1,251 @@
+"""Every text of a grammar parses to valid calls, whatever tokens are sampled."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from family_templates import SPECIAL
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from tokenizers import AddedToken, Tokenizer
+
+from quire.protos.errors import UnsupportedField
+from quire.protos.wire import MAX_GRAMMAR_BYTES, Grammar
+from quire.replica.builtin_model import CHECKPOINT
+from quire.replica.grammar.grammar_source import to_source
+from quire.router.chat.family import load_families
+from quire.router.chat.reply_parser import ReplyParser, ReplyParts, load_template
+from quire.router.chat.tool_grammar import AddedTokens, make_grammar
+from quire.router.tool_types import Tool
+
+FAMILIES = {family.name: family for family in load_families() if family.calls is not None}
+EOS = 2
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "units": {"type": "array", "items": {"enum": ["°C", "°F"]}, "maxItems": 2},
+        "at": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/place"}]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"x": {"type": "boolean"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+# A tool that is not strict may have keywords that llguidance does not enforce.
+LOOSE = {**NOTHING, "minProperties": 0, "x-order": [1]}
+TOOLS = [
+    Tool("get_weather", "Weather", SCHEMA, strict=True),
+    Tool("now", None, NOTHING, strict=True),
+    Tool("later", None, LOOSE),
+]
+
+
+class Sampler:
+    """Samples random tokens that a grammar allows, with a preference for those that end something."""
+
+    def __init__(self, tokens: list[str], is_special: bool):
+        self.tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+        added = [AddedToken(token, special=is_special) for token in tokens]
+        (self.tokenizer.add_special_tokens if is_special else self.tokenizer.add_tokens)(added)
+        self.added = AddedTokens(
+            {
+                t.content: (i, t.special)
+                for i, t in self.tokenizer.get_added_tokens_decoder().items()
+            }
+        )
+        self._ll = LLTokenizer(self.tokenizer.to_str())
+        size = self._ll.vocab_size
+        texts = [self.tokenizer.id_to_token(i) or "" for i in range(size)]
+        self._is_end = np.array(
+            [any(c in text for c in '"}]<>,') or text == "[ARGS]" for text in texts]
+        )
+        self._mask = allocate_token_bitmask(1, size)
+
+    def allowed(self, matcher: LLMatcher) -> np.ndarray:
+        fill_next_token_bitmask(matcher, self._mask)
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        return np.flatnonzero(bits[: self._ll.vocab_size])
+
+    def matcher(self, grammar: Grammar, start: str = "") -> tuple[LLMatcher, list[int]]:
+        matcher = LLMatcher(self._ll, to_source(grammar.kind, grammar.text, "one_space"))
+        assert not matcher.get_error(), matcher.get_error()
+        ids = self.tokenizer.encode(start, add_special_tokens=False).ids if start else []
+        assert matcher.validate_tokens(ids) == len(ids)
+        matcher.consume_tokens(ids)
+        return matcher, ids
+
+    def sample(self, grammar: Grammar, rng: random.Random, start: str = "") -> str | None:
+        """Return a text of the grammar's language; None if it became too long."""
+        matcher, ids = self.matcher(grammar, start)
+        for _ in range(160):
+            found = self.allowed(matcher)
+            if matcher.is_accepting() and rng.random() < 0.4:
+                return self.tokenizer.decode(ids, skip_special_tokens=False)
+            found = found[found > EOS]
+            ends = found[self._is_end[found]]
+            if len(found) == 0:
+                return self.tokenizer.decode(ids, skip_special_tokens=False)
+            token = int(rng.choice(ends if len(ends) and rng.random() < 0.7 else found))
+            assert matcher.consume_token(token)
+            ids.append(token)
+        return None
+
+    def texts(
+        self, grammar: Grammar, rng: random.Random, number: int, start: str = ""
+    ) -> list[str]:
+        """Return some texts of the grammar's language that begin with `start`."""
+        tries = (self.sample(grammar, rng, start) for _ in range(10 * number))
+        found = list(islice((text for text in tries if text is not None), number))
+        assert len(found) == number
+        return found
+
+
+def grammar_of(family: str, sampler: Sampler, tools: list[Tool] = TOOLS, **options: Any) -> Grammar:
+    chosen = FAMILIES[family]
+    options = {
+        "is_required": True,
+        "is_parallel": True,
+        "in_reasoning": False,
+        "answer": None,
+    } | options
+    options.setdefault("reasoning", None)
+    return make_grammar(tools, chosen.calls, sampler.added, **options)
+
+
+def parse(family: str, text: str, prompt: str = "") -> ReplyParts:
+    parser = ReplyParser(load_template(FAMILIES[family].response_template), prompt, [], str)
+    first, rest = parser.feed(text), parser.finish()
+    return ReplyParts(
+        first.text + rest.text, first.reasoning + rest.reasoning, first.calls + rest.calls
+    )
+
+
+def check_calls(parts: ReplyParts) -> None:
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    for call in parts.calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+@pytest.mark.parametrize("is_special", [True, False], ids=["special", "added"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_required_calls_are_valid(family: str, is_special: bool):
+    sampler, rng = Sampler(SPECIAL[family], is_special), random.Random(family)
+    grammar = grammar_of(family, sampler)
+    for text in sampler.texts(grammar, rng, 20):
+        parts = parse(family, text)
+        assert parts.calls and not parts.text, text
+        check_calls(parts)
+    one = grammar_of(family, sampler, is_parallel=False)
+    for text in sampler.texts(one, rng, 5):
+        assert len(parse(family, text).calls) == 1
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("llama3", "gpt_oss")])
+def test_after_the_mark_only_a_valid_call_follows(family: str):
+    sampler, rng = Sampler(SPECIAL[family], True), random.Random(family)
+    grammar = grammar_of(family, sampler, is_required=False)
+    for text in sampler.texts(grammar, rng, 10, "Hi <b> { \n" + FAMILIES[family].calls.mark):
+        parts = parse(family, text)
+        assert parts.calls and parts.text.startswith("Hi <b> {"), text
+        check_calls(parts)
+    matcher, _ = sampler.matcher(grammar, "Hi")
+    assert matcher.is_accepting()
+    matcher, _ = sampler.matcher(grammar, "Hi " + FAMILIES[family].calls.mark)
+    assert not matcher.is_accepting()
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss"])
+def test_an_answer_is_text_or_a_valid_call(family: str):
+    sampler, rng = Sampler(SPECIAL[family], True), random.Random(family)
+    grammar = grammar_of(family, sampler, is_required=False)
+    begin = {"llama3": ("{", "Hello"), "gpt_oss": ("<|channel|>commentary", "<|channel|>final")}[
+        family
+    ]
+    for text in sampler.texts(grammar, rng, 10, begin[0]):
+        parts = parse(family, text)
+        assert len(parts.calls) == 1 and not parts.text, text
+        check_calls(parts)
+    for text in sampler.texts(grammar, rng, 5, begin[1]):
+        assert not parse(family, text).calls
+
+
+@pytest.mark.parametrize("family", [name for name, one in FAMILIES.items() if one.reasoning])
+@pytest.mark.parametrize("is_special", [True, False], ids=["special", "text"])
+def test_reasoning_may_precede_calls(family: str, is_special: bool):
+    reasoning = FAMILIES[family].reasoning
+    tokens = ["<think>", "</think>", *SPECIAL[family]] if is_special else SPECIAL[family]
+    sampler, rng = Sampler(tokens, True), random.Random(family)
+    inside = "" if family == "gpt_oss" else reasoning.open + "\n"
+    for start, in_reasoning in (
+        ("", False),
+        (f"{reasoning.open}Hm <b>{reasoning.close}", False),
+        (f"Hm{reasoning.close}", True),
+    ):
+        if in_reasoning and not inside:
+            continue
+        grammar = grammar_of(family, sampler, reasoning=reasoning, in_reasoning=in_reasoning)
+        for text in sampler.texts(grammar, rng, 5, start):
+            parts = parse(family, (inside if in_reasoning else "") + text)
+            assert parts.calls and not parts.text, text
+            assert bool(parts.reasoning) >= bool(start), text
+            check_calls(parts)
+
+
+def test_a_call_or_an_answer_in_the_response_format():
+    sampler, rng = Sampler([], True), random.Random(0)
+    form = Grammar(
+        "json_schema",
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {"a": {"type": "boolean"}},
+                "required": ["a"],
+                "additionalProperties": False,
+            }
+        ),
+        "response_format",
+    )
+    grammar = grammar_of("hermes", sampler, is_required=False, answer=form)
+    texts = sampler.texts(grammar, rng, 20)
+    kinds = set()
+    for text in texts:
+        parts = parse("hermes", text)
+        check_calls(parts)
+        kinds.add(bool(parts.calls))
+        if not parts.calls:
+            assert json.loads(parts.text).keys() == {"a"}
+    assert kinds == {True, False}
+    choice = grammar_of(
+        "hermes", sampler, is_required=False, answer=Grammar("choice", '["yes"]', "x")
+    )
+    assert sampler.sample(choice, rng, "yes") == "yes"
+    with pytest.raises(UnsupportedField) as caught:
+        grammar_of("hermes", sampler, answer=Grammar("regex", "a", "guide"), is_required=False)
+    assert caught.value.field == "guide"
+
+
+def test_a_client_cannot_change_the_options_of_its_schema():
+    schema = {**NOTHING, "x-guidance": {"whitespace_flexible": True}}
+    sampler = Sampler([], True)
+    grammar = grammar_of("hermes", sampler, [Tool("f", None, schema)])
+    assert "true" not in grammar.text.replace('"lenient": true', "")
+
+
+def test_the_grammar_of_many_tools_fits():
+    tools = [Tool(f"tool_number_{i}", None, SCHEMA) for i in range(128)]
+    assert len(grammar_of("hermes", Sampler([], True), tools).text) < 2 * MAX_GRAMMAR_BYTES
