@@ -14,7 +14,6 @@ from quire.protos.errors import UnsupportedField, described
 
 NO_TOOLS = "tool calls are not served"
 _NO_BEAMS = "beam search is not served"
-_NO_REASONING = "reasoning is not controlled by the request"
 _NO_AUDIO = "audio is not served"
 _NO_IMAGES = "images are not served"
 _NO_VIDEO = "videos are not served"
@@ -105,18 +104,15 @@ OF_CHATS: Mapping[str, Refused] = {
     "chat_template": Refused("the server chooses the chat template"),
     "documents": Refused("documents are not passed to the chat template", ([],)),
     "echo": Refused("echo is served by /v1/completions only", (False,)),
-    "function_call": Refused(NO_TOOLS, ("none",)),
-    "functions": Refused(NO_TOOLS, ([],)),
-    "include_reasoning": Refused(_NO_REASONING, (True, False)),
+    "function_call": Refused("this server calls the field tool_choice", ("none",)),
+    "functions": Refused("this server calls the field tools", ([],)),
+    "include_reasoning": Refused("the reasoning is always part of the answer", (True,)),
     "media_io_kwargs": Refused("only text is served", ({},)),
     "mm_processor_kwargs": Refused("only text is served", ({},)),
     "modalities": Refused("only text is served", (["text"],)),
-    "parallel_tool_calls": Refused(NO_TOOLS, (True, False)),
-    "reasoning_effort": Refused(_NO_REASONING, ("none",)),
+    "moderation": Refused("moderation is not served"),
     "suffix": Refused("text is not filled in before a suffix", ("",)),
-    "thinking_token_budget": Refused(_NO_REASONING),
-    "tool_choice": Refused(NO_TOOLS, ("none",)),
-    "tools": Refused(NO_TOOLS, ([],)),
+    "thinking_token_budget": Refused("the reasoning has no token budget of its own"),
     "verbosity": Refused("verbosity levels are not served", ("medium",)),
     "web_search_options": Refused("web search is not served"),
 }

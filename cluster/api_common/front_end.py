@@ -18,6 +18,7 @@ from quire.protos.errors import (
     UnsupportedField,
 )
 from quire.router.refused_fields import NO_TOOLS
+from quire.router.tool_types import ToolCall
 from quire.router.types import Explain, GenerationStream, OutputDelta, Service, TokenScores
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class Progress:
     """How much of one choice (one of a request's answers) has been sent. A stream keeps no other such state."""
 
     num_tokens: int = 0
-    finish_reason: str | None = None  # stop | length
+    finish_reason: str | None = None  # stop | length | tool_calls
     stop_reason: str | int | None = None
 
     def add(self, delta: OutputDelta) -> None:
@@ -170,12 +171,16 @@ class Answer(Progress):
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenScores] | None = None
+    reasoning_pieces: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, delta: OutputDelta) -> None:
-        """Count a delta and append its text and tokens; raises `Aborted` if the router has aborted the request."""
+        """Count a delta and append its output; raises `Aborted` if the router has aborted the request."""
         Progress.add(self, delta)
         self.pieces.append(delta.text)
         self.token_ids += delta.token_ids
+        self.reasoning_pieces.append(delta.reasoning)
+        self.tool_calls += delta.tool_calls
         if delta.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = []
@@ -185,6 +190,11 @@ class Answer(Progress):
     def text(self) -> str:
         """The complete text."""
         return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        """The complete reasoning before the text."""
+        return "".join(self.reasoning_pieces)
 
 
 async def collect(stream: GenerationStream, num_choices: int) -> list[Answer]:

@@ -65,7 +65,7 @@ from quire.cluster.http.http_answers import (
     model_card,
 )
 from quire.cluster.http.http_body import parse_body, refusal
-from quire.cluster.http.http_chats import ChatCompletionRequest, TextPart
+from quire.cluster.http.http_chats import DOCUMENTED, ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
 from quire.cluster.http.http_schema import IGNORED_FIELDS
@@ -457,7 +457,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's OpenAPI document with the models that FastAPI does not know, because the routes parse bodies."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        models = (CompletionRequest, ChatCompletionRequest, TextPart, ChatCompletionChunk)
+        models = (CompletionRequest, ChatCompletionRequest, ChatCompletionChunk, *DOCUMENTED)
         _, definitions = models_json_schema(
             [(model, "validation") for model in models], ref_template=_REFERENCE
         )

@@ -123,6 +123,7 @@ def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
 _UNIONS = {
     "prompt": "a string, a list of token ids, or a list of either",
     "stop": "a string or a list of strings",
+    "tool_choice": "auto, none, required or an object",
 }
 _TYPES = {
     "bool_type": "a boolean",
