@@ -13,6 +13,7 @@ from typing import Any
 from quire.protos.errors import UnsupportedField, described
 
 NO_TOOLS = "tool calls are not served"
+NO_FUNCTIONS = "functions are served as tools only"
 _NO_BEAMS = "beam search is not served"
 _NO_AUDIO = "audio is not served"
 _NO_IMAGES = "images are not served"
@@ -104,8 +105,8 @@ OF_CHATS: Mapping[str, Refused] = {
     "chat_template": Refused("the server chooses the chat template"),
     "documents": Refused("documents are not passed to the chat template", ([],)),
     "echo": Refused("echo is served by /v1/completions only", (False,)),
-    "function_call": Refused("this server calls the field tool_choice", ("none",)),
-    "functions": Refused("this server calls the field tools", ([],)),
+    "function_call": Refused(NO_FUNCTIONS, ("none",)),
+    "functions": Refused(NO_FUNCTIONS, ([],)),
     "include_reasoning": Refused("the reasoning is always part of the answer", (True,)),
     "media_io_kwargs": Refused("only text is served", ({},)),
     "mm_processor_kwargs": Refused("only text is served", ({},)),

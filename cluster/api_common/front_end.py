@@ -16,6 +16,7 @@ from quire.protos.errors import (
     InvalidRequest,
     QuireError,
     UnsupportedField,
+    model_not_found,
 )
 from quire.router.refused_fields import NO_TOOLS
 from quire.router.tool_types import ToolCall
@@ -29,6 +30,7 @@ _TOOL_ROLES = ("tool", "function")
 TIMEOUT_HEADER = (
     "x-request-timeout-seconds"  # defined by Ray Serve; an HTTP header or gRPC metadata
 )
+_INDEX = re.compile(r"\[\d+\]")
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
 
 
@@ -97,15 +99,41 @@ def renamed(error: QuireError, names: Mapping[str, str]) -> QuireError:
     Parameters
     ----------
     names
-        Map from the router's to the client's names of fields, where they differ.
+        Map from the router's to the client's names of fields, where they differ. `[]` stands for any index:
+        ``tools[].name``.
     """
     field = error.field
-    if field is None or field not in names:
+    if field is None:
         return error
-    name, message = names[field], error.message
+    name = names.get(field) or _renamed_in_lists(field, names)
+    if name is None:
+        return error
+    message = error.message
     if re.match(rf"{re.escape(field)}( must|:)", message):
         message = name + message.removeprefix(field)
     return type(error)(message, field=name, retry_after_s=error.retry_after_s)
+
+
+def _renamed_in_lists(field: str, names: Mapping[str, str]) -> str | None:
+    """Return the client's name of a field with indices; None if it has no other name."""
+    indices = iter(_INDEX.findall(field))
+    name = names.get(_INDEX.sub("[]", field))
+    return None if name is None else re.sub(r"\[\]", lambda _: next(indices), name)
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Check the model of a request that the router does not check.
+
+    Raises
+    ------
+    ModelNotFound
+        The application serves another model.
+    Unavailable
+        No replica has reported the model yet.
+    """
+    served = service.model_info().name
+    if name not in (None, served):
+        raise model_not_found(name or "", [served])
 
 
 def timeout_seconds(value: str | None) -> float | None:

@@ -10,6 +10,7 @@ from quire.cluster.api_common.front_end import served_role
 from quire.cluster.http.http_schema import GenerationBody, Strict
 from quire.cluster.http.http_tools import (
     TOOL_CHOICE_SCHEMA,
+    TOOL_NAMES,
     TOOLS_SCHEMA,
     AllowedToolChoice,
     ChatTool,
@@ -24,7 +25,7 @@ from quire.router import refused_fields
 from quire.router.types import GenerationRequest
 
 # OpenAI's levels. The router checks the value.
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 # Most nesting levels of `messages`. Text parts are at level 4, functions of calls at level 5; arguments are text.
 # Deeper values are not supported, and checking very deep ones could exhaust the stack.
 _MAX_MESSAGES_DEPTH = 8
@@ -191,6 +192,7 @@ class ChatCompletionRequest(GenerationBody):
     def router_names(self) -> dict[str, str]:
         """Map from the router's names of fields to those of this body, where they differ."""
         names = {**super().router_names(), "prompt": "messages", "logprobs": "top_logprobs"}
+        names |= TOOL_NAMES
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names

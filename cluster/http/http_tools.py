@@ -71,6 +71,11 @@ class AllowedToolChoice(_Documented):
     allowed_tools: AllowedTools
 
 
+# The router's names of fields and those of this form.
+TOOL_NAMES = {
+    f"tools[].{name}": f"tools[].function.{name}"
+    for name in ("name", "description", "parameters", "parameters.type", "strict")
+}
 TOOLS_SCHEMA: dict[str, JsonValue] = {
     "anyOf": [
         {"type": "array", "items": {"$ref": "#/components/schemas/ChatTool"}},

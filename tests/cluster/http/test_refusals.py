@@ -50,10 +50,10 @@ def test_each_endpoint_refuses_by_a_sentence_and_takes_what_asks_for_nothing(cli
 
 def test_the_sentence_is_one_that_users_understand(client) -> None:
     assert refusal(client, CHAT, {"functions": [{"name": "f"}]}, "functions") == (
-        "this server calls the field tools: functions must be [] or null, got a list of 1"
+        "functions are served as tools only: functions must be [] or null, got a list of 1"
     )
     assert refusal(client, CHAT, {"function_call": "auto"}, "function_call") == (
-        "this server calls the field tool_choice: function_call must be \"none\" or null, got 'auto'"
+        "functions are served as tools only: function_call must be \"none\" or null, got 'auto'"
     )
     assert refusal(client, COMPLETIONS, {"suffix": "x"}, "suffix") == (
         "text is not filled in before a suffix: suffix must be \"\" or null, got 'x'"
