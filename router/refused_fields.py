@@ -118,6 +118,11 @@ OF_CHATS: Mapping[str, Refused] = {
     "web_search_options": Refused("web search is not served"),
 }
 
+OF_TOKENIZE: Mapping[str, Refused] = {
+    name: OF_CHATS[name] for name in ("chat_template", "mm_processor_kwargs")
+}
+OF_DETOKENIZE: Mapping[str, Refused] = {}
+
 OF_MESSAGES: Mapping[str, Refused] = {
     "annotations": Refused("annotations are not passed to the chat template", ([],)),
     "audio": Refused(_NO_AUDIO),

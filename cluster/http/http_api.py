@@ -2,6 +2,7 @@
 
 ```
 POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/{id}
+POST /tokenize, /detokenize, /v1/chat/completions/render    `http_tokenize`
 GET /health (this process answers)            GET /ready (a request would be served)
 GET /metrics (of the whole application, for Prometheus)
 GET /v1/router/explain?request_id=            the routing decisions of a request
@@ -66,6 +67,7 @@ from quire.cluster.http.http_chats import DOCUMENTED, ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
 from quire.cluster.http.http_schema import IGNORED_FIELDS
+from quire.cluster.http.http_tokenize import add_tokenize_routes
 from quire.cluster.http.json_body import read_json
 from quire.protos.errors import (
     InvalidRequest,
@@ -145,6 +147,7 @@ def build_app(
     _add_information_routes(app, get_service, version)
     app.state.body_models = [CompletionRequest, ChatCompletionRequest, *DOCUMENTED]
     app.state.error_forms = {}
+    add_tokenize_routes(app, get_service, max_body_bytes)
     for add_routes in apis:
         add_routes(app, get_service, max_body_bytes, keepalive_s)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

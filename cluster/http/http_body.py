@@ -24,6 +24,7 @@ BODIES: tuple[type[GenerationBody], ...] = (CompletionRequest, ChatCompletionReq
 # Most entries of a list or an object in the body, lists of token ids aside. pydantic takes at most 20 ms for this many,
 # even if each has an error. The router has smaller bounds for most fields.
 MAX_ENTRIES = 4096
+_ID_FIELDS = ("prompt", "tokens")  # fields that may be lists of token ids, with bounds of their own
 _MAX_SHOWN_CHARS = 64  # most characters of an unknown field's name in an error message
 
 _Body = TypeVar("_Body", bound=RequestBody)
@@ -44,7 +45,7 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
     served = {name: value for name, value in body.items() if _is_served(model, name, value)}
     for name, value in served.items():
         is_prompt_ids = (
-            name == "prompt" and isinstance(value, list) and value[:1] and type(value[0]) is int
+            name in _ID_FIELDS and isinstance(value, list) and value[:1] and type(value[0]) is int
         )
         if isinstance(value, (dict, list)) and not is_prompt_ids:
             at_most(name, len(value), MAX_ENTRIES, "entries")

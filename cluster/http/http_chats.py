@@ -96,6 +96,9 @@ _MESSAGES = (InputMessage, EarlierAnswer, ToolResult)
 # Models that the OpenAPI document of the body refers to by name only.
 DOCUMENTED = (*_MESSAGES, ChatTool, NamedTool, AllowedToolChoice)
 _MESSAGE_SCHEMA = {"oneOf": [{"$ref": f"#/components/schemas/{m.__name__}"} for m in _MESSAGES]}
+ChatMessages = Annotated[
+    list[Annotated[ChatMessage, WithJsonSchema(_MESSAGE_SCHEMA)]], Field(fail_fast=True)
+]
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -104,9 +107,7 @@ class ChatCompletionRequest(GenerationBody):
     path = "/v1/chat/completions"
     refused = refused_fields.OF_CHATS
 
-    messages: Annotated[
-        list[Annotated[ChatMessage, WithJsonSchema(_MESSAGE_SCHEMA)]], Field(fail_fast=True)
-    ] = Field(
+    messages: ChatMessages = Field(
         description="The conversation, oldest first: messages of system, developer, user, assistant and tool.",
         json_schema_extra={"minItems": 1},
     )
@@ -199,18 +200,9 @@ class ChatCompletionRequest(GenerationBody):
 
     def to_request(self, request_id: str) -> GenerationRequest:
         """Make the router's request."""
-        messages: list[dict[str, Any]] = []
-        for i, message in enumerate(self.messages):
-            role = served_role(message.role, f"messages[{i}].role")
-            # Not dict(message): that calls `keys`, and a client may send a field with this name.
-            messages.append({**message.__dict__, **(message.model_extra or {}), "role": role})
-        if not _is_shallow(messages, _MAX_MESSAGES_DEPTH):
-            raise InvalidRequest(
-                f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"
-            )
         return self.generation_request(
             request_id,
-            messages=tuple(messages),
+            messages=router_messages(self.messages),
             tools=tools_of(self.tools),
             tool_choice=tool_choice_of(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -219,6 +211,26 @@ class ChatCompletionRequest(GenerationBody):
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
         )
+
+
+def router_messages(messages: list[ChatMessage]) -> tuple[dict[str, Any], ...]:
+    """Convert the messages of a body to the router's.
+
+    Raises
+    ------
+    InvalidRequest, UnsupportedField
+        A role is not served, or the messages nest too deeply.
+    """
+    converted: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        role = served_role(message.role, f"messages[{i}].role")
+        # Not dict(message): that calls `keys`, and a client may send a field with this name.
+        converted.append({**message.__dict__, **(message.model_extra or {}), "role": role})
+    if not _is_shallow(converted, _MAX_MESSAGES_DEPTH):
+        raise InvalidRequest(
+            f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"
+        )
+    return tuple(converted)
 
 
 def _is_shallow(value: Any, max_depth: int) -> bool:
