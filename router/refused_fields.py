@@ -12,13 +12,13 @@ from typing import Any
 
 from quire.protos.errors import UnsupportedField, described
 
-NO_TOOLS = "tool calls are not served"
 NO_FUNCTIONS = "functions are served as tools only"
 _NO_BEAMS = "beam search is not served"
 _NO_AUDIO = "audio is not served"
 _NO_IMAGES = "images are not served"
 _NO_VIDEO = "videos are not served"
 _NO_FILES = "files are not served"
+_NO_TOOL_PARTS = "calls and their results are fields of a message, not parts of its content"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,8 @@ OF_DETOKENIZE: Mapping[str, Refused] = {}
 OF_MESSAGES: Mapping[str, Refused] = {
     "annotations": Refused("annotations are not passed to the chat template", ([],)),
     "audio": Refused(_NO_AUDIO),
-    "function_call": Refused(NO_TOOLS),
-    "reasoning": Refused("the reasoning of earlier turns is not passed to the chat template"),
-    "reasoning_content": Refused(
-        "the reasoning of earlier turns is not passed to the chat template"
-    ),
+    "function_call": Refused(NO_FUNCTIONS),
     "refusal": Refused("refusals are not passed to the chat template"),
-    "tool_call_id": Refused(NO_TOOLS),
-    "tool_calls": Refused(NO_TOOLS, ([],)),
 }
 
 # Types of the parts of a message's content.
@@ -148,8 +142,8 @@ CONTENT_TYPES: Mapping[str, str] = {
     "input_audio": _NO_AUDIO,
     "input_file": _NO_FILES,
     "input_image": _NO_IMAGES,
-    "tool_result": NO_TOOLS,
-    "tool_use": NO_TOOLS,
+    "tool_result": _NO_TOOL_PARTS,
+    "tool_use": _NO_TOOL_PARTS,
     "video": _NO_VIDEO,
     "video_url": _NO_VIDEO,
 }

@@ -10,12 +10,10 @@ import orjson
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import at_most
+from quire.router.chat.tool_checks import MAX_TOOLS, MAX_TOOLS_BYTES
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 
-# Bounds on the tools of a request before their schemas are parsed, which takes at most 0.4 us for each value. The
-# router has smaller bounds for one tool.
-MAX_TOOLS = 128
-MAX_SCHEMA_CHARS = 512 * 1024
+# Values in the schemas of all tools together. Parsing takes at most 0.4 us for each.
 MAX_SCHEMA_VALUES = 64 * 1024
 
 # Any other value is read as UNSPECIFIED: auto.
@@ -55,7 +53,7 @@ def tool_fields(chat: generation.ChatMessages) -> dict[str, Any]:
 def _tools(tools: Sequence[generation.Tool]) -> tuple[Tool, ...]:
     at_most("tools", len(tools), MAX_TOOLS, "tools")
     schemas = [tool.parameters for tool in tools]
-    at_most("tools", sum(map(len, schemas)), MAX_SCHEMA_CHARS, "characters of JSON schemas")
+    at_most("tools", sum(map(len, schemas)), MAX_TOOLS_BYTES, "characters of JSON schemas")
     num_values = sum(schema.count(mark) for schema in schemas for mark in ",[{")
     at_most("tools", num_values, MAX_SCHEMA_VALUES, "values in their JSON schemas")
     return tuple(

@@ -22,10 +22,9 @@ from quire.cluster.http.http_tools import (
 from quire.protos.errors import InvalidRequest
 from quire.protos.wire import MAX_LOGPROBS
 from quire.router import refused_fields
+from quire.router.chat.tool_checks import EFFORTS
 from quire.router.types import GenerationRequest
 
-# OpenAI's levels. The router checks the value.
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 # Most nesting levels of `messages`. Text parts are at level 4, functions of calls at level 5; arguments are text.
 # Deeper values are not supported, and checking very deep ones could exhaust the stack.
 _MAX_MESSAGES_DEPTH = 8
@@ -131,7 +130,7 @@ class ChatCompletionRequest(GenerationBody):
         None,
         description="How long the model reasons before its answer, as far as its chat template distinguishes levels; "
         "`none`: no reasoning. Default: that of the chat template.",
-        json_schema_extra={"anyOf": [{"enum": list(REASONING_EFFORTS)}, {"type": "null"}]},
+        json_schema_extra={"anyOf": [{"enum": list(EFFORTS)}, {"type": "null"}]},
     )
     max_completion_tokens: int | None = Field(
         None, description="The newer name of `max_tokens`. If both are given they must be equal."

@@ -110,6 +110,44 @@ def test_every_mode_of_tool_choice_reaches_the_router(service, mode: int, expect
     assert service.requests[0].tool_choice == ToolChoice(expected)
 
 
+def test_a_conversation_with_calls_reaches_the_router(service) -> None:
+    turns = (
+        USER,
+        generation_pb2.ChatMessage(
+            role="assistant",
+            reasoning="Two cities.",
+            tool_calls=[generation_pb2.ToolCall(id="call_a", name="weather", arguments="{}")],
+        ),
+        generation_pb2.ChatMessage(role="tool", tool_call_id="call_a", content="sun"),
+    )
+
+    async def body(clients: Clients) -> None:
+        await clients.generation.GenerateOnce(chat(*turns, tools=[WEATHER]))
+        turns[1].tool_calls[0].name = ""
+        error = await failure(clients.generation.GenerateOnce(chat(*turns)))
+        field = "messages[1].tool_calls[0].name"
+        assert dict(error.trailing_metadata())["x-quire-error-field"] == field
+        assert error.details().startswith(f"{field} must be")
+
+    run(service, "direct", body)
+    assert service.requests[0].messages == (
+        {"role": "user", "content": USER.content},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Two cities.",
+            "tool_calls": [
+                {
+                    "id": "call_a",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": "{}"},
+                }
+            ],
+        },
+        {"role": "tool", "content": "sun", "tool_call_id": "call_a"},
+    )
+
+
 def tool(parameters: str) -> generation_pb2.Tool:
     return generation_pb2.Tool(name="f", parameters=parameters)
 

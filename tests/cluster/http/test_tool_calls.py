@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from quire.cluster.http.http_answers import ChatCompletion, ChatCompletionChunk, ErrorAnswer
 from quire.cluster.http.sse import ChunkEncoder
+from quire.router.chat.tool_checks import EFFORTS
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 from quire.router.types import OutputDelta, Usage
 
@@ -263,6 +264,97 @@ def test_every_form_of_tool_choice_reaches_the_router(http, service, given, expe
     else:
         assert response.status_code == 200, response.text
         assert service.requests[0].tool_choice == expected
+
+
+def test_a_conversation_with_calls_reaches_the_router(chats, service) -> None:
+    """The client sends back the message that it got."""
+    service.script = SCRIPT
+    answer = chats.create(**asked(tools=[WEATHER])).choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": "call_a", "content": [{"type": "text", "text": "sun"}]},
+        {"role": "tool", "tool_call_id": "call_b", "content": "rain", "name": "weather"},
+    ]
+    conversation = [*MESSAGES, answer, *results]
+    chats.create(**asked(tools=[WEATHER], messages=conversation))
+    user, assistant, sun, rain = service.requests[1].messages
+    assert user["content"] == MESSAGES[0]["content"]
+    assert assistant["reasoning_content"] == "Two cities."
+    assert assistant["content"] == "I look it up."
+    assert assistant["tool_calls"] == [
+        {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": "weather", "arguments": call.arguments},
+        }
+        for call in (OSLO, BERGEN)
+    ]
+    assert (sun["role"], sun["tool_call_id"], sun["content"]) == (
+        "tool",
+        "call_a",
+        [{"type": "text", "text": "sun"}],
+    )
+    assert (rain["tool_call_id"], rain["name"]) == ("call_b", "weather")
+
+
+def with_call(**fields: Any) -> dict[str, Any]:
+    """Messages whose last one has a call with these fields."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}, **fields}
+    return {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+def test_a_call_needs_no_content_and_its_arguments_no_parser(http: httpx.Client, service) -> None:
+    """Arguments are text, so their depth is not that of the messages."""
+    deep = '{"a":' * 100 + "1" + "}" * 100
+    body = asked(**with_call(function={"name": "f", "arguments": deep}))
+    assert http.post(CHAT, json=body).status_code == 200
+    assert service.requests[0].messages[1]["tool_calls"][0]["function"]["arguments"] == deep
+
+
+CALL = "messages[1].tool_calls[0]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        (with_call(id=""), "invalid_request", f"{CALL}.id"),
+        (with_call(type="custom"), "invalid_request", f"{CALL}.type"),
+        (with_call(odd=1), "unsupported_field", f"{CALL}.odd"),
+        (with_call(function={"name": "f", "arguments": "{"}), "invalid_request", f"{CALL}.function.arguments"),
+        (with_call(function={"name": "f", "arguments": {}}), "invalid_request", f"{CALL}.function.arguments"),
+        (with_call(function=[[[[[[[]]]]]]]), "invalid_request", "messages"),
+        ({"messages": [{**MESSAGES[0], "tool_call_id": "a"}]}, "invalid_request", "messages[0].tool_call_id"),
+        ({"messages": [{**MESSAGES[0], "tool_calls": [1]}]}, "invalid_request", "messages[0].tool_calls"),
+        # The router names `tools[1].name`.
+        ({"tools": [NOW, NOW]}, "invalid_request", "tools[1].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "invalid_request",
+            "tools[0].function.name",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "invalid_request",
+            "tools[0].function.parameters.type",
+        ),
+        ({"tools": [{**NOW, "function": {"name": f"f{i}"}} for i in range(129)]}, "invalid_request", "tools"),
+        ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
+        ({"reasoning_effort": "extreme"}, "invalid_request", "reasoning_effort"),
+    ],
+)  # fmt: skip
+def test_what_the_router_refuses_has_the_clients_name(
+    http: httpx.Client, service, fields, code: str, param: str
+) -> None:
+    response = http.post(CHAT, json=asked(**fields))
+    assert response.status_code == 400, response.text
+    error = ErrorAnswer.model_validate(response.json()).error
+    assert (error.code, error.param) == (code, param), error
+    assert param in error.message
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_every_documented_effort_is_served(http: httpx.Client, service, effort: str) -> None:
+    assert http.post(CHAT, json=asked(reasoning_effort=effort)).status_code == 200
+    assert service.requests[0].reasoning_effort == effort
 
 
 FUNCTION = {"type": "function"}
