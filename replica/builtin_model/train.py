@@ -30,14 +30,33 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.builtin_model.corpus import END_OF_TEXT, TURN_END, TURN_START, documents
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}\n"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}\n"
-    "{%- endfor -%}\n"
-    "{%- if add_generation_prompt -%}\n"
-    "{{- '<|im_start|>assistant\\n' -}}\n"
-    "{%- endif -%}\n"
-)
+# The form of calls is that of Qwen 2.5 (the family `hermes` of `router/chat`). Without tools it is plain ChatML.
+CHAT_TEMPLATE = r"""{%- if tools -%}
+{{- '<|im_start|>system\n' -}}
+{%- if messages[0]['role'] == 'system' -%}
+{{- messages[0]['content'] + '\n\n' -}}
+{%- endif -%}
+{{- 'Tools:\n' -}}
+{%- for tool in tools -%}
+{{- tool | tojson + '\n' -}}
+{%- endfor -%}
+{{- 'To call one, write <tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if not (tools and loop.first and message['role'] == 'system') -%}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] -}}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '\n' if message['content'] or not loop.first else '' -}}
+{{- '<tool_call>\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- call['function']['arguments'] | tojson + '}\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>' + '\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
 
 MAX_POSITION = 4096
 HELD_OUT_DOCUMENTS = 200

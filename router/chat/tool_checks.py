@@ -33,8 +33,11 @@ def check_tools(request: GenerationRequest) -> None:
     if not isinstance(tools, tuple):
         raise invalid("tools", "a list of tools", tools)
     if request.messages is None:
-        given = {"tools": tools or None, "tool_choice": choice}
-        given["reasoning_effort"] = request.reasoning_effort
+        given = {
+            "tools": tools or None,
+            "tool_choice": choice,
+            "reasoning_effort": request.reasoning_effort,
+        }
         for field, value in given.items():
             if value is not None:
                 raise InvalidRequest(
