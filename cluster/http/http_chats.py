@@ -129,8 +129,8 @@ class ChatCompletionRequest(GenerationBody):
     reasoning_effort: str | None = Field(
         None,
         description="How long the model reasons before its answer, as far as its chat template distinguishes levels; "
-        "`none`: no reasoning. Default: that of the chat template.",
-        json_schema_extra={"anyOf": [{"enum": list(EFFORTS)}, {"type": "null"}]},
+        "`none`: no reasoning; `max` is served as `xhigh`. Default: that of the chat template.",
+        json_schema_extra={"anyOf": [{"enum": [*EFFORTS, "max"]}, {"type": "null"}]},
     )
     max_completion_tokens: int | None = Field(
         None, description="The newer name of `max_tokens`. If both are given they must be equal."
@@ -205,7 +205,7 @@ class ChatCompletionRequest(GenerationBody):
             tools=tools_of(self.tools),
             tool_choice=tool_choice_of(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            reasoning_effort=self.reasoning_effort,
+            reasoning_effort="xhigh" if self.reasoning_effort == "max" else self.reasoning_effort,
             chat_template_kwargs=self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
