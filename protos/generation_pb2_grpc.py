@@ -52,6 +52,21 @@ class GenerationStub(object):
                 request_serializer=quire_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_protos_dot_generation__pb2.GenerateOnceResponse.FromString,
                 _registered_method=True)
+        self.Render = channel.unary_unary(
+                '/quire.v1.Generation/Render',
+                request_serializer=quire_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=quire_dot_protos_dot_generation__pb2.RenderResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/quire.v1.Generation/Tokenize',
+                request_serializer=quire_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=quire_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/quire.v1.Generation/Detokenize',
+                request_serializer=quire_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=quire_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer(object):
@@ -80,6 +95,28 @@ class GenerationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Render(self, request, context):
+        """The prompt of a request as a replica would compute it: rendered text and token ids. The request is checked as for
+        `Generate`, and nothing is generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """The token ids of a text or of chat turns.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +129,21 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GenerateOnce,
                     request_deserializer=quire_dot_protos_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_protos_dot_generation__pb2.GenerateOnceResponse.SerializeToString,
+            ),
+            'Render': grpc.unary_unary_rpc_method_handler(
+                    servicer.Render,
+                    request_deserializer=quire_dot_protos_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=quire_dot_protos_dot_generation__pb2.RenderResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=quire_dot_protos_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=quire_dot_protos_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=quire_dot_protos_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=quire_dot_protos_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -156,6 +208,87 @@ class Generation(object):
             '/quire.v1.Generation/GenerateOnce',
             quire_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
             quire_dot_protos_dot_generation__pb2.GenerateOnceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Render(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Generation/Render',
+            quire_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
+            quire_dot_protos_dot_generation__pb2.RenderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Generation/Tokenize',
+            quire_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            quire_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Generation/Detokenize',
+            quire_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            quire_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

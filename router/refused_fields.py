@@ -12,14 +12,13 @@ from typing import Any
 
 from quire.protos.errors import UnsupportedField, described
 
-NO_TOOLS = "tool calls are not served"
 NO_FUNCTIONS = "functions are served as tools only"
 _NO_BEAMS = "beam search is not served"
-_NO_REASONING = "reasoning is not controlled by the request"
 _NO_AUDIO = "audio is not served"
 _NO_IMAGES = "images are not served"
 _NO_VIDEO = "videos are not served"
 _NO_FILES = "files are not served"
+_NO_TOOL_PARTS = "calls and their results are fields of a message, not parts of its content"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +107,21 @@ OF_CHATS: Mapping[str, Refused] = {
     "echo": Refused("echo is served by /v1/completions only", (False,)),
     "function_call": Refused(NO_FUNCTIONS, ("none",)),
     "functions": Refused(NO_FUNCTIONS, ([],)),
-    "include_reasoning": Refused(_NO_REASONING, (True, False)),
+    "include_reasoning": Refused("the reasoning is always part of the answer", (True,)),
     "media_io_kwargs": Refused("only text is served", ({},)),
     "mm_processor_kwargs": Refused("only text is served", ({},)),
     "modalities": Refused("only text is served", (["text"],)),
-    "parallel_tool_calls": Refused(NO_TOOLS, (True, False)),
-    "reasoning_effort": Refused(_NO_REASONING, ("none",)),
+    "moderation": Refused("moderation is not served"),
     "suffix": Refused("text is not filled in before a suffix", ("",)),
-    "thinking_token_budget": Refused(_NO_REASONING),
-    "tool_choice": Refused(NO_TOOLS, ("none",)),
-    "tools": Refused(NO_TOOLS, ([],)),
+    "thinking_token_budget": Refused("the reasoning has no token budget of its own"),
     "verbosity": Refused("verbosity levels are not served", ("medium",)),
     "web_search_options": Refused("web search is not served"),
 }
+
+OF_TOKENIZE: Mapping[str, Refused] = {
+    name: OF_CHATS[name] for name in ("chat_template", "mm_processor_kwargs")
+}
+OF_DETOKENIZE: Mapping[str, Refused] = {}
 
 OF_MESSAGES: Mapping[str, Refused] = {
     "annotations": Refused("annotations are not passed to the chat template", ([],)),
@@ -141,8 +142,8 @@ CONTENT_TYPES: Mapping[str, str] = {
     "input_audio": _NO_AUDIO,
     "input_file": _NO_FILES,
     "input_image": _NO_IMAGES,
-    "tool_result": NO_TOOLS,
-    "tool_use": NO_TOOLS,
+    "tool_result": _NO_TOOL_PARTS,
+    "tool_use": _NO_TOOL_PARTS,
     "video": _NO_VIDEO,
     "video_url": _NO_VIDEO,
 }

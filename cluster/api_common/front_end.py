@@ -16,8 +16,10 @@ from quire.protos.errors import (
     InvalidRequest,
     QuireError,
     UnsupportedField,
+    model_not_found,
 )
 from quire.router.refused_fields import NO_FUNCTIONS
+from quire.router.tool_types import ToolCall
 from quire.router.types import Explain, GenerationStream, OutputDelta, Service, TokenScores
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ ROLES = {
 TIMEOUT_HEADER = (
     "x-request-timeout-seconds"  # defined by Ray Serve; an HTTP header or gRPC metadata
 )
+_INDEX = re.compile(r"\[\d+\]")
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
 
 
@@ -101,15 +104,41 @@ def renamed(error: QuireError, names: Mapping[str, str]) -> QuireError:
     Parameters
     ----------
     names
-        Map from the router's to the client's names of fields, where they differ.
+        Map from the router's to the client's names of fields, where they differ. `[]` stands for any index:
+        ``tools[].name``.
     """
     field = error.field
-    if field is None or field not in names:
+    if field is None:
         return error
-    name, message = names[field], error.message
+    name = names.get(field) or _renamed_in_lists(field, names)
+    if name is None:
+        return error
+    message = error.message
     if re.match(rf"{re.escape(field)}( must|:)", message):
         message = name + message.removeprefix(field)
     return type(error)(message, field=name, retry_after_s=error.retry_after_s)
+
+
+def _renamed_in_lists(field: str, names: Mapping[str, str]) -> str | None:
+    """Return the client's name of a field with indices; None if it has no other name."""
+    indices = iter(_INDEX.findall(field))
+    name = names.get(_INDEX.sub("[]", field))
+    return None if name is None else re.sub(r"\[\]", lambda _: next(indices), name)
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Check the model of a request that the router does not check.
+
+    Raises
+    ------
+    ModelNotFound
+        The application serves another model.
+    Unavailable
+        No replica has reported the model yet.
+    """
+    served = service.model_info().name
+    if name not in (None, served):
+        raise model_not_found(name or "", [served])
 
 
 def timeout_seconds(value: str | None) -> float | None:
@@ -139,7 +168,7 @@ class Progress:
     """How much of one choice (one of a request's answers) has been sent. A stream keeps no other such state."""
 
     num_tokens: int = 0
-    finish_reason: str | None = None  # stop | length
+    finish_reason: str | None = None  # stop | length | tool_calls
     stop_reason: str | int | None = None
 
     def add(self, delta: OutputDelta) -> None:
@@ -175,12 +204,16 @@ class Answer(Progress):
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenScores] | None = None
+    reasoning_pieces: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, delta: OutputDelta) -> None:
-        """Count a delta and append its text and tokens; raises `Aborted` if the router has aborted the request."""
+        """Count a delta and append its output; raises `Aborted` if the router has aborted the request."""
         Progress.add(self, delta)
         self.pieces.append(delta.text)
         self.token_ids += delta.token_ids
+        self.reasoning_pieces.append(delta.reasoning)
+        self.tool_calls += delta.tool_calls
         if delta.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = []
@@ -190,6 +223,11 @@ class Answer(Progress):
     def text(self) -> str:
         """The complete text."""
         return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        """The complete reasoning before the text."""
+        return "".join(self.reasoning_pieces)
 
 
 async def collect(stream: GenerationStream, num_choices: int) -> list[Answer]:

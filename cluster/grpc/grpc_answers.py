@@ -8,6 +8,7 @@ import grpc
 
 from quire.cluster.api_common.front_end import (
     TIMEOUT_HEADER,
+    Answer,
     Progress,
     explain_headers,
     internal_error,
@@ -15,6 +16,7 @@ from quire.cluster.api_common.front_end import (
     retry_after_ms,
 )
 from quire.cluster.grpc.grpc_requests import Context
+from quire.cluster.grpc.grpc_tools import TOOL_NAMES, calls_of
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import QuireError
@@ -33,10 +35,16 @@ from quire.router.types import (
 _FINISH_REASONS = {
     "stop": generation.FINISH_REASON_STOP,
     "length": generation.FINISH_REASON_LENGTH,
+    "tool_calls": generation.FINISH_REASON_TOOL_CALLS,
 }
 
 # The API's names for fields that have other names in the router.
-_NAMES = {"tenant": "cache_salt", "deadline_s": TIMEOUT_HEADER, "timeout": TIMEOUT_HEADER}
+_NAMES = {
+    "tenant": "cache_salt",
+    "deadline_s": TIMEOUT_HEADER,
+    "timeout": TIMEOUT_HEADER,
+    **TOOL_NAMES,
+}
 
 
 class Responses:
@@ -76,6 +84,10 @@ class Responses:
         response.event_id = self._ids.after(delta)
         if delta.logprobs is not None:
             response.logprobs.extend(token_scores(delta.logprobs))
+        if delta.reasoning:
+            response.reasoning = delta.reasoning
+        if delta.tool_calls:
+            response.tool_calls.extend(calls_of(delta.tool_calls))
         if self._is_first:
             self._is_first = False
             self._introduce(response)
@@ -114,6 +126,17 @@ def set_finish(
         response.stop_token_id = ended.stop_reason
 
 
+def answer_fields(answer: Answer) -> dict[str, Any]:
+    """Return the fields that `GenerateOnceResponse` and `Choice` share, without the finish."""
+    return {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "logprobs": token_scores(answer.logprobs),
+        "reasoning": answer.reasoning,
+        "tool_calls": calls_of(answer.tool_calls),
+    }
+
+
 def token_scores(scores: list[TokenScores] | None) -> list[generation.TokenScores]:
     def scored(token: ScoredToken) -> generation.ScoredToken:
         return generation.ScoredToken(
@@ -140,6 +163,7 @@ def set_usage(
     response.usage.completion_tokens = usage.completion_tokens
     response.usage.cached_tokens = usage.cached_tokens
     response.usage.host_cached_tokens = usage.host_cached_tokens
+    response.usage.reasoning_tokens = usage.reasoning_tokens
 
 
 def set_explain(context: Context, explain: Any) -> None:

@@ -24,10 +24,11 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from quire.cluster.api_common.front_end import collect, counting_refusals
+from quire.cluster.api_common.front_end import check_model, collect, counting_refusals
 from quire.cluster.api_common.watchers import FORWARDED_FOR, Watchers, client_of
 from quire.cluster.grpc.grpc_answers import (
     Responses,
+    answer_fields,
     prompt_scores,
     replica_cache,
     replica_load,
@@ -35,14 +36,20 @@ from quire.cluster.grpc.grpc_answers import (
     set_finish,
     set_status,
     set_usage,
-    token_scores,
 )
-from quire.cluster.grpc.grpc_requests import Context, generation_request, period_s
+from quire.cluster.grpc.grpc_requests import (
+    Context,
+    generation_request,
+    period_s,
+    tokenize_request,
+)
 from quire.cluster.grpc.grpc_servicers import Unparsed, accepted
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest, shown
+from quire.protos.field_checks import at_most
 from quire.router.request import resume
+from quire.router.request.params import DEFAULT_LIMITS
 from quire.router.types import Service
 
 GENERATION = generation.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -169,23 +176,56 @@ class GrpcApi:
         finally:
             await stream.aclose()
         response = generation.GenerateOnceResponse(
-            text=answer.text,
-            token_ids=answer.token_ids,
             seed=stream.origin.seed,
             request_id=stream.request_id,
             model=stream.model,
-            logprobs=token_scores(answer.logprobs),
             prompt_logprobs=prompt_scores(stream),
+            **answer_fields(answer),
         )
         set_finish(response, answer)
         for other in others:
-            choice = response.more_choices.add(
-                text=other.text, token_ids=other.token_ids, logprobs=token_scores(other.logprobs)
-            )
+            choice = response.more_choices.add(**answer_fields(other))
             set_finish(choice, other)
         set_usage(response, stream.usage)
         set_explain(grpc_context, stream.explain)
         return response
+
+    @_unary(generation.RenderResponse)
+    async def Render(
+        self, request: generation.GenerateRequest, grpc_context: Context
+    ) -> generation.RenderResponse:
+        """Return the prompt of a request as a replica would compute it."""
+        encoded = await self.service.encode(generation_request(request, grpc_context))
+        return generation.RenderResponse(
+            text=encoded.text or "",
+            token_ids=encoded.token_ids.tolist(),
+            max_model_len=encoded.max_model_len,
+            model=self.service.model_info().name,
+        )
+
+    @_unary(generation.TokenizeResponse)
+    async def Tokenize(
+        self, request: generation.TokenizeRequest, grpc_context: Context
+    ) -> generation.TokenizeResponse:
+        """Return the token ids of a text or of chat turns."""
+        encoded = await self.service.encode(tokenize_request(request, grpc_context))
+        ids = encoded.token_ids.tolist()
+        strs = await self.service.tokens(ids) if request.return_token_strs else ()
+        return generation.TokenizeResponse(
+            token_ids=ids, token_strs=strs, max_model_len=encoded.max_model_len
+        )
+
+    @_unary(generation.DetokenizeResponse)
+    async def Detokenize(
+        self, request: generation.DetokenizeRequest, grpc_context: Context
+    ) -> generation.DetokenizeResponse:
+        """Return the text of token ids."""
+        check_model(self.service, request.model or None)
+        at_most("token_ids", len(request.token_ids), DEFAULT_LIMITS.max_prompt_ids, "token ids")
+        text = await self.service.decode(
+            request.token_ids, skip_special_tokens=request.skip_special_tokens
+        )
+        return generation.DetokenizeResponse(text=text)
 
     # -- quire.v1.Control --------------------------------------------------------------------------
 

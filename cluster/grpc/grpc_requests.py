@@ -16,6 +16,7 @@ from quire.cluster.api_common.front_end import (
     served_role,
     timeout_seconds,
 )
+from quire.cluster.grpc.grpc_tools import tool_fields, turn_calls
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest
@@ -110,16 +111,18 @@ def _input(request: generation.GenerateRequest) -> dict[str, Any]:
         at_most("token_ids", len(ids), DEFAULT_LIMITS.max_prompt_ids, "token ids")
         return {"prompt": tuple(ids)}
     if kind == "messages":
-        num_messages = len(request.messages.messages)
-        at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
-        turns = tuple(map(_turn, range(1 << 31), request.messages.messages))
-        return {"messages": turns, **_template_options(request.messages)}
+        return _chat(request.messages)
     raise InvalidRequest("input is required: one of prompt, token_ids and messages", field="input")
 
 
-def _template_options(chat: generation.ChatMessages) -> dict[str, Any]:
-    """The options of the chat template."""
-    options: dict[str, Any] = {"continue_final_message": chat.continue_final_message}
+def _chat(chat: generation.ChatMessages) -> dict[str, Any]:
+    """The messages, the tools and the options of the chat template."""
+    at_most("messages", len(chat.messages), DEFAULT_LIMITS.max_messages, "messages")
+    options: dict[str, Any] = {
+        "messages": tuple(map(_turn, range(1 << 31), chat.messages)),
+        "continue_final_message": chat.continue_final_message,
+        **tool_fields(chat),
+    }
     if chat.HasField("add_generation_prompt"):
         options["add_generation_prompt"] = chat.add_generation_prompt
     if chat.chat_template_kwargs:
@@ -149,17 +152,49 @@ def _grammar(request: generation.GenerateRequest) -> Grammar | None:
     )
 
 
-def _turn(i: int, message: generation.ChatMessage) -> dict[str, str]:
+def _turn(i: int, message: generation.ChatMessage) -> dict[str, Any]:
     role = served_role(message.role, f"messages[{i}].role")
-    turn = {"role": role, "content": message.content}
+    turn: dict[str, Any] = {"role": role, "content": message.content}
     if message.name:
         turn["name"] = message.name
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        turn["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        turn["tool_calls"] = turn_calls(message)
     return turn
+
+
+def tokenize_request(request: generation.TokenizeRequest, context: Context) -> GenerationRequest:
+    """Make the router's request for the tokens of an input.
+
+    Raises
+    ------
+    InvalidRequest
+        The input is missing, or the router cannot read it.
+    """
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest("input is required: one of prompt and messages", field="input")
+    given = {"prompt": request.prompt} if kind == "prompt" else _chat(request.messages)
+    return GenerationRequest(
+        request_id=_metadata_id(context),
+        model=request.model or None,
+        add_special_tokens=(
+            request.add_special_tokens if request.HasField("add_special_tokens") else None
+        ),
+        **given,
+    )
 
 
 def _request_id(request: generation.GenerateRequest, context: Context) -> str:
     if request.request_id:
         return request_label(request.request_id, "request_id")
+    return _metadata_id(context)
+
+
+def _metadata_id(context: Context) -> str:
     for key, value in context.invocation_metadata():
         # An id that cannot be logged is replaced, as the HTTP front end does.
         if key == "x-request-id" and is_label(value):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from quire.cluster.api_common.front_end import retry_after_ms
+from quire.cluster.http.http_tools import ToolCallAnswer, ToolCallDelta
 from quire.protos.errors import DecisionNotFound, QuireError
 from quire.router.types import Decisions, ModelInfo, ScoredToken, TokenScores, Usage
 
@@ -34,6 +35,12 @@ class PromptTokensDetails(_Answer):
     )
 
 
+class CompletionTokensDetails(_Answer):
+    """What the generated tokens are."""
+
+    reasoning_tokens: int = Field(description="Tokens of the reasoning before the answer.")
+
+
 class UsageAnswer(_Answer):
     """Tokens of the whole request, also if it continued on other replicas."""
 
@@ -41,11 +48,12 @@ class UsageAnswer(_Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class _Choice(_Answer):
     index: int
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None = Field(
         None, description="The stop string or stop token id that ended the answer; null for EOS."
     )
@@ -113,7 +121,11 @@ class AssistantMessage(_Answer):
     """The generated message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null if the request has tools and the answer no text.")
+    reasoning_content: str | None = Field(
+        None, description="The reasoning before the answer, if there is any."
+    )
+    tool_calls: list[ToolCallAnswer] | None = Field(None, description="Calls, if there are any.")
 
 
 class ChatChoice(_Choice):
@@ -125,10 +137,12 @@ class ChatChoice(_Choice):
 
 
 class ChatDelta(_Answer):
-    """The new part of the message: the role in the first chunk, then text."""
+    """The new part of the message: the role in the first chunk, then reasoning, text and calls."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = Field(None, description="Calls that became complete.")
 
 
 class ChatChunkChoice(_Choice):
@@ -311,6 +325,7 @@ def usage_answer(usage: Usage) -> dict[str, Any]:
             "cached_tokens": usage.cached_tokens,
             "host_cached_tokens": usage.host_cached_tokens,
         },
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 

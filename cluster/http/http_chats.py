@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from quire.cluster.api_common.front_end import ROLES, served_role
+from quire.cluster.api_common.front_end import served_role
 from quire.cluster.http.http_schema import GenerationBody, Strict
+from quire.cluster.http.http_tools import (
+    TOOL_CHOICE_SCHEMA,
+    TOOL_NAMES,
+    TOOLS_SCHEMA,
+    AllowedToolChoice,
+    ChatTool,
+    NamedTool,
+    ToolCallAnswer,
+    tool_choice_of,
+    tools_of,
+)
 from quire.protos.errors import InvalidRequest
 from quire.protos.wire import MAX_LOGPROBS
 from quire.router import refused_fields
+from quire.router.chat.tool_checks import EFFORTS
 from quire.router.types import GenerationRequest
 
-# Most nesting levels of `messages`. Text parts are at level 4. Deeper values are not supported, and checking very deep
-# ones could exhaust the stack.
+# Most nesting levels of `messages`. Text parts are at level 4, functions of calls at level 5; arguments are text.
+# Deeper values are not supported, and checking very deep ones could exhaust the stack.
 _MAX_MESSAGES_DEPTH = 8
 
 
@@ -25,38 +37,67 @@ class TextPart(Strict):
     text: str
 
 
+_Content = str | list[TextPart]
+_Name = Annotated[
+    str | None,
+    Field(description="Name of the author, for templates that distinguish authors.", min_length=1),
+]
+
+
 class ChatMessage(BaseModel):
-    """One message. Other fields (`tool_calls`, ...) must be null; the router refuses other values."""
+    """One message. The router checks the fields of each role and refuses others that are not null."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        strict=True,
-        json_schema_extra={
-            "required": ["role", "content"],
-            "additionalProperties": {"type": "null"},
-        },
-    )
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    role: str = Field(
-        description="system, developer (served as system), user or assistant.",
-        json_schema_extra={"enum": list(ROLES)},
-    )
+    role: str
     # `Any`, because the router checks the content. It can name the part that is wrong, and it knows what the chat
     # template supports.
-    content: Any = Field(
-        None,
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}},
-            ]
-        },
+    content: Any = None
+    name: str | None = None
+
+
+class _Message(Strict):
+    """Base class of the models that document messages; other fields may be null."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
+
+
+class InputMessage(_Message):
+    """A message of the system (developer is served as system) or the user."""
+
+    role: Literal["system", "developer", "user"]
+    content: _Content
+    name: _Name = None
+
+
+class EarlierAnswer(_Message):
+    """An earlier answer: text, calls or both."""
+
+    role: Literal["assistant"]
+    content: _Content | None = None
+    name: _Name = None
+    reasoning_content: str | None = Field(
+        None, description="Its reasoning, for chat templates that keep it."
     )
-    name: str | None = Field(
-        None,
-        description="Name of the author, for templates that distinguish authors.",
-        json_schema_extra={"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]},
-    )
+    tool_calls: list[ToolCallAnswer] | None = None
+
+
+class ToolResult(_Message):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    content: _Content
+    name: _Name = None
+    tool_call_id: str = Field(description="Id of the call in an earlier message.", min_length=1)
+
+
+_MESSAGES = (InputMessage, EarlierAnswer, ToolResult)
+# Models that the OpenAPI document of the body refers to by name only.
+DOCUMENTED = (*_MESSAGES, ChatTool, NamedTool, AllowedToolChoice)
+_MESSAGE_SCHEMA = {"oneOf": [{"$ref": f"#/components/schemas/{m.__name__}"} for m in _MESSAGES]}
+ChatMessages = Annotated[
+    list[Annotated[ChatMessage, WithJsonSchema(_MESSAGE_SCHEMA)]], Field(fail_fast=True)
+]
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -65,8 +106,31 @@ class ChatCompletionRequest(GenerationBody):
     path = "/v1/chat/completions"
     refused = refused_fields.OF_CHATS
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
-        description="The conversation, oldest first.", json_schema_extra={"minItems": 1}
+    messages: ChatMessages = Field(
+        description="The conversation, oldest first: messages of system, developer, user, assistant and tool.",
+        json_schema_extra={"minItems": 1},
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        None,
+        description="Functions that the model may call. An answer has its calls in `tool_calls`; a message of role "
+        "`tool` answers each one.",
+        json_schema_extra=TOOLS_SCHEMA,
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None,
+        description="`auto` (default): text, calls or both; `none`: no call; `required`: at least one call; "
+        '`{"type": "function", "function": {"name": ...}}`: a call of this function; `allowed_tools`: as '
+        "`auto` or `required`, with these tools only.",
+        json_schema_extra=TOOL_CHOICE_SCHEMA,
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may have several calls; default true."
+    )
+    reasoning_effort: str | None = Field(
+        None,
+        description="How long the model reasons before its answer, as far as its chat template distinguishes levels; "
+        "`none`: no reasoning; `max` is served as `xhigh`. Default: that of the chat template.",
+        json_schema_extra={"anyOf": [{"enum": [*EFFORTS, "max"]}, {"type": "null"}]},
     )
     max_completion_tokens: int | None = Field(
         None, description="The newer name of `max_tokens`. If both are given they must be equal."
@@ -128,28 +192,44 @@ class ChatCompletionRequest(GenerationBody):
     def router_names(self) -> dict[str, str]:
         """Map from the router's names of fields to those of this body, where they differ."""
         names = {**super().router_names(), "prompt": "messages", "logprobs": "top_logprobs"}
+        names |= TOOL_NAMES
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names
 
     def to_request(self, request_id: str) -> GenerationRequest:
         """Make the router's request."""
-        messages: list[dict[str, Any]] = []
-        for i, message in enumerate(self.messages):
-            role = served_role(message.role, f"messages[{i}].role")
-            # Not dict(message): that calls `keys`, and a client may send a field with this name.
-            messages.append({**message.__dict__, **(message.model_extra or {}), "role": role})
-        if not _is_shallow(messages, _MAX_MESSAGES_DEPTH):
-            raise InvalidRequest(
-                f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"
-            )
         return self.generation_request(
             request_id,
-            messages=tuple(messages),
+            messages=router_messages(self.messages),
+            tools=tools_of(self.tools),
+            tool_choice=tool_choice_of(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            reasoning_effort="xhigh" if self.reasoning_effort == "max" else self.reasoning_effort,
             chat_template_kwargs=self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
         )
+
+
+def router_messages(messages: list[ChatMessage]) -> tuple[dict[str, Any], ...]:
+    """Convert the messages of a body to the router's.
+
+    Raises
+    ------
+    InvalidRequest, UnsupportedField
+        A role is not served, or the messages nest too deeply.
+    """
+    converted: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        role = served_role(message.role, f"messages[{i}].role")
+        # Not dict(message): that calls `keys`, and a client may send a field with this name.
+        converted.append({**message.__dict__, **(message.model_extra or {}), "role": role})
+    if not _is_shallow(converted, _MAX_MESSAGES_DEPTH):
+        raise InvalidRequest(
+            f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"
+        )
+    return tuple(converted)
 
 
 def _is_shallow(value: Any, max_depth: int) -> bool:

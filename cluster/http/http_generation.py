@@ -24,6 +24,7 @@ from quire.cluster.http.http_answers import (
 )
 from quire.cluster.http.http_chats import ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
+from quire.cluster.http.http_tools import call_answer
 from quire.cluster.http.sse import DONE, ChunkEncoder, error_event, with_id
 from quire.protos.errors import QuireError
 from quire.router.request.resume import EventIds
@@ -127,12 +128,12 @@ class GenerationResponse(AnswerResponse):
         scores = stream.scores_of_prompt(prompt)
         asked = self._prompt_logprobs(scores)
         if self._chat:
-            return encoder.role(asked)
+            return encoder.role(self._content(""), asked)
         echoed = self._echoed_scores(scores)
         text = self._echo(prompt, scores)
         chunk = b""
         if text or echoed is not None or asked is not None:
-            chunk = encoder.delta(OutputDelta(text, [], logprobs=echoed), stream.usage, asked)
+            chunk = encoder.whole_delta(OutputDelta(text, [], logprobs=echoed), stream.usage, asked)
         encoder.echoed(len(text))
         return chunk
 
@@ -163,6 +164,8 @@ class GenerationResponse(AnswerResponse):
                 include_usage=self._includes_usage(),
                 continuous_usage=bool(options and options.continuous_usage_stats),
                 token_ids=bool(self._body.return_token_ids),
+                logprobs=self._request.logprobs is not None,
+                event_ids=self._event_ids,
             )
             for index in range(len(self._request.marks))
         ]
@@ -193,7 +196,7 @@ class GenerationResponse(AnswerResponse):
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index}
         if self._chat:
-            choice["message"] = {"role": "assistant", "content": answer.text}
+            choice["message"] = self._message(answer)
             choice["logprobs"] = chat_logprobs(answer.logprobs)
         else:
             echo = self._echo(prompt, scores)
@@ -210,6 +213,19 @@ class GenerationResponse(AnswerResponse):
         if self._body.return_token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        """Build an `AssistantMessage`."""
+        message: dict[str, Any] = {"role": "assistant", "content": self._content(answer.text)}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["tool_calls"] = list(map(call_answer, answer.tool_calls))
+        return message
+
+    def _content(self, text: str) -> str | None:
+        """The content of a message. With tools, a message without text has null, as OpenAI's has."""
+        return text or (None if self._request.tools else "")
 
     def _envelope(self, stream: GenerationStream, kind: str) -> dict[str, Any]:
         prefix = CHAT_ID_PREFIX if self._chat else COMPLETION_ID_PREFIX

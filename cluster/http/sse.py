@@ -23,6 +23,7 @@ from quire.cluster.http.http_answers import (
     shifted,
     usage_answer,
 )
+from quire.cluster.http.http_tools import call_answer
 from quire.protos.errors import QuireError
 from quire.router.types import OutputDelta, Usage
 
@@ -47,6 +48,10 @@ class ChunkEncoder:
         Every chunk has the usage so far.
     token_ids
         Every choice has `token_ids`.
+    logprobs
+        Deltas have log-probabilities.
+    event_ids
+        Each delta is one event, because its id names the whole delta. Otherwise each call has a chunk of its own.
     """
 
     def __init__(
@@ -58,48 +63,74 @@ class ChunkEncoder:
         include_usage: bool = False,
         continuous_usage: bool = False,
         token_ids: bool = False,
+        logprobs: bool = False,
+        event_ids: bool = False,
     ):
         self._envelope = b"data: " + orjson.dumps(envelope)[:-1]
         self._chat = chat
         self._choice = b',"choices":[{"index":%d,' % index
         self._head = self._envelope + self._choice
         self._head += b'"delta":{"content":' if chat else b'"text":'
-        self._after_text = b'},"logprobs":' if chat else b',"logprobs":'
         usage = b',"usage":null' if include_usage else b""
-        self._tail = self._after_text + b'null,"finish_reason":null}]' + usage + b"}\n\n"
+        self._tail = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}]'
+        self._tail += usage + b"}\n\n"
         self._usage = usage
         self._continuous_usage = continuous_usage
         self._token_ids = token_ids
+        self._adds_fields = continuous_usage or token_ids or logprobs
+        self._splits_calls = not event_ids
         self._echoed_chars = 0  # characters of the echoed prompt
 
-    def role(self, prompt_logprobs: list[Any] | None = None) -> bytes:
-        """Encode the first chunk of a chat."""
-        choice = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+    def role(self, content: str | None, prompt_logprobs: list[Any] | None = None) -> bytes:
+        """Encode the first chunk of a chat.
+
+        Parameters
+        ----------
+        content
+            The text before the first token: empty, or None if the message may end without text.
+        """
+        message = orjson.dumps({"role": "assistant", "content": content})
+        choice = b'"delta":' + message + b',"logprobs":null,"finish_reason":null}]'
         prompt = b""
         if prompt_logprobs is not None:
             prompt = b',"prompt_logprobs":' + orjson.dumps(prompt_logprobs)
         return self._envelope + self._choice + choice + prompt + self._usage + b"}\n\n"
 
-    def delta(
-        self, delta: OutputDelta, usage: Usage, prompt_logprobs: list[Any] | None = None
-    ) -> bytes:
-        """Encode a chunk with the text of `delta`; empty if the chunk would carry no information.
+    def delta(self, delta: OutputDelta, usage: Usage) -> bytes:
+        """Encode the output of `delta` as chunks; empty if they would carry no information.
 
         Parameters
         ----------
-        delta
-            The new tokens and their text.
         usage
             Usage so far.
+        """
+        if (
+            self._adds_fields
+            or delta.finish_reason is not None
+            or delta.reasoning
+            or delta.tool_calls
+        ):
+            return self._whole_deltas(delta, usage)
+        # The text is empty while the last character is incomplete, or while it may be the start of a stop string.
+        if not delta.text:
+            return b""
+        return self._head + orjson.dumps(delta.text) + self._tail
+
+    def _whole_deltas(self, delta: OutputDelta, usage: Usage) -> bytes:
+        if delta.tool_calls and self._splits_calls:
+            return b"".join(self.whole_delta(part, usage) for part in _parts(delta))
+        return self.whole_delta(delta, usage)
+
+    def whole_delta(
+        self, delta: OutputDelta, usage: Usage, prompt_logprobs: list[Any] | None = None
+    ) -> bytes:
+        """Encode one chunk with every field of `delta`, even without text.
+
+        Parameters
+        ----------
         prompt_logprobs
             A `PromptLogprobsAnswer` for the choice, in the first chunk of a completion.
         """
-        plain = delta.finish_reason is None and delta.logprobs is None and prompt_logprobs is None
-        if plain and not self._continuous_usage and not self._token_ids:
-            # The text is empty while the last character is incomplete, or while it may be the start of a stop string.
-            if not delta.text:
-                return b""
-            return self._head + orjson.dumps(delta.text) + self._tail
         rest: dict[str, Any] = {"finish_reason": delta.finish_reason}
         if delta.finish_reason is not None:
             rest["stop_reason"] = delta.stop_reason
@@ -110,11 +141,13 @@ class ChunkEncoder:
         usage_json = self._usage
         if self._continuous_usage:
             usage_json = b',"usage":' + orjson.dumps(usage_answer(usage))
+        output = {"delta": _message_delta(delta)} if self._chat else {"text": delta.text}
         return b"".join(
             (
-                self._head,
-                orjson.dumps(delta.text),
-                self._after_text,
+                self._envelope,
+                self._choice,
+                orjson.dumps(output)[1:-1],
+                b',"logprobs":',
                 orjson.dumps(self._logprobs(delta)),
                 b",",
                 orjson.dumps(rest)[1:],
@@ -141,6 +174,34 @@ class ChunkEncoder:
             + orjson.dumps(usage_answer(usage))
             + b"}\n\n"
         )
+
+
+def _parts(delta: OutputDelta) -> list[OutputDelta]:
+    """Split a delta so that each call and the finish reason come alone, as OpenAI sends them.
+
+    openai-python's stream helper ends a call at the next chunk with another call or with a finish reason.
+    """
+    parts = [OutputDelta("", [], tool_calls=(call,)) for call in delta.tool_calls]
+    if delta.text or delta.reasoning:
+        parts.insert(0, OutputDelta(delta.text, [], reasoning=delta.reasoning))
+    parts[0].token_ids, parts[0].logprobs = delta.token_ids, delta.logprobs
+    if delta.finish_reason is not None:
+        parts.append(OutputDelta("", [], delta.finish_reason, delta.stop_reason))
+    return parts
+
+
+def _message_delta(delta: OutputDelta) -> dict[str, Any]:
+    """Build a `ChatDelta`: only the fields with new output, as OpenAI does."""
+    message: dict[str, Any] = {}
+    if delta.reasoning:
+        message["reasoning_content"] = delta.reasoning
+    if delta.text:
+        message["content"] = delta.text
+    if delta.tool_calls:
+        message["tool_calls"] = [
+            {"index": call.index, **call_answer(call)} for call in delta.tool_calls
+        ]
+    return message
 
 
 def with_id(event_id: str, chunk: bytes) -> bytes:

@@ -78,11 +78,18 @@ class PromptEncoder:
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of some token ids."""
-        ids = list(token_ids)
-        check_ids("tokens", ids, self._tokenizer.tokenizer.vocab_size)
-        return await self._tokenizer.in_thread(
-            self._tokenizer.tokenizer.decode, ids, skip_special_tokens
-        )
+        tokenizer = self._tokenizer.tokenizer
+
+        def decode() -> str:
+            ids = list(token_ids)
+            check_ids("tokens", ids, tokenizer.vocab_size)
+            return tokenizer.decode(ids, skip_special_tokens)
+
+        return await self._tokenizer.in_thread(decode)
+
+    async def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary writes it."""
+        return await self._tokenizer.in_thread(self._tokenizer.tokenizer.tokens, token_ids)
 
     async def hashes(self, prompt_ids: np.ndarray, hello: Hello, tenant: str) -> np.ndarray:
         """Return the routing hashes of a prompt's whole blocks, [tokens // 64] uint64."""

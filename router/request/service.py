@@ -176,6 +176,10 @@ class RouterService:
         """Return the text of some token ids."""
         return await self._prompt_encoder.decode(token_ids, skip_special_tokens)
 
+    async def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary writes it."""
+        return await self._prompt_encoder.tokens(token_ids)
+
     def refused(self, error: QuireError) -> None:
         """Count a request that a front end refused before it called `generate`."""
         self.observer.on_request()

@@ -125,11 +125,11 @@ class FakeStream:
     async def _tokens(self, choice: int) -> AsyncIterator[OutputDelta]:
         service, sampling, request = self._service, self._sampling, self._request
         if service.script is not None:
+            self.usage.reasoning_tokens = service.reasoning_tokens
             for delta in service.script:
                 await asyncio.sleep(service.token_s)
                 self.usage.completion_tokens += len(delta.token_ids)
                 yield dataclasses.replace(delta)
-            self.usage.reasoning_tokens = service.reasoning_tokens
             return
         matcher = StopMatcher(request.stop, include_stop=request.include_stop_str_in_output)
         rng = random.Random((sampling.seed + choice) * 1009 + self.usage.prompt_tokens)
@@ -220,6 +220,9 @@ class FakeService:
         self._refuse()
         check_ids("tokens", token_ids, len(VOCAB))
         return "".join(VOCAB[i] for i in token_ids)
+
+    async def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        return [f"<{i}>" for i in token_ids]
 
     def model_info(self) -> ModelInfo:
         self._refuse()

@@ -10,10 +10,20 @@ from quire.protos import generation_pb2
 
 BODY = 8 << 20  # bytes that an HTTP body or a message may have
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
 USER = '{"role":"user","content":"a"}'
 PART = '{"type":"text","text":"a"}'
+TOOL = '{"type":"function","function":{"name":"f","description":"","parameters":{}}}'
+CALL = '{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}'
+TOOLS = '{"messages":[' + USER + '],"tools":['
+CHOICE = (
+    '{"messages":['
+    + USER
+    + '],"tool_choice":{"type":"allowed_tools","allowed_tools":{"mode":"auto","tools":['
+)
+CALLS = '{"messages":[{"role":"assistant","content":"","tool_calls":['
 PARTS = '{"messages":[{"role":"user","content":['
 
 
@@ -46,6 +56,10 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "keys of a message": (CHAT, ('{"messages":[{"role":"user","content":"",' + few_keys + "}]}").encode()),
         "a long key of a message": (CHAT, filled('{"messages":[{"role":"user","content":"","', "k", '":1}]}')),
         "tools": (CHAT, filled('{"messages":[],"tools":[', '{"type":"function"},', "]}")),
+        "tools that pass the count": (CHAT, listed(TOOLS, TOOL, 4096, "]}")),
+        "a large schema": (CHAT, (TOOLS + TOOL.replace("{}", "{" + few_keys + "}") + "]}").encode()),
+        "names of tools": (CHAT, listed(CHOICE, '{"type":"function","function":{"name":"f"}}', 9_000, "]}}}")),
+        "calls that pass the count": (CHAT, listed(CALLS, CALL, 4_000, "]}]}")),
         "metadata": (CHAT, ('{"messages":[],"metadata":{' + few_keys + "}}").encode()),
         "stop": (TEXT, filled('{"prompt":"x","stop":[', '"a",', "]}")),
         "stop that passes the count": (TEXT, listed('{"prompt":"x","stop":[', '"a"', 65_000, "]}")),
@@ -95,6 +109,8 @@ def field(number: int, value: bytes) -> bytes:
 def messages() -> dict[str, bytes]:
     """Each by what it is."""
     turn = generation_pb2.ChatMessage(role="user", content="a").SerializeToString()
+    schema = '{"a":[' + ",".join(["1"] * 500) + "]}"
+    large_tool = generation_pb2.Tool(name="f", parameters=schema).SerializeToString()
     return {
         "messages": field(4, field(1, turn) * 400_000),
         "empty messages": field(4, field(1, b"") * 4_000_000),
@@ -113,4 +129,7 @@ def messages() -> dict[str, bytes]:
         "a group": b"\xfb\x7f" * 4_000_000,
         "no protobuf": b"\xff" * BODY,
         "too long": field(2, b"x" * BODY),
+        "tools": field(4, field(1, turn) + field(5, b"") * 4_000_000),
+        "as many tools as are parsed": field(4, field(1, turn) + field(5, large_tool) * 127),
+        "as many calls as pass the count": field(4, field(1, turn + field(4, b"") * 16_000)),
     }

@@ -685,7 +685,7 @@ REFUSED = [
     ),
     (
         CHAT,
-        {"messages": [{"role": "tool", "content": ""}]},
+        {"messages": [{"role": "function", "content": ""}]},
         "unsupported_field",
         "messages[0].role",
     ),
@@ -698,8 +698,8 @@ REFUSED = [
     (
         CHAT,
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-        "unsupported_field",
-        "messages[0].tool_calls",
+        "invalid_request",
+        "messages[0].tool_calls[0].id",
     ),
     # Names that Python looks up in objects are ordinary fields in a body.
     *(

@@ -49,12 +49,11 @@ def test_each_endpoint_refuses_by_a_sentence_and_takes_what_asks_for_nothing(cli
 
 
 def test_the_sentence_is_one_that_users_understand(client) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert refusal(client, CHAT, {"tools": tools}, "tools") == (
-        "tool calls are not served: tools must be [] or null, got a list of 1"
+    assert refusal(client, CHAT, {"functions": [{"name": "f"}]}, "functions") == (
+        "functions are served as tools only: functions must be [] or null, got a list of 1"
     )
-    assert refusal(client, CHAT, {"tool_choice": "auto"}, "tool_choice") == (
-        "tool calls are not served: tool_choice must be \"none\" or null, got 'auto'"
+    assert refusal(client, CHAT, {"function_call": "auto"}, "function_call") == (
+        "functions are served as tools only: function_call must be \"none\" or null, got 'auto'"
     )
     assert refusal(client, COMPLETIONS, {"suffix": "x"}, "suffix") == (
         "text is not filled in before a suffix: suffix must be \"\" or null, got 'x'"

@@ -16,7 +16,17 @@ from typing import Any
 import grpc
 import orjson
 import pytest
-from hostile_inputs import BODY, CHAT, USER, bodies, listed, messages
+from hostile_inputs import (
+    BODY,
+    CHAT,
+    DETOKENIZE,
+    TOKENIZE,
+    USER,
+    bodies,
+    filled,
+    listed,
+    messages,
+)
 
 from quire.cluster.grpc import grpc_servicers
 from quire.cluster.grpc.grpc_api import GrpcApi
@@ -85,7 +95,10 @@ def check(work: Callable[[], Awaitable[int]]) -> int:
     return results[0]
 
 
-def post(service: Cut, path: str, body: bytes) -> Callable[[], Awaitable[int]]:
+def post(
+    service: Cut, path: str, body: bytes, most_bytes: int = 4096
+) -> Callable[[], Awaitable[int]]:
+    """Send a body; the answer has at most `most_bytes`."""
     app = build_app(lambda: service, max_body_bytes=BODY)
     parts = [body[i : i + 65536] for i in range(0, len(body), 65536)]
 
@@ -112,7 +125,7 @@ def post(service: Cut, path: str, body: bytes) -> Callable[[], Awaitable[int]]:
             "headers": headers,
         }
         await app(scope, receive, send)
-        assert sum(len(message.get("body", b"")) for message in sent) < 4096
+        assert sum(len(message.get("body", b"")) for message in sent) < most_bytes
         return sent[0]["status"]
 
     return call
@@ -123,6 +136,28 @@ def test_no_body_holds_the_loop(name: str, service: Cut) -> None:
     path, body = HOSTILE[name]
     assert len(body) <= BODY
     assert check(post(service, path, body)) in (400, 404, 503)
+
+
+TOKENS = {
+    "a long text": (
+        TOKENIZE,
+        filled('{"return_token_strs":true,"prompt":"', "a quire is ", '"}')[: 1 << 20] + b'"}',
+        200,
+    ),
+    "a longer text": (TOKENIZE, filled('{"prompt":"', "a quire is ", '"}'), 400),
+    "a long chat": (f"{CHAT}/render", filled('{"messages":[{"role":"user","content":"', "ab ", '"}]}'), 400),
+    "ids": (DETOKENIZE, listed('{"tokens":[', "77", 524_000, "]}"), 200),
+    "large ids": (DETOKENIZE, listed('{"tokens":[', "123456", 524_000, "]}"), 400),
+    "a wrong id at the end": (DETOKENIZE, listed('{"tokens":[', "77", 520_000, ",123456]}"), 400),
+    "too many ids": (DETOKENIZE, listed('{"tokens":[', "7", 524_289, "]}"), 400),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_no_prompt_that_is_only_encoded_holds_the_loop(name: str, service: Cut) -> None:
+    path, body, status = TOKENS[name]
+    assert len(body) <= BODY
+    assert check(post(service, path, body, 16 << 20)) == status
 
 
 def test_no_chat_template_holds_the_loop(service: Cut, monkeypatch: pytest.MonkeyPatch) -> None:

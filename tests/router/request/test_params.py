@@ -128,6 +128,13 @@ def test_max_tokens_beyond_the_room_names_all_three_numbers(value):
         assert str(number) in caught.value.message
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [1, NUM_PROMPT_TOKENS, MAX_MODEL_LEN - 1])
+@pytest.mark.parametrize("value", [1, ROOM, ROOM + 1, 32000, 2**63])
+def test_max_tokens_fits_to_the_model_where_the_request_says_so(value, num_prompt_tokens):
+    found = resolved(max_tokens=value, num_prompt_tokens=num_prompt_tokens, fit_to_model=True)
+    assert found.max_tokens == min(value, MAX_MODEL_LEN - num_prompt_tokens)
+
+
 def test_the_prompt_leaves_room_for_a_token():
     assert resolved(num_prompt_tokens=MAX_MODEL_LEN - 1).max_tokens == 1
     with pytest.raises(ContextLengthExceeded, match="prompt has 128 tokens; at most 127") as caught:
@@ -253,6 +260,7 @@ def test_every_field_of_a_request_is_checked_or_known_to_be_free():
     """A new field must be given a bound, or be added to the free ones here."""
     free = {"request_id", "model", "resume_from"}  # an event id: `resume.check`
     free |= {"prompts"}  # a test of its own
+    free |= {"fit_to_model"}  # no client's field: an API sets it
     # tests/router/chat/test_tool_checks.py
     free |= {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"}
     tested = {name.partition("[")[0] for name, _ in ALL_REFUSED}
