@@ -23,6 +23,7 @@ from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.resources import device_of, lacking, num_gpus, reservations, reserved
 from quire.cluster.config.scaling_sections import ReplicaResources, RouterResources
 from quire.cluster.http.http_api import build_app
+from quire.cluster.http.responses_api import responses_routes
 from quire.cluster.ingress import Router, this_service
 from quire.cluster.proxies.ray_proxies import LOOPBACK, runs_haproxy
 from quire.cluster.proxies.ray_settings import deployment_variables
@@ -92,6 +93,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
             max_body_bytes=max_body_bytes,
             keepalive_s=http.keepalive_s,
             cors_origins=http.cors_origins,
+            apis=[responses_routes.add_routes],
         )
 
     router = serve.deployment(

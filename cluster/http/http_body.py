@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from quire.cluster.http.http_chats import ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
-from quire.cluster.http.http_schema import IGNORED_FIELDS, GenerationBody
+from quire.cluster.http.http_schema import IGNORED_FIELDS, GenerationBody, RequestBody
 from quire.protos.errors import InvalidRequest, UnsupportedField, described
 from quire.protos.field_checks import at_most
 from quire.router import refused_fields
@@ -26,7 +26,7 @@ BODIES: tuple[type[GenerationBody], ...] = (CompletionRequest, ChatCompletionReq
 MAX_ENTRIES = 4096
 _MAX_SHOWN_CHARS = 64  # most characters of an unknown field's name in an error message
 
-_Body = TypeVar("_Body", bound=GenerationBody)
+_Body = TypeVar("_Body", bound=RequestBody)
 
 
 def parse_body(model: type[_Body], body: Any) -> _Body:
@@ -52,7 +52,7 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
         parsed = model.model_validate(served)
     except ValidationError as error:
         raise refusal(error.errors(include_url=False)) from None
-    if parsed.stream_options is not None and not parsed.stream:
+    if served.get("stream_options") is not None and not served.get("stream"):
         raise InvalidRequest(
             "only a stream has options: stream_options must be null without stream true, got an object",
             field="stream_options",
@@ -60,19 +60,19 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
     return parsed
 
 
-def _is_served(model: type[GenerationBody], name: str, value: Any) -> bool:
+def _is_served(model: type[RequestBody], name: str, value: Any) -> bool:
     """Whether the model parses the field. False: the value has no effect, so the field is dropped.
 
     Raises UnsupportedField if the endpoint does not support the field or its value.
     """
     if name in model.model_fields:
         return value is not None
-    if name in IGNORED_FIELDS:
-        return False
     if name in model.refused:
         refused = model.refused[name]
         if not refused.accepts(value):
             raise refused.error(name, value)
+        return False
+    if name in IGNORED_FIELDS:
         return False
     for other in BODIES:
         if name in other.model_fields or name in other.refused:
@@ -83,7 +83,7 @@ def _is_served(model: type[GenerationBody], name: str, value: Any) -> bool:
 
 
 def _check_field_of_another(
-    model: type[GenerationBody], other: type[GenerationBody], name: str, value: Any
+    model: type[RequestBody], other: type[RequestBody], name: str, value: Any
 ) -> None:
     """Refuse a field that only another endpoint has, unless its value would have no effect there."""
     if value is None or (name in other.refused and other.refused[name].accepts(value)):
@@ -94,16 +94,22 @@ def _check_field_of_another(
     )
 
 
-def _hint(model: type[GenerationBody], name: str) -> str:
+def _hint(model: type[RequestBody], name: str) -> str:
     known = [*model.model_fields, *model.refused, *IGNORED_FIELDS]
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
-    """Make the error for the first problem, with its path in the body: ``messages[0].role``."""
+def refusal(errors: Sequence[ErrorDetails], where: str = "") -> InvalidRequest:
+    """Make the error for the first problem, with its path in the body: ``messages[0].role``.
+
+    Parameters
+    ----------
+    where
+        Path of the parsed object in the body; empty: the body itself.
+    """
     first = errors[0]
-    name, *rest = first["loc"]
+    name, *rest = (where, *first["loc"]) if where else first["loc"]
     if name in _UNIONS and first["type"] != "missing":
         return InvalidRequest(
             f"{name} must be {_UNIONS[name]}, got {described(first['input'])}", field=str(name)
@@ -116,6 +122,8 @@ def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     if first["type"] == "extra_forbidden":
         return refused_fields.unknown(path)
     expected = _TYPES.get(first["type"], first["msg"])
+    if first["type"] == "literal_error":
+        expected = first["ctx"]["expected"]
     return InvalidRequest(f"{path} must be {expected}, got {described(first['input'])}", field=path)
 
 
@@ -123,6 +131,7 @@ def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
 _UNIONS = {
     "prompt": "a string, a list of token ids, or a list of either",
     "stop": "a string or a list of strings",
+    "input": "a string or a list of objects",
 }
 _TYPES = {
     "bool_type": "a boolean",

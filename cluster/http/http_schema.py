@@ -103,8 +103,8 @@ class StructuredOutputs(Strict):
         return Grammar("lark", self.grammar, "structured_outputs.grammar")
 
 
-class GenerationBody(Strict):
-    """Fields that completions and chat completions share. null means the same as an absent field.
+class RequestBody(Strict):
+    """Body of a request. null means the same as an absent field.
 
     Attributes
     ----------
@@ -116,6 +116,10 @@ class GenerationBody(Strict):
 
     path: ClassVar[str]
     refused: ClassVar[Mapping[str, Refused]]
+
+
+class GenerationBody(RequestBody):
+    """Fields that completions and chat completions share."""
 
     model: str | None = Field(
         None, description="Name of the model. Default: the application's only model."
