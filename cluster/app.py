@@ -33,6 +33,8 @@ from quire.replica.serving.final_errors import CannotStart
 
 logger = logging.getLogger("ray.serve")
 
+# In addition to completions and chats.
+APIS = (responses_routes.add_routes,)
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 MOVE_TIME_S = 15.0
@@ -93,7 +95,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
             max_body_bytes=max_body_bytes,
             keepalive_s=http.keepalive_s,
             cors_origins=http.cors_origins,
-            apis=[responses_routes.add_routes],
+            apis=APIS,
         )
 
     router = serve.deployment(

@@ -19,7 +19,11 @@ from quire.cluster.http.http_body import parse_body
 from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.cluster.http.json_body import read_json
 from quire.cluster.http.responses_api.input_items import ITEMS, InputText
-from quire.cluster.http.responses_api.response_object import ResponseAnswer, ResponseEvent
+from quire.cluster.http.responses_api.response_object import (
+    RESPONSE_ID_PREFIX,
+    ResponseAnswer,
+    ResponseEvent,
+)
 from quire.cluster.http.responses_api.response_tools import ResponsesFunction, ResponsesNamespace
 from quire.cluster.http.responses_api.responses_answer import ResponsesAnswer
 from quire.cluster.http.responses_api.responses_body import ResponsesRequest
@@ -44,12 +48,14 @@ def add_routes(
             names |= dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
         return ResponsesAnswer(get_service(), body, tools, asked, names, keepalive_s=keepalive_s)
 
+    ignored = IGNORED_FIELDS - _BODY.refused.keys() - _BODY.model_fields.keys()
+
     @app.post(
         _BODY.path,
         description=(
             "Answer the last turn of a conversation, in the form of OpenAI's Responses API. Nothing is stored.\n\n"
-            f"Accepted and ignored: {', '.join(sorted(IGNORED_FIELDS - _BODY.refused.keys() - _BODY.model_fields.keys()))}. Refused unless null or "
-            f"neutral: {', '.join(sorted(_BODY.refused))}. Any other field is refused."
+            f"Accepted and ignored: {', '.join(sorted(ignored))}. "
+            f"Refused unless null or neutral: {', '.join(sorted(_BODY.refused))}. Any other field is refused."
         ),
         response_model=ResponseAnswer,
         responses={
@@ -68,6 +74,7 @@ def add_routes(
         with counting_refusals(get_service()):
             return await prepared(request)
 
+    app.state.id_prefixes.append(RESPONSE_ID_PREFIX)
     app.state.body_models += [
         _BODY,
         InputText,
