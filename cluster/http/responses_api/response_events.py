@@ -15,7 +15,7 @@ response.completed | response.incomplete | error, response.failed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from quire.protos.errors import QuireError
 from quire.router.tool_types import ToolCall
 from quire.router.types import OutputDelta, TokenScores, Usage
 
-Names = dict[str, tuple[str | None, str]]
+Names = Mapping[str, tuple[str | None, str]]
 
 
 @dataclass(frozen=True, slots=True)
