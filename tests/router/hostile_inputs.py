@@ -9,7 +9,7 @@ from __future__ import annotations
 from quire.protos import generation_pb2
 
 BODY = 8 << 20  # bytes that an HTTP body or a message may have
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, ITEMS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 USER = '{"role":"user","content":"a"}'
@@ -72,6 +72,42 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "escapes that pass the count": (TEXT, b'{"prompt":1,"x":"' + b"\\n" * (2 << 20) + b'"}'),
         "escaped quotes": (TEXT, filled('{"prompt":1,"x":"', '\\"', '"}')),
         "escapes": (TEXT, filled('{"prompt":1,"x":"', '\\\\\\"', '"}')),
+        "items": (ITEMS, filled('{"input":[', USER + ",", "]}")),
+        "items and functions": (
+            ITEMS,
+            listed(
+                listed('{"input":[', USER, 4096, '],"tools":[').decode(),
+                '{"type":"function","name":"f"}', 4096, "]}",
+            ),
+        ),
+        "calls and outputs": (
+            ITEMS,
+            listed(
+                '{"input":[',
+                '{"type":"function_call","call_id":"c","name":"f","arguments":"{}"},'
+                '{"type":"function_call_output","call_id":"c","output":"x"}',
+                2048, "]}",
+            ),
+        ),
+        "parts of an item": (ITEMS, listed('{"input":[{"role":"user","content":[', PART, 12_000, "]}]}")),
+        "keys of an item": (ITEMS, ('{"input":[{"role":"user",' + few_keys + "}]}").encode()),
+        "keys of a part": (ITEMS, ('{"input":[{"role":"user","content":[{' + few_keys + "}]}]}").encode()),
+        "keys of a form": (ITEMS, ('{"input":"x","text":{"format":{' + few_keys + "}}}").encode()),
+        "functions": (
+            ITEMS,
+            listed('{"input":"x","tools":[', '{"type":"function","name":"f"}', 4096, "]}"),
+        ),
+        "a namespace": (
+            ITEMS,
+            listed(
+                '{"input":"x","tools":[{"type":"namespace","name":"n","tools":[',
+                '{"type":"function"}', 16_000, "]}]}",
+            ),
+        ),
+        "many system messages": (
+            ITEMS,
+            listed('{"input":[', '{"role":"system","content":"' + "a" * 1900 + '"}', 4096, "]}"),
+        ),
         "brackets in a text": (TEXT, filled('{"prompt":1,"x":"', "[{,", '"}')),
         "not JSON": (TEXT, filled("", "\\", "")),
         # Longer words of one letter take longer: the library frees a text for each token, 20 ns each.

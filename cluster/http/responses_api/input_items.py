@@ -12,13 +12,18 @@ The items of one assistant's turn become one message, because chat templates wri
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
 from quire.cluster.api_common.front_end import ROLES
 from quire.cluster.http.http_schema import Strict
-from quire.cluster.http.responses_api.response_tools import model_name, parsed
+from quire.cluster.http.responses_api.response_tools import (
+    PARSED_AT_ONCE,
+    model_name,
+    parsed,
+)
 from quire.protos.errors import InvalidRequest, UnsupportedField, described
 from quire.protos.field_checks import at_most
 from quire.router.refused_fields import CONTENT_TYPES
@@ -128,10 +133,10 @@ ITEMS: dict[str, type[InputItem]] = {
 }
 
 
-def to_messages(
+async def to_messages(
     given: str | list[dict[str, Any]], instructions: str | None
 ) -> list[dict[str, Any]]:
-    """Make the messages of a chat from `input` and `instructions`.
+    """Make the messages of a chat from `input` and `instructions`; other tasks run meanwhile.
 
     Raises
     ------
@@ -154,6 +159,8 @@ def to_messages(
                 num_parts += len(parts)
         at_most("input", num_parts, DEFAULT_LIMITS.max_message_parts, "parts in all")
         _add(conversation, raw, f"input[{i}]")
+        if i % PARSED_AT_ONCE == PARSED_AT_ONCE - 1:
+            await asyncio.sleep(0)
     return conversation.messages()
 
 

@@ -185,9 +185,7 @@ def constant_part(
         "store": False,
         "temperature": body.temperature,
         "text": {
-            "format": form.model_dump(by_alias=True, exclude_none=True)
-            if form
-            else {"type": "text"},
+            "format": form or {"type": "text"},
             "verbosity": "medium",
         },
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,

@@ -10,7 +10,12 @@ from pydantic import Field
 from quire.cluster.api_common import structured_output
 from quire.cluster.http.http_schema import RequestBody, Strict
 from quire.cluster.http.responses_api.input_items import ITEMS, to_messages
-from quire.cluster.http.responses_api.response_tools import Objects, RequestTools, parse_tools
+from quire.cluster.http.responses_api.response_tools import (
+    Objects,
+    RequestTools,
+    parse_tools,
+    parsed,
+)
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import at_most, utf8_len
 from quire.protos.wire import MAX_LOGPROBS, Grammar
@@ -53,9 +58,11 @@ class TextFormat(Strict):
 class TextOptions(Strict):
     """Options of the answer's text."""
 
-    format: TextFormat | None = Field(
+    # `parsed` checks it with `TextFormat`, in bounded time.
+    format: dict[str, Any] | None = Field(
         None,
         description="The answer is guaranteed to have this form, unless max_output_tokens truncates it.",
+        json_schema_extra={"anyOf": [{"$ref": _REFERENCE + "TextFormat"}, {"type": "null"}]},
     )
     verbosity: Literal["medium"] | None = Field(
         None, description="Other levels of verbosity are not served."
@@ -213,11 +220,11 @@ class ResponsesRequest(RequestBody):
             "tenant": "cache_salt",
         }
 
-    def parsed_tools(self) -> RequestTools:
+    async def parsed_tools(self) -> RequestTools:
         """Parse the tools; raises `InvalidRequest` or `UnsupportedField`."""
-        return parse_tools(self.tools or [])
+        return await parse_tools(self.tools or [])
 
-    def to_request(self, request_id: str, tools: RequestTools) -> GenerationRequest:
+    async def to_request(self, request_id: str, tools: RequestTools) -> GenerationRequest:
         """Make the router's request.
 
         Raises
@@ -229,7 +236,7 @@ class ResponsesRequest(RequestBody):
         return GenerationRequest(
             request_id=request_id,
             model=self.model,
-            messages=tuple(to_messages(self.input, self.instructions)),
+            messages=tuple(await to_messages(self.input, self.instructions)),
             tools=tools.tools,
             tool_choice=tools.choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -258,8 +265,11 @@ class ResponsesRequest(RequestBody):
         return top if top or LOGPROBS in (self.include or ()) else None
 
     def _grammar(self) -> Grammar | None:
-        form = self.text.format if self.text else None
-        if form is None or form.type == "text":
+        given = self.text.format if self.text else None
+        if given is None:
+            return None
+        form = parsed(TextFormat, given, "text.format")
+        if form.type == "text":
             return None
         if form.type == "json_object":
             return structured_output.json_object("text.format")

@@ -26,7 +26,7 @@ from quire.cluster.http.responses_api.response_object import (
 )
 from quire.cluster.http.responses_api.response_tools import ResponsesFunction, ResponsesNamespace
 from quire.cluster.http.responses_api.responses_answer import ResponsesAnswer
-from quire.cluster.http.responses_api.responses_body import ResponsesRequest
+from quire.cluster.http.responses_api.responses_body import ResponsesRequest, TextFormat
 from quire.router.types import Service
 
 _BODY = ResponsesRequest
@@ -39,8 +39,8 @@ def add_routes(
 
     async def prepared(request: Request) -> ResponsesAnswer:
         body = parse_body(_BODY, await read_json(request, max_body_bytes))
-        tools = body.parsed_tools()
-        asked = body.to_request(request.state.request_id, tools)
+        tools = await body.parsed_tools()
+        asked = await body.to_request(request.state.request_id, tools)
         names = body.router_names()
         if asked.deadline_s is None:
             deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
@@ -81,6 +81,7 @@ def add_routes(
         *ITEMS.values(),
         ResponsesFunction,
         ResponsesNamespace,
+        TextFormat,
         ResponseEvent,
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
@@ -42,7 +43,7 @@ TOOLS = [
 
 def new_events() -> ResponseEvents:
     body = ResponsesRequest(input="hi", metadata={"a": "b"}, tools=TOOLS, instructions="be brief")
-    tools = parse_tools(TOOLS)
+    tools = asyncio.run(parse_tools(TOOLS))
     constant = constant_part(body, tools, response_id="resp_1", created_s=5, model="acme/tiny")
     return ResponseEvents(constant, "1", tools.origins)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -25,6 +26,10 @@ GROUP = {
 }
 
 
+def messages_of(given, instructions) -> list[dict]:
+    return asyncio.run(to_messages(given, instructions))
+
+
 def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
@@ -42,8 +47,8 @@ def refused(response, param: str) -> str:
 
 
 def test_a_text_is_the_users() -> None:
-    assert to_messages("hello", None) == [user("hello")]
-    assert to_messages("hello", "be brief") == [
+    assert messages_of("hello", None) == [user("hello")]
+    assert messages_of("hello", "be brief") == [
         {"role": "system", "content": "be brief"},
         user("hello"),
     ]
@@ -59,7 +64,7 @@ def test_system_messages_at_the_beginning_become_one() -> None:
         user("six"),
         {"role": "developer", "content": "seven"},
     ]
-    assert to_messages(items, "one") == [
+    assert messages_of(items, "one") == [
         {"role": "system", "content": "one\n\ntwo\nthree\n\nfour"},
         user("five"),
         user("six"),
@@ -88,7 +93,7 @@ def test_the_items_of_an_assistants_turn_become_one_message() -> None:
         OUTPUT,
         {**OUTPUT, "call_id": "call_2", "output": [{"type": "input_text", "text": "x"}]},
     ]
-    messages = to_messages([user("q"), reasoning, said, CALL, second, *answers, said, said], None)
+    messages = messages_of([user("q"), reasoning, said, CALL, second, *answers, said, said], None)
     calls = [("call_1", "look"), ("call_2", "docs__find")]
     assert messages == [
         user("q"),
@@ -111,9 +116,9 @@ def test_the_items_of_an_assistants_turn_become_one_message() -> None:
 def test_reasoning_that_is_not_readable_is_left_out() -> None:
     """Another server's encrypted reasoning; a summary counts where there is nothing else."""
     sealed = {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
-    assert to_messages([user("q"), sealed, CALL], None)[1].keys() == {"role", "tool_calls"}
+    assert messages_of([user("q"), sealed, CALL], None)[1].keys() == {"role", "tool_calls"}
     summary = [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]
-    messages = to_messages([user("q"), {**sealed, "summary": summary}, CALL], None)
+    messages = messages_of([user("q"), {**sealed, "summary": summary}, CALL], None)
     assert messages[1]["reasoning_content"] == "a\n\nb"
 
 
@@ -180,9 +185,9 @@ def test_items_parts_and_functions_are_bounded(ask) -> None:
     assert "at most 4096 entries, got 4097" in refused(ask(input=[{}] * 4097), "input")
     part = {"type": "input_text", "text": ""}
     with pytest.raises(InvalidRequest, match="input must have at most 4096 parts in all, got 4500"):
-        to_messages([{"role": "user", "content": [part] * 1500}] * 3, None)
+        messages_of([{"role": "user", "content": [part] * 1500}] * 3, None)
     with pytest.raises(InvalidRequest, match="tools must have at most 4096 functions, got 4098"):
-        parse_tools([TOOL, {**GROUP, "tools": [TOOL] * 4097}])
+        asyncio.run(parse_tools([TOOL, {**GROUP, "tools": [TOOL] * 4097}]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -365,6 +370,7 @@ def test_stored_state_and_hosted_features_are_refused_by_name(ask) -> None:
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'json_schema', got 'xml'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "must be 'medium', got 'low'"),
         ({"reasoning": {"context": "all_turns"}}, "reasoning.context", "must be 'auto'"),
+        ({"text": {"format": {str(i): 0 for i in range(4097)}}}, "text.format", "at most 4096 fields, got 4097"),
         ({"include": ["everything"]}, "include[0]", "got 'everything'"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16 pairs, got 17"),
         ({"metadata": {"k" * 65: ""}}, "metadata", "at most 64 characters in a key"),
