@@ -32,7 +32,7 @@ pytestmark = [
 ]
 NUM_EXAMPLES = {"ci": 500, "long": 5000}[SIZE]
 # Greater ones are valid and answered in their time: thousands of tokens of 32 choices.
-MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 3}
+MOST = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "n": 3}
 Sender = Callable[[Case], Any]
 CHECKS = [not_a_server_error, status_code_conformance]
 SCHEMA = response_schema_conformance
@@ -44,14 +44,14 @@ def shortened(body: Any, random: Random | None) -> Any:
     A dozen fields that fit the schema, each with a value from the edge of its range, seldom go together. And the
     document tells neither the model's name nor that options of a stream are for streams.
     """
-    inputs = {"prompt", "messages"}
+    inputs = {"prompt", "messages", "input"}
     if not isinstance(body, dict) or not inputs & body.keys():
         return body
     if random is not None:
         optional = sorted(body.keys() - inputs - {"model", "stream_options"})
         kept = inputs.union(random.sample(optional, min(len(optional), random.randrange(4))))
         body = {name: value for name, value in body.items() if name in kept}
-    body = {"max_tokens": 2, **body}
+    body = {"max_output_tokens" if "input" in body else "max_tokens": 2, **body}
     for name, most in MOST.items():
         if type(body.get(name)) is int and body[name] > most:
             body[name] = most
@@ -108,7 +108,7 @@ def test_every_operation(cluster, subtests):
                         wrong.append(f"{operation.label}, {mode.value}")
                         raise
     write_bars("chaos_openapi.json", bars(operations, statuses, wrong))
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         assert min(statuses[path][200], statuses[path][400]) > NUM_EXAMPLES // 10, statuses
     answer = cluster.openai().completions.create(
         model="embedded", prompt="A quire is", max_tokens=3, temperature=0

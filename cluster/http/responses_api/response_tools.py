@@ -53,7 +53,7 @@ class ResponsesNamespace(Strict):
     tools: Objects = Field(description="Functions.")
 
 
-class AllowedTools(Strict):
+class ResponsesAllowedTools(Strict):
     """The choice between some of the tools."""
 
     type: Literal["allowed_tools"]
@@ -61,7 +61,7 @@ class AllowedTools(Strict):
     tools: Objects
 
 
-class ChosenFunction(Strict):
+class ResponsesFunctionChoice(Strict):
     """One function."""
 
     type: Literal["function"]
@@ -118,7 +118,7 @@ class RequestTools:
             )
         if given["type"] == "function":
             return ToolChoice("required", (self._known(given, "tool_choice"),))
-        allowed = parsed(AllowedTools, given, "tool_choice")
+        allowed = parsed(ResponsesAllowedTools, given, "tool_choice")
         at_most("tool_choice.tools", len(allowed.tools), MAX_ENTRIES, "entries")
         names = [
             self._known(tool, f"tool_choice.tools[{i}]")
@@ -133,7 +133,7 @@ class RequestTools:
 
     def _known(self, given: dict[str, Any], where: str) -> str:
         """The model's name of a function that the client has named."""
-        function = parsed(ChosenFunction, given, where)
+        function = parsed(ResponsesFunctionChoice, given, where)
         name = model_name(function.namespace, function.name)
         if name not in self.origins:
             raise InvalidRequest(

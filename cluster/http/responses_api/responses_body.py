@@ -9,10 +9,14 @@ from pydantic import Field
 
 from quire.cluster.api_common import structured_output
 from quire.cluster.http.http_schema import RequestBody, Strict
-from quire.cluster.http.responses_api.input_items import ITEMS, to_messages
+from quire.cluster.http.responses_api.input_items import ITEMS, InputText, to_messages
 from quire.cluster.http.responses_api.response_tools import (
     Objects,
     RequestTools,
+    ResponsesAllowedTools,
+    ResponsesFunction,
+    ResponsesFunctionChoice,
+    ResponsesNamespace,
     parse_tools,
     parsed,
 )
@@ -62,7 +66,7 @@ class TextOptions(Strict):
     format: dict[str, Any] | None = Field(
         None,
         description="The answer is guaranteed to have this form, unless max_output_tokens truncates it.",
-        json_schema_extra={"anyOf": [{"$ref": _REFERENCE + "TextFormat"}, {"type": "null"}]},
+        json_schema_extra={"anyOf": [{"$ref": f"{_REFERENCE}TextFormat"}, {"type": "null"}]},
     )
     verbosity: Literal["medium"] | None = Field(
         None, description="Other levels of verbosity are not served."
@@ -105,29 +109,42 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
+
+
+def _any_of(*models: type[Strict]) -> list[dict[str, Any]]:
+    return [{"$ref": _REFERENCE + model.__name__} for model in models]
+
+
+_NULL = {"type": "null"}
 _ITEMS_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "string"},
-        {
-            "type": "array",
-            "items": {"anyOf": [{"$ref": _REFERENCE + item.__name__} for item in ITEMS.values()]},
-        },
+        {"type": "array", "items": {"anyOf": _any_of(*ITEMS.values())}, "minItems": 1},
     ]
 }
 _TOOLS_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    {"$ref": _REFERENCE + "ResponsesFunction"},
-                    {"$ref": _REFERENCE + "ResponsesNamespace"},
-                ]
-            },
-        },
-        {"type": "null"},
+        {"type": "array", "items": {"anyOf": _any_of(ResponsesFunction, ResponsesNamespace)}},
+        _NULL,
     ]
 }
+_CHOICE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "enum": ["auto", "none", "required"]},
+        *_any_of(ResponsesFunctionChoice, ResponsesAllowedTools),
+        _NULL,
+    ]
+}
+# What a request's schema refers to, besides the types of its fields.
+REFERENCES: tuple[type[Strict], ...] = (
+    *ITEMS.values(),
+    InputText,
+    ResponsesFunction,
+    ResponsesNamespace,
+    ResponsesFunctionChoice,
+    ResponsesAllowedTools,
+    TextFormat,
+)
 
 
 class ResponsesRequest(RequestBody):
@@ -172,6 +189,7 @@ class ResponsesRequest(RequestBody):
     tool_choice: str | dict[str, Any] | None = Field(
         None,
         description="auto (default with `tools`), none, required, a function, or allowed_tools.",
+        json_schema_extra=_CHOICE_SCHEMA,
     )
     parallel_tool_calls: bool | None = Field(
         None, description="false: at most one call in an answer. Default: true."

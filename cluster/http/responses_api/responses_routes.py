@@ -18,15 +18,13 @@ from quire.cluster.http.http_answers import ErrorAnswer
 from quire.cluster.http.http_body import parse_body
 from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.cluster.http.json_body import read_json
-from quire.cluster.http.responses_api.input_items import ITEMS, InputText
 from quire.cluster.http.responses_api.response_object import (
     RESPONSE_ID_PREFIX,
     ResponseAnswer,
     ResponseEvent,
 )
-from quire.cluster.http.responses_api.response_tools import ResponsesFunction, ResponsesNamespace
 from quire.cluster.http.responses_api.responses_answer import ResponsesAnswer
-from quire.cluster.http.responses_api.responses_body import ResponsesRequest, TextFormat
+from quire.cluster.http.responses_api.responses_body import REFERENCES, ResponsesRequest
 from quire.router.types import Service
 
 _BODY = ResponsesRequest
@@ -75,15 +73,7 @@ def add_routes(
             return await prepared(request)
 
     app.state.id_prefixes.append(RESPONSE_ID_PREFIX)
-    app.state.body_models += [
-        _BODY,
-        InputText,
-        *ITEMS.values(),
-        ResponsesFunction,
-        ResponsesNamespace,
-        TextFormat,
-        ResponseEvent,
-    ]
+    app.state.body_models += [_BODY, *REFERENCES, ResponseEvent]
 
 
 def _schema(model: type) -> dict[str, dict[str, str]]:
