@@ -108,6 +108,9 @@ class GenerationRequest:
         Add BOS and similar tokens. None: to prompts, not to rendered messages.
     max_tokens
         Most output tokens. None: up to the model's length. 0, with `echo`: return only the prompt.
+    fit_to_model
+        Instead of refusing the request, lower `max_tokens` to what fits, and ignore `reasoning_effort` if the chat
+        template has no switch for it: agents send the same values to every model.
     logit_bias
         Pairs of a token id and the number that is added to its logit.
     allowed_token_ids
@@ -142,6 +145,7 @@ class GenerationRequest:
     reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
     max_tokens: int | None = None
+    fit_to_model: bool = False
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

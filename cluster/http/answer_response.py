@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -46,6 +46,8 @@ class AnswerResponse(Response, ABC):
         Interval of the comments that a stream sends until its first token; 0: no comments.
     """
 
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE  # sent to keep a silent stream's connection
+
     def __init__(
         self,
         service: Service,
@@ -75,9 +77,17 @@ class AnswerResponse(Response, ABC):
         An error of the stream may pass: `_error_event` encodes it.
         """
 
+    async def _collect(self, stream: GenerationStream) -> list[Answer]:
+        """Collect the answers for `_complete`, one for each choice."""
+        return await collect(stream, len(self._request.marks))
+
     @abstractmethod
     def _complete(self, stream: GenerationStream, answers: list[Answer]) -> Any:
         """Return the whole answer as JSON."""
+
+    def _headers(self, stream: GenerationStream, *, complete: bool) -> dict[str, str]:
+        """Return the answer's own headers; `complete` as in `explain_headers`."""
+        return explain_headers(stream.explain, complete=complete)
 
     @abstractmethod
     def _error_event(self, error: QuireError) -> bytes:
@@ -104,11 +114,9 @@ class AnswerResponse(Response, ABC):
             if self._streams:
                 await self._stream(stream, send)
             else:
-                answers = await collect(stream, len(self._request.marks))
-                headers = explain_headers(stream.explain, complete=True)
-                await json_response(self._complete(stream, answers), headers=headers)(
-                    scope, receive, send
-                )
+                whole = self._complete(stream, await self._collect(stream))
+                headers = self._headers(stream, complete=True)
+                await json_response(whole, headers=headers)(scope, receive, send)
         finally:
             await stream.aclose()
 
@@ -118,7 +126,7 @@ class AnswerResponse(Response, ABC):
         try:
             while not (await asyncio.wait((generating,), timeout=self._keepalive_s))[0]:
                 await self._begin({}, send)
-                await send_bytes(KEEP_ALIVE, send)
+                await send_bytes(self.keep_alive, send)
             return generating.result()
         except BaseException:
             await _undo(generating)
@@ -145,7 +153,7 @@ class AnswerResponse(Response, ABC):
 
     async def _stream(self, stream: GenerationStream, send: Send) -> None:
         """Send the stream's events. `generate` has waited for the first delta, so status and headers are sent now."""
-        await self._begin(explain_headers(stream.explain, complete=False), send)
+        await self._begin(self._headers(stream, complete=False), send)
         try:
             last = await self._send_events(stream, send)
         except Exception as error:

@@ -17,14 +17,12 @@ A body is read up to a size limit, decoded by orjson (no NaN, no lone surrogates
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import importlib.metadata
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -48,7 +46,6 @@ from quire.cluster.api_common.front_end import (
     request_label,
     timeout_seconds,
 )
-from quire.cluster.http import json_size
 from quire.cluster.http.http_answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -69,11 +66,10 @@ from quire.cluster.http.http_chats import ChatCompletionRequest, TextPart
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
 from quire.cluster.http.http_schema import IGNORED_FIELDS
+from quire.cluster.http.json_body import read_json
 from quire.protos.errors import (
-    BodyTooLarge,
     InvalidRequest,
     QuireError,
-    UnsupportedEncoding,
     UnsupportedField,
     model_not_found,
 )
@@ -87,9 +83,12 @@ DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
 _EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
 _PREFLIGHT_S = 3600  # how long a browser may cache a preflight response
 _MAX_SHOWN_CHARS = 256  # most characters of a path in an error message
-# If a body is too large, the rest of it is read and discarded: otherwise the connection is reset before the client has
-# read the answer. Beyond this multiple of the size limit, reading stops.
-_DISCARDED_BODIES = 8
+
+
+# Adds the routes of an API: the application, `get_service`, `max_body_bytes` and `keepalive_s` of `build_app`.
+AddRoutes = Callable[[FastAPI, Callable[[], Service], int, float], None]
+# The form of an API's errors: from HTTP status, code, message and the request's id to that API's status and JSON.
+ErrorForm = Callable[[int, str, str, str], tuple[int, Any]]
 
 
 def build_app(
@@ -99,6 +98,7 @@ def build_app(
     echo_request_id: bool = False,
     keepalive_s: float = 0.0,
     cors_origins: Sequence[str] = (),
+    apis: Sequence[AddRoutes] = (),
 ) -> FastAPI:
     """Build the HTTP application.
 
@@ -114,6 +114,9 @@ def build_app(
         Interval of the comments that a stream sends until its first token; 0: no comments.
     cors_origins
         Origins of web pages that may use the API from scripts; `*`: all.
+    apis
+        Further APIs. A function that adds routes may also add the models of its bodies to `app.state.body_models`, and
+        the form of its errors to `app.state.error_forms`, by the path at which its routes begin.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(
@@ -140,6 +143,10 @@ def build_app(
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     _add_generation_routes(app, get_service, max_body_bytes, keepalive_s)
     _add_information_routes(app, get_service, version)
+    app.state.body_models = [CompletionRequest, ChatCompletionRequest, TextPart]
+    app.state.error_forms = {}
+    for add_routes in apis:
+        add_routes(app, get_service, max_body_bytes, keepalive_s)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -157,7 +164,7 @@ def _add_generation_routes(
             return await prepared(request, model)
 
     async def prepared(request: Request, model: type[GenerationBody]) -> GenerationResponse:
-        body = parse_body(model, await _read_json(request, max_body_bytes))
+        body = parse_body(model, await read_json(request, max_body_bytes))
         asked = body.to_request(request.state.request_id)
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id:
@@ -277,65 +284,6 @@ def _resume_point(last_id: str, body: GenerationBody) -> ResumePoint:
 
 
 # --------------------------------------------------------------------------------------------------
-# Bodies
-# --------------------------------------------------------------------------------------------------
-
-
-async def _read_json(request: Request, max_body_bytes: int) -> Any:
-    """Read and decode the body.
-
-    Raises
-    ------
-    BodyTooLarge
-        The body is above `max_body_bytes`, with or without a content length.
-    UnsupportedEncoding
-        The body is compressed.
-    InvalidRequest
-        The content type is not JSON, the body is not valid JSON, or it has too many values.
-    """
-    body = await _read_body(request, max_body_bytes)
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("identity", ""):
-        raise UnsupportedEncoding(
-            f"content-encoding must be identity, got {encoding[:64]!r}: compressed bodies are not supported",
-            field="content-encoding",
-        )
-    content_type = request.headers.get("content-type", "")
-    # Browsers let any page send text/plain or form data to other origins without a preflight, but not JSON.
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise InvalidRequest(
-            f"content-type must be application/json, got {content_type[:64]!r}",
-            field="content-type",
-        )
-    try:
-        await json_size.check(body)
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    if len(body) > json_size.YIELD_BYTES:
-        await asyncio.sleep(0)
-    return value
-
-
-async def _read_body(request: Request, max_body_bytes: int) -> bytes:
-    chunks: list[bytes] = []
-    num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes <= max_body_bytes:
-            chunks.append(chunk)
-        elif num_bytes > _DISCARDED_BODIES * max_body_bytes:
-            break
-        else:
-            chunks.clear()
-    if num_bytes > max_body_bytes:
-        raise BodyTooLarge(
-            f"the body must have at most {max_body_bytes} bytes, got {num_bytes} or more"
-        )
-    return b"".join(chunks)
-
-
-# --------------------------------------------------------------------------------------------------
 # Errors
 # --------------------------------------------------------------------------------------------------
 
@@ -373,7 +321,7 @@ class _Boundary:
             return
         except Exception as error:
             answer = _error_response(
-                error if isinstance(error, QuireError) else internal_error(error)
+                scope, error if isinstance(error, QuireError) else internal_error(error)
             )
             if not started:
                 await answer(scope, receive, send_labelled)
@@ -381,7 +329,7 @@ class _Boundary:
 
 async def _on_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
-    return _error_response(error)
+    return _error_response(request.scope, error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -395,9 +343,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         "param": None,
         "code": str(error.detail).lower().replace(" ", "_"),
     }
-    return json_response(
-        {"error": detail}, status_code=error.status_code, headers=dict(error.headers or {})
-    )
+    status, body = _in_form(request.scope, error.status_code, detail)
+    return json_response(body, status_code=status, headers=dict(error.headers or {}))
 
 
 def _served(app: FastAPI, prefix: str) -> list[str]:
@@ -414,13 +361,22 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
     """Answer a bad query parameter in OpenAI's shape; FastAPI's default has another shape and status 422."""
     assert isinstance(error, RequestValidationError)
     problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
-    return _error_response(refusal(cast(list[ErrorDetails], problems)))
+    return _error_response(request.scope, refusal(cast(list[ErrorDetails], problems)))
 
 
-def _error_response(error: QuireError) -> Response:
-    return json_response(
-        error_answer(error), status_code=error.http_status, headers=error_headers(error)
-    )
+def _error_response(scope: Scope, error: QuireError) -> Response:
+    status, body = _in_form(scope, error.http_status, error_answer(error)["error"])
+    return json_response(body, status_code=status, headers=error_headers(error))
+
+
+def _in_form(scope: Scope, status: int, detail: dict[str, Any]) -> tuple[int, Any]:
+    """Return status and body of an error in the form of the API to which the path belongs; by default OpenAI's."""
+    path = scope["path"].removeprefix(scope.get("root_path", "")) + "/"
+    forms: dict[str, ErrorForm] = scope["app"].state.error_forms
+    for begin, form in forms.items():
+        if path.startswith(f"{begin}/"):
+            return form(status, detail["code"], detail["message"], scope["state"]["request_id"])
+    return status, {"error": detail}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -457,7 +413,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's OpenAPI document with the models that FastAPI does not know, because the routes parse bodies."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        models = (CompletionRequest, ChatCompletionRequest, TextPart, ChatCompletionChunk)
+        models = [*app.state.body_models, ChatCompletionChunk]
         _, definitions = models_json_schema(
             [(model, "validation") for model in models], ref_template=_REFERENCE
         )

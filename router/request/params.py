@@ -331,13 +331,13 @@ def _resolve_max_tokens(
     room = max_model_len - num_prompt_tokens
     if request.max_tokens is None:
         return room if defaults.max_tokens is None else min(defaults.max_tokens, room)
-    if request.max_tokens > room:
+    if request.max_tokens > room and not request.fit_to_model:
         raise ContextLengthExceeded(
             f"max_tokens must be <= {room}: the prompt has {num_prompt_tokens} of the model's"
             f" {max_model_len} tokens, got {request.max_tokens}",
             field="max_tokens",
         )
-    return request.max_tokens
+    return min(request.max_tokens, room)
 
 
 def _check_deadline(deadline_s: Any) -> None:

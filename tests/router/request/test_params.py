@@ -128,6 +128,13 @@ def test_max_tokens_beyond_the_room_names_all_three_numbers(value):
         assert str(number) in caught.value.message
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [1, NUM_PROMPT_TOKENS, MAX_MODEL_LEN - 1])
+@pytest.mark.parametrize("value", [1, ROOM, ROOM + 1, 32000, 2**63])
+def test_max_tokens_fits_to_the_model_where_the_request_says_so(value, num_prompt_tokens):
+    found = resolved(max_tokens=value, num_prompt_tokens=num_prompt_tokens, fit_to_model=True)
+    assert found.max_tokens == min(value, MAX_MODEL_LEN - num_prompt_tokens)
+
+
 def test_the_prompt_leaves_room_for_a_token():
     assert resolved(num_prompt_tokens=MAX_MODEL_LEN - 1).max_tokens == 1
     with pytest.raises(ContextLengthExceeded, match="prompt has 128 tokens; at most 127") as caught:
