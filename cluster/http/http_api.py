@@ -115,8 +115,9 @@ def build_app(
     cors_origins
         Origins of web pages that may use the API from scripts; `*`: all.
     apis
-        Further APIs. A function that adds routes may also add the models of its bodies to `app.state.body_models`, and
-        the form of its errors to `app.state.error_forms`, by the path at which its routes begin.
+        Further APIs. A function that adds routes may also add to `app.state`: to `body_models` the models of its
+        bodies, to `id_prefixes` the prefix of its answers' ids, to `error_forms` the form of its errors, by the path at
+        which its routes begin.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(
@@ -145,6 +146,7 @@ def build_app(
     _add_information_routes(app, get_service, version)
     app.state.body_models = [CompletionRequest, ChatCompletionRequest, TextPart]
     app.state.error_forms = {}
+    app.state.id_prefixes = list(ID_PREFIXES)
     for add_routes in apis:
         add_routes(app, get_service, max_body_bytes, keepalive_s)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -232,7 +234,7 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
             )
         if request_id is not None:
             request_id = request_label(request_id, "request_id")
-            for prefix in ID_PREFIXES:
+            for prefix in app.state.id_prefixes:
                 request_id = request_id.removeprefix(prefix)
         return json_response(
             decisions_answer(request_id, await get_service().decisions(request_id, limit))
