@@ -85,7 +85,7 @@ class AnswerResponse(Response, ABC):
     def _complete(self, stream: GenerationStream, answers: list[Answer]) -> Any:
         """Return the whole answer as JSON."""
 
-    def _headers(self, stream: GenerationStream, *, complete: bool) -> dict[str, str]:
+    def _own_headers(self, stream: GenerationStream, *, complete: bool) -> dict[str, str]:
         """Return the answer's own headers; `complete` as in `explain_headers`."""
         return explain_headers(stream.explain, complete=complete)
 
@@ -115,7 +115,7 @@ class AnswerResponse(Response, ABC):
                 await self._stream(stream, send)
             else:
                 whole = self._complete(stream, await self._collect(stream))
-                headers = self._headers(stream, complete=True)
+                headers = self._own_headers(stream, complete=True)
                 await json_response(whole, headers=headers)(scope, receive, send)
         finally:
             await stream.aclose()
@@ -153,7 +153,7 @@ class AnswerResponse(Response, ABC):
 
     async def _stream(self, stream: GenerationStream, send: Send) -> None:
         """Send the stream's events. `generate` has waited for the first delta, so status and headers are sent now."""
-        await self._begin(self._headers(stream, complete=False), send)
+        await self._begin(self._own_headers(stream, complete=False), send)
         try:
             last = await self._send_events(stream, send)
         except Exception as error:

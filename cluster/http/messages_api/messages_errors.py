@@ -23,20 +23,28 @@ _STATUSES = {503: 529, 408: 504}
 TOO_LONG = "prompt is too long"
 
 
-def error_form(status: int, code: str, message: str, request_id: str) -> tuple[int, dict[str, Any]]:
-    """Return Anthropic's status and body of an error; an `http_api.ErrorForm`."""
+def error_form(
+    status: int, code: str, message: str, request_id: str
+) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Return Anthropic's status, headers and body of an error; an `http_api.ErrorForm`."""
     status = 529 if code == Overloaded.code else _STATUSES.get(status, status)
     if code == ContextLengthExceeded.code:
         message = f"{TOO_LONG}: {message}"
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return status, {
+    body = {
         "type": "error",
         "error": {"type": kind, "message": message},
         "request_id": request_id,
     }
+    return status, request_id_header(request_id), body
+
+
+def request_id_header(request_id: str) -> dict[str, str]:
+    """Return the header that has Anthropic's name of `x-request-id`."""
+    return {"request-id": request_id}
 
 
 def error_event(error: QuireError, request_id: str) -> bytes:
     """Encode the last event of a failed stream."""
-    _, body = error_form(error.http_status, error.code, error.message, request_id)
+    _, _, body = error_form(error.http_status, error.code, error.message, request_id)
     return b"event: error\ndata: " + orjson.dumps(body) + b"\n\n"

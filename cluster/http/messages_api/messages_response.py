@@ -15,7 +15,7 @@ from quire.cluster.http.messages_api.message_events import (
     stop_fields,
     usage_answer,
 )
-from quire.cluster.http.messages_api.messages_errors import error_event
+from quire.cluster.http.messages_api.messages_errors import error_event, request_id_header
 from quire.cluster.http.messages_api.messages_requests import router_names
 from quire.cluster.http.messages_api.messages_schema import MessagesBody
 from quire.protos.errors import QuireError
@@ -109,12 +109,9 @@ class MessagesResponse(AnswerResponse):
             "usage": usage_answer(stream.usage),
         }
 
-    def _headers(self, stream: GenerationStream, *, complete: bool) -> dict[str, str]:
-        # Anthropic's name of `x-request-id`.
-        return {
-            "request-id": self._request.request_id,
-            **super()._headers(stream, complete=complete),
-        }
+    def _own_headers(self, stream: GenerationStream, *, complete: bool) -> dict[str, str]:
+        headers = super()._own_headers(stream, complete=complete)
+        return {**request_id_header(self._request.request_id), **headers}
 
     def _error_event(self, error: QuireError) -> bytes:
         return error_event(error, self._request.request_id)

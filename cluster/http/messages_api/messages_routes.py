@@ -32,7 +32,7 @@ from quire.cluster.http.messages_api.messages_answers import (
     MessagesError,
     TokenCount,
 )
-from quire.cluster.http.messages_api.messages_errors import error_form
+from quire.cluster.http.messages_api.messages_errors import error_form, request_id_header
 from quire.cluster.http.messages_api.messages_requests import (
     counted_request,
     generation_request,
@@ -105,8 +105,8 @@ def add_routes(
             encoded = await get_service().encode(asked)
         except QuireError as error:
             raise renamed(error, router_names(body)) from None
-        headers = {"request-id": asked.request_id}
-        return json_response({"input_tokens": len(encoded.token_ids)}, headers=headers)
+        count = {"input_tokens": len(encoded.token_ids)}
+        return json_response(count, headers=request_id_header(asked.request_id))
 
 
 def _docs(purpose: str, body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:

@@ -88,7 +88,8 @@ def refused(client: httpx.Client, fields: dict[str, Any], path: str = PATH) -> s
 
 def error_of(response: httpx.Response, kind: str) -> str:
     error = MessagesError.model_validate(response.json())
-    assert error.error.type == kind and error.request_id
+    assert error.error.type == kind
+    assert error.request_id == response.headers["request-id"] != ""
     return error.error.message
 
 
