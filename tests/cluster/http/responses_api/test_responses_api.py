@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from responses_reader import check_response, events_of, response_of
 
 from quire.cluster.http.http_api import build_app
+from quire.cluster.http.messages_api import messages_routes
 from quire.cluster.http.responses_api.responses_routes import add_routes
 from quire.protos.errors import ContextLengthExceeded, Unavailable
 from quire.router.tool_types import ToolCall
@@ -207,7 +208,9 @@ def test_a_client_that_leaves_ends_its_request(http, service) -> None:
 
 
 def test_the_document_describes_the_route(service) -> None:
-    app = build_app(lambda: service, max_body_bytes=1 << 16, apis=[add_routes])
+    """Together with the other APIs, whose models could have the same names."""
+    apis = [messages_routes.add_routes, add_routes]
+    app = build_app(lambda: service, max_body_bytes=1 << 16, apis=apis)
     document = TestClient(app).get("/openapi.json").json()
     operation = document["paths"]["/v1/responses"]["post"]
     body = operation["requestBody"]["content"]["application/json"]["schema"]
@@ -215,6 +218,7 @@ def test_the_document_describes_the_route(service) -> None:
     schemas = document["components"]["schemas"]
     for name in json.dumps(document).split('"#/components/schemas/')[1:]:
         assert name.partition('"')[0] in schemas
+    assert not [name for name in schemas if name.startswith("quire__")]  # two models of one name
     content = operation["responses"]["200"]["content"]
     assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ResponseAnswer"}
     assert content["text/event-stream"]["schema"] == {"$ref": "#/components/schemas/ResponseEvent"}
