@@ -75,7 +75,7 @@ class OutputReasoning(_Shape):
     content: list[OutputReasoningText]
 
 
-class InputTokensDetails(_Shape):
+class ResponsesInputDetails(_Shape):
     """How the input's tokens were computed."""
 
     cached_tokens: int = Field(
@@ -84,7 +84,7 @@ class InputTokensDetails(_Shape):
     cache_write_tokens: int = Field(description="Always 0: writing to the cache costs nothing.")
 
 
-class OutputTokensDetails(_Shape):
+class ResponsesOutputDetails(_Shape):
     """Parts of the output."""
 
     reasoning_tokens: int
@@ -94,9 +94,9 @@ class ResponsesUsage(_Shape):
     """Tokens of the whole request, also if it continued on other replicas."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: ResponsesInputDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ResponsesOutputDetails
     total_tokens: int
 
 
