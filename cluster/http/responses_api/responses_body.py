@@ -76,10 +76,9 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """Options of the reasoning."""
 
-    effort: str | None = Field(
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None,
-        description="none, minimal, low, medium, high or xhigh; ignored if the chat template has no switch for it. "
-        "Default: the chat template's.",
+        description="`max` is xhigh. Ignored if the chat template has no switch for it. Default: the chat template's.",
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="Accepted and ignored: an answer has the reasoning itself, not a summary."
@@ -258,7 +257,7 @@ class ResponsesRequest(RequestBody):
             tools=tools.tools,
             tool_choice=tools.choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            reasoning_effort=self._effort(),
             max_tokens=self.max_output_tokens,
             fit_to_model=True,
             temperature=self.temperature,
@@ -271,6 +270,10 @@ class ResponsesRequest(RequestBody):
             priority=self.priority or 0,
             deadline_s=self.timeout,
         )
+
+    def _effort(self) -> str | None:
+        effort = self.reasoning.effort if self.reasoning else None
+        return "xhigh" if effort == "max" else effort
 
     def _num_logprobs(self) -> int | None:
         """Number of most likely tokens to return with each token; None: no log-probabilities."""

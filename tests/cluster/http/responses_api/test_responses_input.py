@@ -314,6 +314,16 @@ def test_the_other_fields_reach_the_router(ask, service) -> None:
     assert answer["text"]["format"]["schema"] == schema
 
 
+@pytest.mark.parametrize(
+    ("given", "effort"), [("none", "none"), ("xhigh", "xhigh"), ("max", "xhigh")]
+)
+def test_the_effort_of_the_reasoning(ask, service, given, effort) -> None:
+    assert ask(reasoning={"effort": given}).json()["reasoning"]["effort"] == given
+    assert service.requests[-1].reasoning_effort == effort
+    message = refused(ask(reasoning={"effort": "some"}), "reasoning.effort")
+    assert message.endswith("'xhigh' or 'max', got 'some'")
+
+
 def test_more_tokens_than_fit_are_lowered_to_what_fits(ask, service) -> None:
     """Agents send one number to every model."""
     assert ask(max_output_tokens=100_000).json()["usage"]["output_tokens"] == 512 - len("hello")
