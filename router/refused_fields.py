@@ -13,6 +13,7 @@ from typing import Any
 from quire.protos.errors import UnsupportedField, described
 
 NO_TOOLS = "tool calls are not served"
+NO_FUNCTIONS = "functions are served as tools only"
 _NO_BEAMS = "beam search is not served"
 _NO_REASONING = "reasoning is not controlled by the request"
 _NO_AUDIO = "audio is not served"
@@ -105,8 +106,8 @@ OF_CHATS: Mapping[str, Refused] = {
     "chat_template": Refused("the server chooses the chat template"),
     "documents": Refused("documents are not passed to the chat template", ([],)),
     "echo": Refused("echo is served by /v1/completions only", (False,)),
-    "function_call": Refused(NO_TOOLS, ("none",)),
-    "functions": Refused(NO_TOOLS, ([],)),
+    "function_call": Refused(NO_FUNCTIONS, ("none",)),
+    "functions": Refused(NO_FUNCTIONS, ([],)),
     "include_reasoning": Refused(_NO_REASONING, (True, False)),
     "media_io_kwargs": Refused("only text is served", ({},)),
     "mm_processor_kwargs": Refused("only text is served", ({},)),
@@ -124,14 +125,8 @@ OF_CHATS: Mapping[str, Refused] = {
 OF_MESSAGES: Mapping[str, Refused] = {
     "annotations": Refused("annotations are not passed to the chat template", ([],)),
     "audio": Refused(_NO_AUDIO),
-    "function_call": Refused(NO_TOOLS),
-    "reasoning": Refused("the reasoning of earlier turns is not passed to the chat template"),
-    "reasoning_content": Refused(
-        "the reasoning of earlier turns is not passed to the chat template"
-    ),
+    "function_call": Refused(NO_FUNCTIONS),
     "refusal": Refused("refusals are not passed to the chat template"),
-    "tool_call_id": Refused(NO_TOOLS),
-    "tool_calls": Refused(NO_TOOLS, ([],)),
 }
 
 # Types of the parts of a message's content.

@@ -36,6 +36,7 @@ LAYERS = (
     "kernels.compile",
     "router",
     "router.text",
+    "router.chat",
     "router.index",
     "router.policy",
     "router.fleet",

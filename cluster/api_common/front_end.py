@@ -17,14 +17,19 @@ from quire.protos.errors import (
     QuireError,
     UnsupportedField,
 )
-from quire.router.refused_fields import NO_TOOLS
+from quire.router.refused_fields import NO_FUNCTIONS
 from quire.router.types import Explain, GenerationStream, OutputDelta, Service, TokenScores
 
 logger = logging.getLogger(__name__)
 
 # `developer` is OpenAI's newer name for the system role; the chat templates of open checkpoints use `system`.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TOOL_ROLES = ("tool", "function")
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 TIMEOUT_HEADER = (
     "x-request-timeout-seconds"  # defined by Ray Serve; an HTTP header or gRPC metadata
 )
@@ -56,13 +61,13 @@ def served_role(role: str, field: str) -> str:
     Raises
     ------
     UnsupportedField
-        The role belongs to tool calls.
+        The role is OpenAI's old name for a tool.
     InvalidRequest
         The role is unknown.
     """
     refusal = f"{field} must be one of {', '.join(ROLES)}, got {role[:64]!r}"
-    if role in _TOOL_ROLES:
-        raise UnsupportedField(f"{NO_TOOLS}: {refusal}", field=field)
+    if role == "function":
+        raise UnsupportedField(f"{NO_FUNCTIONS}: {refusal}", field=field)
     if role not in ROLES:
         raise InvalidRequest(refusal, field=field)
     return ROLES[role]

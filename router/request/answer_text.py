@@ -1,4 +1,8 @@
-"""Turns the tokens of one choice into deltas for the client: token ids → text → stop strings → deltas."""
+"""Turns the tokens of one choice into deltas for the client.
+
+Token ids → text → regions (reasoning, calls, content) → stop strings in the content → deltas. Only chats of models that
+write regions have a parser; all other answers are content.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from quire.protos.wire import Hello, SamplingParams, TokenDelta
+from quire.router.chat.reply_parser import ReplyParser, ReplyParts
 from quire.router.request.resume import KnownPrefix
 from quire.router.request.token_scores import PromptParts, TokenScorer
 from quire.router.text.detokenizer import Detokenizer
 from quire.router.text.stop import StopMatcher
 from quire.router.transport.transport import OutputGap
 from quire.router.types import GenerationRequest, Mark, OutputDelta, TokenScores
+
+# Finish reason and stop reason.
+_End = tuple[str, str | int | None]
 
 
 class AnswerText:
@@ -31,6 +39,13 @@ class AnswerText:
         Number and checksum of the tokens that the client of a resumed stream has; deltas do not repeat them.
     special_stops
         Stop strings that are special tokens, by token id.
+    parser
+        Finds reasoning and tool calls in the text; None: there are none.
+
+    Attributes
+    ----------
+    num_reasoning_tokens
+        Tokens of the reasoning, with its marks.
     """
 
     def __init__(
@@ -43,6 +58,7 @@ class AnswerText:
         scorer: TokenScorer,
         mark: Mark,
         special_stops: Mapping[int, str],
+        parser: ReplyParser | None = None,
     ):
         self.token_ids: list[int] = []
         self._prompt_ids = prompt_ids
@@ -52,6 +68,8 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._scorer = scorer
         self._special_stops = special_stops
+        self._parser = parser
+        self.num_reasoning_tokens = 0
         self._stop = StopMatcher(request.stop, request.include_stop_str_in_output)
         self._known_prefix: KnownPrefix | None = None
         if request.resume_from is not None and mark.num_tokens:
@@ -61,9 +79,13 @@ class AnswerText:
         # Characters of the text so far, for the text offsets of log-probabilities. `next_token` does not count: its
         # deltas have none.
         self._num_chars = 0
-        # No stop strings, no resumed prefix, no prompt log-probabilities: most deltas need `next_token` only.
+        # No stop strings, no resumed prefix, no prompt log-probabilities, no regions: most deltas need `next_token`
+        # only.
         self.is_plain = not (
-            request.stop or self._known_prefix is not None or self._wants_prompt_scores
+            request.stop
+            or self._known_prefix is not None
+            or self._wants_prompt_scores
+            or parser is not None
         )
 
     @property
@@ -134,24 +156,29 @@ class AnswerText:
         num_known = 0
         if self._known_prefix is not None:
             num_known = self._known_prefix.take(start, new_ids)
-        pieces, offsets, stop_string = self._append(event, new_ids, num_known)
+        delta = OutputDelta("", [])
+        offsets, end = self._append(event, new_ids, num_known, delta)
         new_ids = new_ids[: len(offsets)]
-        scores: list[TokenScores] | None = None
         if event.logprobs is not None:
             logprobs = event.logprobs[start - event.index :]
-            scores = self._scorer.output_scores(new_ids, logprobs, offsets)
-        finish_reason = event.finish_reason
-        stop_reason: str | int | None = None
-        if stop_string is not None:
-            finish_reason, stop_reason = "stop", stop_string
-        elif finish_reason is not None:
-            finish_reason, stop_reason = self._end(finish_reason, pieces)
+            delta.logprobs = self._scorer.output_scores(new_ids, logprobs, offsets)
+        if end is None and event.finish_reason is not None:
+            end = self._finish(event.finish_reason, delta)
+        if end is not None:
+            delta.finish_reason, delta.stop_reason = end
+            if (
+                delta.finish_reason == "stop"
+                and self._parser is not None
+                and self._parser.num_calls
+            ):
+                delta.finish_reason = "tool_calls"
         if num_known:
             new_ids = new_ids[num_known:]
-            scores = None if scores is None else scores[num_known:]
-            if not new_ids and finish_reason is None:
+            delta.logprobs = None if delta.logprobs is None else delta.logprobs[num_known:]
+            if not new_ids and delta.finish_reason is None:
                 return None
-        return OutputDelta("".join(pieces), new_ids, finish_reason, stop_reason, scores)
+        delta.token_ids = new_ids
+        return delta
 
     def check_end(self) -> None:
         """Raise `InvalidRequest` if a resumed answer ended before the last token that the client has."""
@@ -159,16 +186,14 @@ class AnswerText:
             self._known_prefix.check_end(len(self.token_ids))
 
     def _append(
-        self, event: TokenDelta, new_ids: list[int], num_known: int
-    ) -> tuple[list[str], list[int], str | None]:
-        """Append tokens up to a stop string.
+        self, event: TokenDelta, new_ids: list[int], num_known: int, delta: OutputDelta
+    ) -> tuple[list[int], _End | None]:
+        """Append tokens, up to the end of the answer. Add the output of tokens after the first `num_known` to `delta`.
 
         Returns
         -------
-        The text of tokens after the first `num_known`; for each appended token the characters before it; the stop
-        string that ended the answer.
+        For each appended token the characters before it; the end, if a stop string or the last call ended the answer.
         """
-        pieces: list[str] = []
         offsets: list[int] = []
         for i, token_id in enumerate(new_ids):
             self.token_ids.append(token_id)
@@ -179,25 +204,51 @@ class AnswerText:
                 break
             text = self._detokenizer.feed([token_id])
             self._num_chars += len(text)
-            text, stop_string = self._match(text)
-            if i >= num_known:
-                pieces.append(text)
-            if stop_string is not None:
-                return pieces, offsets, stop_string
-        return pieces, offsets, None
+            # The output of a token that the client of a resumed stream has goes nowhere.
+            end = self._add(text, delta if i >= num_known else OutputDelta("", []))
+            if end is not None:
+                return offsets, end
+        return offsets, None
+
+    def _add(self, text: str, delta: OutputDelta) -> _End | None:
+        """Add the output of one token to a delta. Return the end if it ends the answer."""
+        parser = self._parser
+        if parser is None:
+            return self._add_content(text, delta)
+        was_reasoning = parser.is_reasoning
+        end = self._add_parts(parser.feed(text), delta)
+        self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
+        return end
+
+    def _add_parts(self, parts: ReplyParts, delta: OutputDelta) -> _End | None:
+        delta.reasoning += parts.reasoning
+        delta.tool_calls += parts.calls
+        end = self._add_content(parts.text, delta) if parts.text else None
+        if end is None and self._parser is not None and self._parser.is_full:
+            return "stop", None
+        return end
+
+    def _add_content(self, text: str, delta: OutputDelta) -> _End | None:
+        text, stop_string = self._match(text)
+        delta.text += text
+        return None if stop_string is None else ("stop", stop_string)
 
     def _match(self, text: str) -> tuple[str, str | None]:
         if len(self.token_ids) <= self._sampling.min_tokens:
             return self._stop.flush() + text, None
         return self._stop.feed(text)
 
-    def _end(self, finish_reason: str, pieces: list[str]) -> tuple[str, str | int | None]:
-        """Append the text held back for a possible stop string; return the finish reason and the stop reason."""
-        text, stop_string = self._match(self._detokenizer.flush())
-        pieces.append(text)
-        if stop_string is not None:
-            return "stop", stop_string
-        pieces.append(self._stop.flush())
+    def _finish(self, finish_reason: str, delta: OutputDelta) -> _End:
+        """Add the text held back for a possible stop string or mark. Return the finish reason and the stop reason."""
+        text, parser = self._detokenizer.flush(), self._parser
+        if parser is None:
+            end = self._add_content(text, delta)
+        else:
+            end = self._add_parts(parser.feed(text), delta)
+            end = self._add_parts(parser.finish(), delta) if end is None else end
+        if end is not None:
+            return end
+        delta.text += self._stop.flush()
         if finish_reason != "stop":
             return finish_reason, None
         last = self.token_ids[-1]

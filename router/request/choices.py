@@ -65,6 +65,7 @@ class ChoicesStream:
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=first.cached_tokens,
             host_cached_tokens=first.host_cached_tokens,
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
         )
 
     @property

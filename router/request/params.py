@@ -26,7 +26,8 @@ from quire.protos.sampling_bounds import (
     UINT64_MAX,
     check_sampling,
 )
-from quire.protos.wire import GREEDY_TEMPERATURE, SamplingParams
+from quire.protos.wire import GREEDY_TEMPERATURE, Grammar, SamplingParams
+from quire.router.chat.tool_checks import check_tools
 from quire.router.text.template_kwargs import check_template_kwargs
 from quire.router.text.tokenizer import check_prompt_len, read_json_object
 from quire.router.types import GenerationRequest
@@ -99,6 +100,7 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
     """
     _check_prompt(request, limits)
     _check_template_fields(request)
+    check_tools(request)
     _check_max_tokens(request)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words", "stop"):
         if not isinstance(getattr(request, name), tuple):
@@ -207,6 +209,15 @@ def resolve(
     )
 
 
+def with_grammar(request: GenerationRequest, grammar: Grammar | None) -> GenerationRequest:
+    """Return a checked request with another grammar, which is checked too."""
+    if grammar is request.grammar:
+        return request
+    request = dataclasses.replace(request, grammar=grammar)
+    check_sampling(request, INT32_MAX + 1, {})
+    return request
+
+
 # ------------------------------------------------------------------------------------------------
 # Fields
 # ------------------------------------------------------------------------------------------------
@@ -311,9 +322,11 @@ def _check_template_fields(request: GenerationRequest) -> None:
 def _check_messages(messages: tuple[Any, ...], limits: Limits) -> None:
     """Check the number of messages and parts; the chat template checks their content."""
     at_most("messages", len(messages), limits.max_messages, "messages")
-    contents = (m.get("content") for m in messages if isinstance(m, dict))
-    num_parts = sum(len(content) for content in contents if isinstance(content, (list, tuple)))
-    at_most("messages", num_parts, limits.max_message_parts, "parts in all")
+    lists = (
+        m.get(key) for m in messages if isinstance(m, dict) for key in ("content", "tool_calls")
+    )
+    num_parts = sum(len(items) for items in lists if isinstance(items, (list, tuple)))
+    at_most("messages", num_parts, limits.max_message_parts, "parts and calls in all")
 
 
 def _check_prompt_len(num_prompt_tokens: int, max_model_len: int) -> None:

@@ -13,6 +13,7 @@ from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Unsupport
 from quire.protos.field_checks import check_ids
 from quire.protos.routing_hash import RoutingHasher
 from quire.protos.wire import Hello
+from quire.router.chat.chat_format import ChatFormat
 from quire.router.index.prefix_hashes import prefix_hashes
 from quire.router.request.context import ModelFacts
 from quire.router.text.chat_messages import num_chars
@@ -39,6 +40,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: AsyncTokenizer, template: ChatTemplate | None):
         self._tokenizer = tokenizer
         self._template = template
+        # How the model writes reasoning and calls; None without a chat template.
+        self.chat = None if template is None else ChatFormat(template, tokenizer.tokenizer)
         self._hashers: dict[str, RoutingHasher] = {}
 
     async def encode(
@@ -65,6 +68,13 @@ class PromptEncoder:
                 f"prompt has {len(ids)} tokens; this server takes at most {bound}", field="prompt"
             )
         return EncodedPrompt(ids, text, min(hello.max_model_len, hello.max_cache_tokens))
+
+    async def answer_format(self, request: GenerationRequest) -> ChatFormat | None:
+        """Return the chat format, ready to parse the answer; None if the answer is text only."""
+        if self.chat is None or not self.chat.parses(request):
+            return None
+        await self.chat.load(self._tokenizer.in_thread)
+        return self.chat
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of some token ids."""
@@ -101,7 +111,7 @@ class PromptEncoder:
         hello: Hello,
         facts: ModelFacts,
     ) -> tuple[np.ndarray, str]:
-        if self._template is None:
+        if self._template is None or self.chat is None:
             raise UnsupportedField(
                 "the checkpoint has no chat template, so messages are not served; configure `chat_template` or "
                 "use /v1/completions",
@@ -110,7 +120,7 @@ class PromptEncoder:
         special: SpecialTokens | None = self._tokenizer.tokenizer.special
         if facts.special_tokens_in_messages:
             special = None
-        options = _template_options(request, facts)
+        options = _template_options(request, facts, self.chat)
         text = await self._render(self._template, messages, options, special, hello)
         ids = await self._tokenizer.encode(
             text,
@@ -196,11 +206,21 @@ async def _yield_if_long(ids: Sequence[int] | np.ndarray) -> None:
         await asyncio.sleep(0)
 
 
-def _template_options(request: GenerationRequest, facts: ModelFacts) -> TemplateOptions:
-    """Return the options for the chat template; the request's variables take precedence over the application's."""
+def _template_options(
+    request: GenerationRequest, facts: ModelFacts, chat: ChatFormat
+) -> TemplateOptions:
+    """Return the options for the chat template.
+
+    The request's own variables take precedence over those of its reasoning effort, and these over the application's.
+    """
     continues, add_prompt = request.continue_final_message, request.add_generation_prompt
     return TemplateOptions(
         add_generation_prompt=not continues if add_prompt is None else add_prompt,
         continue_final_message=continues,
-        kwargs={**facts.chat_template_kwargs, **(request.chat_template_kwargs or {})},
+        kwargs={
+            **facts.chat_template_kwargs,
+            **chat.variables(request),
+            **(request.chat_template_kwargs or {}),
+        },
+        tools=chat.tools(request),
     )

@@ -49,6 +49,7 @@ class PromptsStream:
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=sum(usage.cached_tokens for usage in usages),
             host_cached_tokens=sum(usage.host_cached_tokens for usage in usages),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
         )
 
     def scores_of_prompt(self, index: int) -> list[TokenScores] | None:

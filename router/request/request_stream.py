@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from quire.protos.wire import Hello, SamplingParams, TokenDelta
+from quire.router.chat.reply_parser import ReplyParser
 from quire.router.request.accounting import Accounting
 from quire.router.request.answer_text import AnswerText
 from quire.router.request.attempts import Attempts
@@ -41,6 +42,8 @@ class RequestStream:
         What the client of a resumed stream has already; no delta repeats it.
     special_stops
         Stop strings that are special tokens, by token id.
+    parser
+        Finds reasoning and tool calls in the answer; None: it has none.
     lead
         The first choice of the same request that runs. This choice is a fork of it, on the same replica.
     """
@@ -58,6 +61,7 @@ class RequestStream:
         origin: Origin,
         mark: Mark,
         special_stops: Mapping[int, str],
+        parser: ReplyParser | None = None,
         lead: RequestStream | None = None,
     ):
         self.request_id = request.request_id
@@ -67,7 +71,15 @@ class RequestStream:
         self.was_complete = mark.finished
         self._router = router
         self._answer = AnswerText(
-            request, prompt_ids, sampling, hello, detokenizer, router.scorer, mark, special_stops
+            request,
+            prompt_ids,
+            sampling,
+            hello,
+            detokenizer,
+            router.scorer,
+            mark,
+            special_stops,
+            parser,
         )
         self._accounting = Accounting(router, request, origin, len(prompt_ids), arrived_s)
         lead_attempts = None if lead is None else lead.attempts
@@ -170,6 +182,7 @@ class RequestStream:
         self.attempts.on_tokens(len(self._answer.token_ids) + len(new_ids), now_s)
         delta = self._answer.take(event, new_ids)
         self._accounting.on_output(len(self._answer.token_ids))
+        self.usage.reasoning_tokens = self._answer.num_reasoning_tokens
         if delta is None:
             return None
         if delta.finish_reason is not None:

@@ -19,7 +19,7 @@ from quire.router.admission.gate import AdmissionGate
 from quire.router.observer import AnswerEnd, Observer, error_code
 from quire.router.transport.transport import Transport
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 # Histogram boundaries. Seconds: from a cached prompt on an idle GPU to a long queue.
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ITL_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)

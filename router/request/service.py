@@ -222,7 +222,12 @@ class RouterService:
     ) -> RequestStream | ChoicesStream:
         """Check and tokenise one prompt; return its stream, not started."""
         encoder = self._prompt_encoder
-        prompt_ids = (await encoder.encode(request, candidates[0], self.facts)).token_ids
+        encoded = await encoder.encode(request, candidates[0], self.facts)
+        prompt_ids, text = encoded.token_ids, encoded.text or ""
+        chat = await encoder.answer_format(request)
+        if chat is not None:
+            in_reasoning = chat.new_parser(request, text, "", 0).is_reasoning
+            request = params.with_grammar(request, chat.grammar(request, in_reasoning))
         special_stops = encoder.special_stops(request)
         for hello in candidates:
             sampling = params.resolve(
@@ -243,6 +248,7 @@ class RouterService:
                 if hello is candidates[-1]:
                     raise
         context = () if request.messages else prompt_ids[-16:].tolist()
+        kept_ids = frozenset() if chat is None else chat.marker_ids
         streams: list[RequestStream] = []
         lead: RequestStream | None = None
         for choice, mark in enumerate(request.marks):
@@ -255,11 +261,12 @@ class RouterService:
                 dataclasses.replace(sampling, choice=choice, prompt_logprobs=scored),
                 hashes,
                 hello,
-                self._detokenizers.new(request.skip_special_tokens, context),
+                self._detokenizers.new(request.skip_special_tokens, context, kept_ids),
                 arrived_s,
                 origin,
                 mark,
                 special_stops,
+                None if chat is None else chat.new_parser(request, text, origin.answer_id, choice),
                 lead=lead,
             )
             streams.append(stream)
@@ -283,6 +290,8 @@ class RouterService:
             request.skip_special_tokens,
             request.echo,
             request.n,
+            request.tool_choice is not None and request.tool_choice.mode == "none",
+            request.parallel_tool_calls,
         )
         fingerprint = resume.fingerprint_of(prompt_ids, hashes, sampling, options, hello)
         if request.resume_from is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import orjson
 from jinja2.exceptions import SecurityError
 
 from quire.protos.errors import InvalidRequest
@@ -42,11 +43,14 @@ class TemplateOptions:
         End the text with the last message's text and leave its turn open. Excludes `add_generation_prompt`.
     kwargs
         Further variables for the template, checked by `check_template_kwargs`.
+    tools
+        The tools that the model may call, in OpenAI's form; None: none.
     """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 DEFAULT_OPTIONS = TemplateOptions()
@@ -69,6 +73,8 @@ class ChatTemplate:
         Bound on the work of a rendering (`template_sandbox.Work`). A step takes 1 to 2 us.
     now
         Clock of the template's function `strftime_now`.
+    response_template
+        The checkpoint's own description of the model's answers (`router/chat`); None: it has none.
 
     Raises
     ------
@@ -85,7 +91,10 @@ class ChatTemplate:
         max_range: int = 10_000,
         max_steps: int = 500_000,
         now: Callable[[], datetime] = datetime.now,
+        response_template: Mapping[str, Any] | None = None,
     ):
+        self.source = source
+        self.response_template = response_template
         self._special_tokens = dict(special_tokens or {})
         self._max_output_chars = max_output_chars
         self._max_steps = max_steps
@@ -109,6 +118,8 @@ class ChatTemplate:
         source = load_source(Path(folder), None if file is None else Path(file))
         if source is None:
             return None
+        own = read_json_object(Path(folder) / "tokenizer_config.json").get("response_template")
+        options["response_template"] = own if isinstance(own, dict) else None
         return cls(source, load_special_tokens(folder), **options)
 
     def render(
@@ -148,6 +159,8 @@ class ChatTemplate:
         """Render as `render` does; return None if that would take more than about 3 ms."""
         if len(messages) > _QUICK_MESSAGES or num_chars(messages) > _QUICK_CHARS:
             return None
+        if options.tools and len(orjson.dumps(options.tools)) > _QUICK_CHARS:
+            return None
         try:
             return self._render(messages, options, special, _QUICK_STEPS)
         except OutOfWork:
@@ -172,14 +185,15 @@ class ChatTemplate:
             # The space at the end shows whether the template strips the text.
             end_tag = f"{secrets.token_hex(16)} "
             checked = [*checked[:-1], _with_end(checked[-1], end_tag)]
-        own = dict(options.kwargs)
+        own, tools = dict(options.kwargs), options.tools
         if special is not None:
             own = _protect(own, "chat_template_kwargs", special)
+            tools = _protect(tools, "tools", special)
         variables = {
             **self._special_tokens,
             **own,
             "messages": checked,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": options.add_generation_prompt,
         }

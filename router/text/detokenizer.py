@@ -85,7 +85,12 @@ class DetokenizerFactory:
         twice = self._tokenizer.decode([token_id, token_id], skip_special_tokens=False)
         return twice[len(once) :].encode()
 
-    def new(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+    def new(
+        self,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        kept_ids: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
         """Make a detokenizer for one stream.
 
         Parameters
@@ -95,8 +100,10 @@ class DetokenizerFactory:
         prompt_ids
             Tokens before the stream, if its text continues their text. Then a first token "▁world" becomes " world"
             instead of "world". Only the last few tokens are read.
+        kept_ids
+            Special tokens that stay in the text.
         """
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = self._special_ids - kept_ids if skip_special_tokens else frozenset()
         context = [i for i in prompt_ids[-2 * _CONTEXT_TOKENS :] if i not in skipped]
         context = context[-_CONTEXT_TOKENS:]
         if self._is_byte_level:

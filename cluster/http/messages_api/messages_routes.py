@@ -43,6 +43,7 @@ from quire.cluster.http.messages_api.messages_schema import (
     IGNORED_FIELDS,
     REFUSED,
     CountTokensBody,
+    CustomTool,
     MessagesBody,
     MessageTurn,
     RedactedThinkingBlock,
@@ -61,6 +62,7 @@ _BODY_MODELS: tuple[type[BaseModel], ...] = (
     MessagesBody,
     CountTokensBody,
     MessageTurn,
+    CustomTool,
     TextBlock,
     ThinkingBlock,
     RedactedThinkingBlock,
@@ -81,7 +83,7 @@ def add_routes(
     async def prepared(request: Request) -> MessagesResponse:
         body = parse_messages_body(MessagesBody, await read_json(request, max_body_bytes))
         deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
-        asked = generation_request(body, request.state.request_id, deadline_s)
+        asked = await generation_request(body, request.state.request_id, deadline_s)
         names = dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
         return MessagesResponse(get_service(), body, asked, names, keepalive_s=keepalive_s)
 
@@ -100,7 +102,7 @@ def add_routes(
     )
     async def count_tokens(request: Request) -> Response:
         body = parse_messages_body(CountTokensBody, await read_json(request, max_body_bytes))
-        asked = counted_request(body, request.state.request_id)
+        asked = await counted_request(body, request.state.request_id)
         try:
             encoded = await get_service().encode(asked)
         except QuireError as error:

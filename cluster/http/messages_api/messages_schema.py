@@ -9,13 +9,14 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from quire.cluster.http.http_body import MAX_ENTRIES, refusal
 from quire.cluster.http.http_schema import Strict, Texts
 from quire.protos.errors import InvalidRequest, described
 from quire.protos.field_checks import at_most
 from quire.router import refused_fields
+from quire.router.chat.tool_checks import MAX_TOOLS
 from quire.router.refused_fields import Refused
 
 # Accepted and ignored: hints, labels and billing, which do not change the answer.
@@ -43,6 +44,7 @@ def _list_of(*models: str) -> dict[str, Any]:
 
 
 _Body = TypeVar("_Body", bound="CountTokensBody")
+_Model = TypeVar("_Model", bound=BaseModel)
 # `cache_control`, of any form.
 CacheControl = dict[str, Any]
 
@@ -202,7 +204,9 @@ class CountTokensBody(Strict):
         "Claude Code changes it in every request.",
         json_schema_extra={"anyOf": [{"type": "string"}, _list_of("TextBlock"), {"type": "null"}]},
     )
-    tools: list[CustomTool] | None = None
+    tools: Any = Field(
+        None, json_schema_extra={"anyOf": [_list_of("CustomTool"), {"type": "null"}]}
+    )
     tool_choice: ToolChoiceOption | None = None
     thinking: ThinkingOption | None = Field(
         None, description="Ignored by a model whose chat template has no switch for reasoning."
@@ -240,12 +244,42 @@ def parse_messages_body(model: type[_Body], body: Any) -> _Body:
     for name, value in served.items():
         if isinstance(value, (dict, list)):
             at_most(name, len(value), MAX_ENTRIES, "entries")
-    for i, tool in enumerate(_items(served.get("tools"))):
-        _check_is_custom(tool, f"tools[{i}].type")
+            for inner, of_inner in value.items() if isinstance(value, dict) else ():
+                if isinstance(of_inner, (dict, list)):
+                    at_most(
+                        f"{name}.{inner[:_MAX_SHOWN_CHARS]}", len(of_inner), MAX_ENTRIES, "entries"
+                    )
     try:
         return model.model_validate(served)
     except ValidationError as error:
         raise refusal(error.errors(include_url=False)) from None
+
+
+def parse_part(model: type[_Model], value: Any, where: str) -> _Model:
+    """Parse a turn, a block or a tool, whose path in the body is `where`; raises as `parse_messages_body`."""
+    for name in value if isinstance(value, dict) else ():
+        # pydantic would make an error for each of a million names.
+        if name not in model.model_fields:
+            raise refused_fields.unknown(f"{where}.{name[:_MAX_SHOWN_CHARS]}")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        raise refusal(
+            [{**problem, "loc": (where, *problem["loc"])} for problem in problems]
+        ) from None
+
+
+def parse_tools(tools: Any) -> list[CustomTool]:
+    """Parse the tools of a body; raises as `parse_messages_body`."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise InvalidRequest(f"tools must be a list, got {described(tools)}", field="tools")
+    at_most("tools", len(tools), MAX_TOOLS, "tools")
+    for i, tool in enumerate(tools):
+        _check_is_custom(tool, f"tools[{i}].type")
+    return [parse_part(CustomTool, tool, f"tools[{i}]") for i, tool in enumerate(tools)]
 
 
 def _is_served(model: type[CountTokensBody], name: str, value: Any) -> bool:
@@ -261,10 +295,6 @@ def _is_served(model: type[CountTokensBody], name: str, value: Any) -> bool:
     name = name[:_MAX_SHOWN_CHARS]
     close = difflib.get_close_matches(name, [*model.model_fields, *IGNORED_FIELDS], n=1)
     raise refused_fields.unknown(name, f"; did you mean {close[0]!r}?" if close else "")
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _check_is_custom(tool: Any, field: str) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from quire.cluster.http.http_body import MAX_ENTRIES, refusal
+from quire.cluster.http.http_body import MAX_ENTRIES
 from quire.cluster.http.messages_api.messages_schema import (
     MessageTurn,
     RedactedThinkingBlock,
@@ -23,6 +23,7 @@ from quire.cluster.http.messages_api.messages_schema import (
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
+    parse_part,
 )
 from quire.protos.errors import InvalidRequest, UnsupportedField, described
 from quire.protos.field_checks import at_most
@@ -44,7 +45,6 @@ _BLOCKS: Mapping[str, Mapping[str, type[BaseModel]]] = {
     },
     "system": _TEXT,
 }
-_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def chat_messages(system: Any, turns: Any) -> list[dict[str, Any]]:
@@ -60,18 +60,24 @@ def chat_messages(system: Any, turns: Any) -> list[dict[str, Any]]:
             f"messages must be a list of at least 1 message, got {described(turns)}",
             field="messages",
         )
-    num_blocks = sum(
-        len(turn["content"])
-        for turn in turns
-        if isinstance(turn, dict) and isinstance(turn.get("content"), list)
-    )
-    at_most("messages", num_blocks, MAX_ENTRIES, "blocks in all")
+    at_most("messages", num_blocks(turns), MAX_ENTRIES, "blocks in all")
     messages = []
     if (text := _system_content(system)) is not None:
         messages.append({"role": "system", "content": text})
     for i, turn in enumerate(turns):
-        messages += _of_turn(_parsed(MessageTurn, turn, f"messages[{i}]"), f"messages[{i}].content")
+        messages += _of_turn(
+            parse_part(MessageTurn, turn, f"messages[{i}]"), f"messages[{i}].content"
+        )
     return messages
+
+
+def num_blocks(turns: Any) -> int:
+    """Count the blocks of turns, which need not be checked yet."""
+    return sum(
+        len(turn["content"])
+        for turn in (turns if isinstance(turns, list) else ())
+        if isinstance(turn, dict) and isinstance(turn.get("content"), list)
+    )
 
 
 def continues_last_turn(messages: list[dict[str, Any]]) -> bool:
@@ -185,7 +191,7 @@ def _blocks(blocks: Any, served: Mapping[str, type[BaseModel]], where: str) -> l
         model = served.get(kind) if isinstance(kind, str) else None
         if model is None:
             raise _wrong_type(block, kind, list(served), f"{where}[{i}]")
-        parsed.append(_parsed(model, block, f"{where}[{i}]"))
+        parsed.append(parse_part(model, block, f"{where}[{i}]"))
     return parsed
 
 
@@ -199,13 +205,3 @@ def _wrong_type(block: Any, kind: Any, served: list[str], where: str) -> Invalid
     if kind in CONTENT_TYPES and kind not in ("tool_use", "tool_result"):
         return UnsupportedField(f"{CONTENT_TYPES[kind]}: {message}", field=f"{where}.type")
     return UnsupportedField(message, field=f"{where}.type")
-
-
-def _parsed(model: type[_Model], value: Any, where: str) -> _Model:
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        problems = error.errors(include_url=False)
-        raise refusal(
-            [{**problem, "loc": (where, *problem["loc"])} for problem in problems]
-        ) from None

@@ -122,10 +122,9 @@ def test_parts_that_are_not_text_are_refused_by_a_sentence(client, kind: str) ->
     )
 
 
-@pytest.mark.parametrize("role", ["tool", "function"])
-def test_roles_of_tool_calls_are_refused_by_a_sentence(client, role: str) -> None:
-    messages = [{"role": role, "content": "21 degrees"}]
+def test_the_role_of_functions_is_refused_by_a_sentence(client) -> None:
+    messages = [{"role": "function", "content": "21 degrees"}]
     assert refusal(client, CHAT, {"messages": messages}, "messages[0].role") == (
-        "tool calls are not served: messages[0].role must be one of system, developer, user, assistant, "
-        f"got '{role}'"
+        "functions are served as tools only: messages[0].role must be one of system, developer, user, assistant, tool, "
+        "got 'function'"
     )

@@ -21,6 +21,7 @@ from hostile_inputs import BODY, CHAT, USER, bodies, listed, messages
 from quire.cluster.grpc import grpc_servicers
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.cluster.http.http_api import build_app
+from quire.cluster.http.messages_api import messages_routes
 from quire.cluster.http.responses_api import responses_routes
 from quire.protos.errors import Unavailable
 from quire.replica.builtin_model import CHECKPOINT
@@ -87,7 +88,8 @@ def check(work: Callable[[], Awaitable[int]]) -> int:
 
 
 def post(service: Cut, path: str, body: bytes) -> Callable[[], Awaitable[int]]:
-    app = build_app(lambda: service, max_body_bytes=BODY, apis=[responses_routes.add_routes])
+    apis = [messages_routes.add_routes, responses_routes.add_routes]
+    app = build_app(lambda: service, max_body_bytes=BODY, apis=apis)
     parts = [body[i : i + 65536] for i in range(0, len(body), 65536)]
 
     async def call() -> int:

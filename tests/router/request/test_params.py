@@ -261,5 +261,7 @@ def test_every_field_of_a_request_is_checked_or_known_to_be_free():
     free = {"request_id", "model", "resume_from"}  # an event id: `resume.check`
     free |= {"prompts"}  # a test of its own
     free |= {"fit_to_model"}  # no client's field: an API sets it
+    # tests/router/chat/test_tool_checks.py
+    free |= {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"}
     tested = {name.partition("[")[0] for name, _ in ALL_REFUSED}
     assert {field.name for field in dataclasses.fields(GenerationRequest)} == free | tested

@@ -241,6 +241,12 @@ def test_the_output_bound_is_exact():
         template.render([{"role": "user", "content": "x" * 11}])
 
 
+def call(**fields: object) -> dict[str, object]:
+    """An assistant's message with one call."""
+    given = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return {"role": "assistant", "content": None, "tool_calls": [{**given, **fields}]}
+
+
 @pytest.mark.parametrize(
     ("messages", "error", "field"),
     [
@@ -257,8 +263,36 @@ def test_the_output_bound_is_exact():
         ([{"role": "user", "content": "x", "name": 7}], InvalidRequest, "messages[0].name"),
         (
             [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
-            UnsupportedField,
+            InvalidRequest,
+            "messages[0].tool_calls[0].id",
+        ),
+        (
+            [{"role": "user", "content": "x", "tool_calls": [{}]}],
+            InvalidRequest,
             "messages[0].tool_calls",
+        ),
+        (
+            [{"role": "user", "content": "x", "tool_call_id": "a"}],
+            InvalidRequest,
+            "messages[0].tool_call_id",
+        ),
+        (
+            [{"role": "assistant", "content": "x", "reasoning": 1}],
+            InvalidRequest,
+            "messages[0].reasoning",
+        ),
+        ([{"role": "assistant", "content": None}], InvalidRequest, "messages[0].content"),
+        ([call(type="custom")], InvalidRequest, "messages[0].tool_calls[0].type"),
+        ([call(custom={})], UnsupportedField, "messages[0].tool_calls[0].custom"),
+        ([call(function=[])], InvalidRequest, "messages[0].tool_calls[0].function"),
+        ([call(function={"name": ""})], InvalidRequest, "messages[0].tool_calls[0].function.name"),
+        *(
+            (
+                [call(function={"name": "f", "arguments": arguments})],
+                InvalidRequest,
+                "messages[0].tool_calls[0].function.arguments",
+            )
+            for arguments in ("{", "[1]", {}, '{"a":' * 300 + "1" + "}" * 300, "\ud800")
         ),
         ([{"role": "user", "content": ["x"]}], InvalidRequest, "messages[0].content[0]"),
         (

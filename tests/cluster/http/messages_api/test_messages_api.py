@@ -37,7 +37,7 @@ VALID: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],
 }
 COUNTED = {name: value for name, value in VALID.items() if name != "max_tokens"}
-TOOL = {
+TOOL: dict[str, Any] = {
     "name": "weather",
     "description": "Weather of a city.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -268,13 +268,37 @@ def test_max_tokens_is_lowered_to_what_fits(client, service) -> None:
         ({"type": "auto"}, ToolChoice("auto")),
         ({"type": "none"}, ToolChoice("none")),
         ({"type": "any"}, ToolChoice("required")),
-        ({"type": "tool", "name": "f"}, ToolChoice("required", ("f",))),
+        ({"type": "tool", "name": "weather"}, ToolChoice("required", ("weather",))),
     ],
 )
 def test_tool_choices(client, service, given, asked) -> None:
     answer(client, tools=[TOOL], tool_choice=given)
     assert service.requests[-1].tool_choice == asked
     assert service.requests[-1].parallel_tool_calls
+
+
+def test_an_answer_can_be_sent_back_with_the_results_of_its_calls(client, service) -> None:
+    service.script = SCRIPT
+    first = answer(client, tools=[TOOL])
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "17 degrees"}
+        for block in first["content"]
+        if block["type"] == "tool_use"
+    ]
+    turns = [
+        *VALID["messages"],
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": results},
+    ]
+    service.script = PLAIN
+    assert answer(client, tools=[TOOL], messages=turns)["stop_reason"] == "max_tokens"
+    _, assistant, *tools = service.requests[-1].messages
+    assert assistant["reasoning_content"] == "Let me see." and assistant["content"] == "I look.\n"
+    assert [call["id"] for call in assistant["tool_calls"]] == ["call_1", "call_2"]
+    assert [(tool["role"], tool["tool_call_id"]) for tool in tools] == [
+        ("tool", "call_1"),
+        ("tool", "call_2"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -354,6 +378,8 @@ def test_the_deadline_of_the_header_is_the_requests(client, service) -> None:
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
         ({"tools": [{**TOOL, "colour": 1}]}, "this field is unknown: tools[0].colour"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading must be"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be"),
+        ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name must be given with type"),
         ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name must be given with"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type must be"),

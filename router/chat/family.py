@@ -1,0 +1,116 @@
+"""Families of chat formats: data files that describe how models write reasoning and tool calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "families"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """The text of tool calls, from which grammars are made.
+
+    The calls of an answer are `before`, then calls with `between` after each but the last, then `after`. A call is
+    `begin`, its arguments as JSON, and `end`. Special tokens are written by their names.
+
+    Attributes
+    ----------
+    mark
+        The beginning of `before`, or of `begin` if `before` is empty. Text may precede it. Empty: a call is the whole
+        answer.
+    begin
+        `{name}` stands for the tool's name.
+    is_single
+        The model ends its answer after one call.
+    text
+        Mark before an answer without calls.
+    """
+
+    mark: str
+    begin: str
+    end: str
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    is_single: bool = False
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """The marks around reasoning, and the template's variable that controls it.
+
+    Attributes
+    ----------
+    close
+        Text after the reasoning, up to the first character of the answer or of a call.
+    variable
+        Name of the template's variable; None: there is none.
+    levels
+        OpenAI's reasoning effort to the variable's value. Levels that are missing are refused.
+    """
+
+    open: str
+    close: str
+    variable: str | None = None
+    levels: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of chat formats.
+
+    Attributes
+    ----------
+    recognised_by
+        Texts that the chat template of each checkpoint of the family contains.
+    response_template
+        For `transformers.utils.chat_parsing.ResponseParser`. Fields whose names begin with `tool_call` are calls,
+        `thinking` is reasoning, all others are text. It uses only content parsers of the oldest supported version.
+    calls
+        None: the format of calls cannot be written as a grammar, so they are not constrained.
+    reasoning
+        None: the models write no reasoning.
+    """
+
+    name: str
+    models: str
+    recognised_by: tuple[str, ...]
+    response_template: Mapping[str, Any]
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> Family:
+        """Load a family file."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        calls, reasoning = data.pop("calls", None), data.pop("reasoning", None)
+        return cls(
+            name=path.stem,
+            recognised_by=tuple(data.pop("recognised_by")),
+            calls=None if calls is None else CallFormat(**calls),
+            reasoning=None if reasoning is None else ReasoningFormat(**reasoning),
+            **data,
+        )
+
+
+def load_families() -> list[Family]:
+    """Load all families, sorted by name."""
+    return [Family.load(path) for path in sorted(FOLDER.glob("*.json"))]
+
+
+def recognise(source: str, families: Iterable[Family]) -> Family | None:
+    """Return the family of a chat template: of those whose texts it contains, the one with the most texts.
+
+    Parameters
+    ----------
+    source
+        The template's Jinja source.
+    """
+    found = [one for one in families if all(text in source for text in one.recognised_by)]
+    return max(found, key=lambda one: len(one.recognised_by), default=None)
