@@ -23,6 +23,8 @@ from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.resources import device_of, lacking, num_gpus, reservations, reserved
 from quire.cluster.config.scaling_sections import ReplicaResources, RouterResources
 from quire.cluster.http.http_api import build_app
+from quire.cluster.http.messages_api import messages_routes
+from quire.cluster.http.responses_api import responses_routes
 from quire.cluster.ingress import Router, this_service
 from quire.cluster.proxies.ray_proxies import LOOPBACK, runs_haproxy
 from quire.cluster.proxies.ray_settings import deployment_variables
@@ -32,6 +34,8 @@ from quire.replica.serving.final_errors import CannotStart
 
 logger = logging.getLogger("ray.serve")
 
+# In addition to completions and chats.
+APIS = (messages_routes.add_routes, responses_routes.add_routes)
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 MOVE_TIME_S = 15.0
@@ -92,6 +96,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
             max_body_bytes=max_body_bytes,
             keepalive_s=http.keepalive_s,
             cors_origins=http.cors_origins,
+            apis=APIS,
         )
 
     router = serve.deployment(

@@ -109,8 +109,8 @@ class GenerationRequest:
     max_tokens
         Most output tokens. None: up to the model's length. 0, with `echo`: return only the prompt.
     fit_to_model
-        Instead of refusing the request, lower `max_tokens` to what fits, and ignore `reasoning_effort` if the chat
-        template has no switch for it: agents send the same values to every model.
+        Instead of refusing the request, lower `max_tokens` to what fits, and take the nearest `reasoning_effort` that
+        the chat template has, or ignore it if there is none: agents send the same values to every model.
     logit_bias
         Pairs of a token id and the number that is added to its logit.
     allowed_token_ids

@@ -68,6 +68,8 @@ LAYERS = (
     "replica.serving.faults",
     "cluster.api_common",
     "cluster.http",
+    "cluster.http.messages_api",
+    "cluster.http.responses_api",
     "cluster.grpc",
     "cluster.proxies",
     "cluster.config",

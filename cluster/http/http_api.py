@@ -89,8 +89,8 @@ _MAX_SHOWN_CHARS = 256  # most characters of a path in an error message
 
 # Adds the routes of an API: the application, `get_service`, `max_body_bytes` and `keepalive_s` of `build_app`.
 AddRoutes = Callable[[FastAPI, Callable[[], Service], int, float], None]
-# The form of an API's errors: from HTTP status, code, message and the request's id to that API's status and JSON.
-ErrorForm = Callable[[int, str, str, str], tuple[int, Any]]
+# The form of an API's errors: from HTTP status, code, message and the request's id to that API's status, headers, JSON.
+ErrorForm = Callable[[int, str, str, str], tuple[int, dict[str, str], Any]]
 
 
 def build_app(
@@ -117,8 +117,9 @@ def build_app(
     cors_origins
         Origins of web pages that may use the API from scripts; `*`: all.
     apis
-        Further APIs. A function that adds routes may also add the models of its bodies to `app.state.body_models`, and
-        the form of its errors to `app.state.error_forms`, by the path at which its routes begin.
+        Further APIs. A function that adds routes may also add to `app.state`: to `body_models` the models of its
+        bodies, to `id_prefixes` the prefix of its answers' ids, to `error_forms` the form of its errors, by the path at
+        which its routes begin.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(
@@ -147,6 +148,7 @@ def build_app(
     _add_information_routes(app, get_service, version)
     app.state.body_models = [CompletionRequest, ChatCompletionRequest, *DOCUMENTED]
     app.state.error_forms = {}
+    app.state.id_prefixes = list(ID_PREFIXES)
     add_tokenize_routes(app, get_service, max_body_bytes)
     for add_routes in apis:
         add_routes(app, get_service, max_body_bytes, keepalive_s)
@@ -235,7 +237,7 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
             )
         if request_id is not None:
             request_id = request_label(request_id, "request_id")
-            for prefix in ID_PREFIXES:
+            for prefix in app.state.id_prefixes:
                 request_id = request_id.removeprefix(prefix)
         return json_response(
             decisions_answer(request_id, await get_service().decisions(request_id, limit))
@@ -346,8 +348,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         "param": None,
         "code": str(error.detail).lower().replace(" ", "_"),
     }
-    status, body = _in_form(request.scope, error.status_code, detail)
-    return json_response(body, status_code=status, headers=dict(error.headers or {}))
+    return _formed(request.scope, error.status_code, detail, dict(error.headers or {}))
 
 
 def _served(app: FastAPI, prefix: str) -> list[str]:
@@ -368,18 +369,22 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
 
 
 def _error_response(scope: Scope, error: QuireError) -> Response:
-    status, body = _in_form(scope, error.http_status, error_answer(error)["error"])
-    return json_response(body, status_code=status, headers=error_headers(error))
+    detail = error_answer(error)["error"]
+    return _formed(scope, error.http_status, detail, error_headers(error))
 
 
-def _in_form(scope: Scope, status: int, detail: dict[str, Any]) -> tuple[int, Any]:
-    """Return status and body of an error in the form of the API to which the path belongs; by default OpenAI's."""
+def _formed(scope: Scope, status: int, detail: dict[str, Any], headers: dict[str, str]) -> Response:
+    """Make the response of an error in the form of the API to which the path belongs; by default OpenAI's."""
+    body: Any = {"error": detail}
     path = scope["path"].removeprefix(scope.get("root_path", "")) + "/"
     forms: dict[str, ErrorForm] = scope["app"].state.error_forms
     for begin, form in forms.items():
         if path.startswith(f"{begin}/"):
-            return form(status, detail["code"], detail["message"], scope["state"]["request_id"])
-    return status, {"error": detail}
+            status, own_headers, body = form(
+                status, detail["code"], detail["message"], scope["state"]["request_id"]
+            )
+            headers = {**own_headers, **headers}
+    return json_response(body, status_code=status, headers=headers)
 
 
 # --------------------------------------------------------------------------------------------------

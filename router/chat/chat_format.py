@@ -13,7 +13,7 @@ from quire.protos.errors import UnsupportedField, described
 from quire.protos.wire import Grammar
 from quire.router.chat.family import Family, load_families, recognise
 from quire.router.chat.reply_parser import REASONING_FIELDS, ReplyParser, is_call, load_template
-from quire.router.chat.tool_checks import allowed_tools, openai_form
+from quire.router.chat.tool_checks import EFFORTS, allowed_tools, openai_form
 from quire.router.chat.tool_grammar import AddedTokens, make_grammar
 from quire.router.text.chat_template import ChatTemplate, TemplateOptions
 from quire.router.text.tokenizer import TextTokenizer
@@ -93,13 +93,15 @@ class ChatFormat:
         variable = None if reasoning is None else reasoning.variable
         if reasoning is None or variable is None or variable not in self._template.source:
             neutral = "medium" if self._has_reasoning else "none"
-            if effort == neutral:
+            if effort == neutral or request.fit_to_model:
                 return {}
             raise UnsupportedField(
                 f"the model's chat template does not control reasoning: reasoning_effort must be {neutral} or null, "
                 f"got {effort}",
                 field="reasoning_effort",
             )
+        if effort not in reasoning.levels and request.fit_to_model:
+            effort = _nearest(effort, reasoning.levels)
         if effort not in reasoning.levels:
             raise UnsupportedField(
                 f"the model has no such effort: reasoning_effort must be one of {', '.join(reasoning.levels)}, got "
@@ -264,3 +266,9 @@ def _unconstrained(request: GenerationRequest, is_chosen: bool) -> UnsupportedFi
         f"calls of this model cannot be constrained by a grammar: tools[{strict}].strict must be false, got true",
         field=f"tools[{strict}].strict",
     )
+
+
+def _nearest(effort: str, levels: Iterable[str]) -> str:
+    """Return the level that is nearest to an effort in the order of `EFFORTS`."""
+    wanted = EFFORTS.index(effort)
+    return min(levels, key=lambda level: abs(EFFORTS.index(level) - wanted))

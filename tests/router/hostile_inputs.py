@@ -9,7 +9,7 @@ from __future__ import annotations
 from quire.protos import generation_pb2
 
 BODY = 8 << 20  # bytes that an HTTP body or a message may have
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, ITEMS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
@@ -86,6 +86,42 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "escapes that pass the count": (TEXT, b'{"prompt":1,"x":"' + b"\\n" * (2 << 20) + b'"}'),
         "escaped quotes": (TEXT, filled('{"prompt":1,"x":"', '\\"', '"}')),
         "escapes": (TEXT, filled('{"prompt":1,"x":"', '\\\\\\"', '"}')),
+        "items": (ITEMS, filled('{"input":[', USER + ",", "]}")),
+        "items and functions": (
+            ITEMS,
+            listed(
+                listed('{"input":[', USER, 4096, '],"tools":[').decode(),
+                '{"type":"function","name":"f"}', 4096, "]}",
+            ),
+        ),
+        "calls and outputs": (
+            ITEMS,
+            listed(
+                '{"input":[',
+                '{"type":"function_call","call_id":"c","name":"f","arguments":"{}"},'
+                '{"type":"function_call_output","call_id":"c","output":"x"}',
+                2048, "]}",
+            ),
+        ),
+        "parts of an item": (ITEMS, listed('{"input":[{"role":"user","content":[', PART, 12_000, "]}]}")),
+        "keys of an item": (ITEMS, ('{"input":[{"role":"user",' + few_keys + "}]}").encode()),
+        "keys of a part": (ITEMS, ('{"input":[{"role":"user","content":[{' + few_keys + "}]}]}").encode()),
+        "keys of a form": (ITEMS, ('{"input":"x","text":{"format":{' + few_keys + "}}}").encode()),
+        "functions": (
+            ITEMS,
+            listed('{"input":"x","tools":[', '{"type":"function","name":"f"}', 4096, "]}"),
+        ),
+        "a namespace": (
+            ITEMS,
+            listed(
+                '{"input":"x","tools":[{"type":"namespace","name":"n","tools":[',
+                '{"type":"function"}', 16_000, "]}]}",
+            ),
+        ),
+        "many system messages": (
+            ITEMS,
+            listed('{"input":[', '{"role":"system","content":"' + "a" * 1900 + '"}', 4096, "]}"),
+        ),
         "brackets in a text": (TEXT, filled('{"prompt":1,"x":"', "[{,", '"}')),
         "not JSON": (TEXT, filled("", "\\", "")),
         # Longer words of one letter take longer: the library frees a text for each token, 20 ns each.
@@ -94,6 +130,44 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "special tokens": (CHAT, filled('{"messages":[{"role":"user","content":"', "<|end|>", '"}]}')),
         "as many messages as are served": (CHAT, listed('{"messages":[', USER, 4096, "]}")),
         "as many parts as are served": (CHAT, listed(PARTS, PART, 4096, "]}]}")),
+        **messages_api_bodies(few_keys),
+    }  # fmt: skip
+
+
+def messages_api_bodies(few_keys: str) -> dict[str, tuple[str, bytes]]:
+    """Those for the Messages API; `few_keys` are fields of an object."""
+    path, head = "/v1/messages", '{"model":"quire","max_tokens":9,'
+    turns, blocks = f'{head}"messages":[', f'{head}"messages":[{{"role":"user","content":['
+    call = '{"type":"tool_use","id":"c","name":"f","input":{}}'
+    result = '{"type":"tool_result","tool_use_id":"c","content":[' + PART + "]}"
+    round_of_calls = (
+        f'{{"role":"assistant","content":[{call}]}},{{"role":"user","content":[{result}]}}'
+    )
+    tool = '{"name":"f","input_schema":{}}'
+    asked = f'{head}"messages":[{USER}],'
+    return {
+        "turns": (path, filled(turns, USER + ",", "]}")),
+        "as many turns as are served": (path, listed(turns, USER, 4096, "]}")),
+        "blocks": (path, listed(blocks, PART, 12_000, "]}]}")),
+        "as many blocks as are served": (path, listed(blocks, PART, 4096, "]}]}")),
+        "results": (path, listed(blocks, result, 4096, "]}]}")),
+        "texts of results": (path, listed(blocks, result.replace(PART, ",".join([PART] * 4)), 2500, "]}]}")),
+        "rounds of calls": (path, listed(turns, round_of_calls, 2000, f",{USER}]}}")),
+        "keys of a turn": (path, (turns + '{"role":"user",' + few_keys + "}]}").encode()),
+        "keys of a block": (path, (blocks + '{"type":"text",' + few_keys + "}]}]}").encode()),
+        "keys of an input": (
+            path,
+            (turns + '{"role":"assistant","content":[' + call.replace("{}", "{" + few_keys + "}") + "]}]}").encode(),
+        ),
+        "system blocks": (path, listed(f'{asked}"system":[', PART, 4096, "]}")),
+        "definitions of tools": (path, listed(f'{asked}"tools":[', tool, 4096, "]}")),
+        "keys of a tool": (path, (f'{asked}"tools":[{{"name":"f",' + few_keys + "}]}").encode()),
+        "keys of a schema": (
+            path, (f'{asked}"tools":[{{"name":"f","input_schema":{{' + few_keys + "}}]}").encode()
+        ),
+        "keys of a hint": (path, (f'{asked}"cache_control":{{' + few_keys + "}}").encode()),
+        "long stop sequences": (path, listed(f'{asked}"stop_sequences":[', '"' + "a" * 300 + '"', 4096, "]}")),
+        "a long user": (path, filled(f'{asked}"metadata":{{"user_id":"', "é", '"}}')),
     }  # fmt: skip
 
 

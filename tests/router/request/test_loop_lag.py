@@ -31,6 +31,8 @@ from hostile_inputs import (
 from quire.cluster.grpc import grpc_servicers
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.cluster.http.http_api import build_app
+from quire.cluster.http.messages_api import messages_routes
+from quire.cluster.http.responses_api import responses_routes
 from quire.protos.errors import Unavailable
 from quire.replica.builtin_model import CHECKPOINT
 from quire.router.policy.by_name import make_policy
@@ -99,7 +101,8 @@ def post(
     service: Cut, path: str, body: bytes, most_bytes: int = 4096
 ) -> Callable[[], Awaitable[int]]:
     """Send a body; the answer has at most `most_bytes`."""
-    app = build_app(lambda: service, max_body_bytes=BODY)
+    apis = [messages_routes.add_routes, responses_routes.add_routes]
+    app = build_app(lambda: service, max_body_bytes=BODY, apis=apis)
     parts = [body[i : i + 65536] for i in range(0, len(body), 65536)]
 
     async def call() -> int:

@@ -57,11 +57,21 @@ def logprobs(target: Target) -> None:
     assert content and all(token["logprob"] <= 0 for token in content)
 
 
+def responses_api(target: Target) -> None:
+    """`use_responses_api`, whole and streamed, with a structured output."""
+    llm = _chat(target, use_responses_api=True, temperature=0)
+    whole = llm.invoke("Hello")
+    assert whole.text and 1 <= whole.usage_metadata["output_tokens"] <= 16
+    assert "".join(chunk.text for chunk in llm.stream("Hello")) == whole.text
+    llm = _chat(target, use_responses_api=True, max_tokens=64)
+    assert isinstance(llm.with_structured_output(City).invoke("A city?"), City)
+
+
 def bind_tools(target: Target) -> None:
     assert _chat(target).bind_tools([City], tool_choice="City").invoke("A city?").tool_calls
 
 
 run(
-    [invoke, stream, batch, completion_batch, structured_output, logprobs],
+    [invoke, stream, batch, completion_batch, structured_output, logprobs, responses_api],
     not_served=[bind_tools],
 )

@@ -1,5 +1,6 @@
 // openai-node and the Vercel AI SDK. Prints what `checks.py` prints: a JSON line for each check.
 import assert from 'node:assert/strict'
+import { createOpenAI } from '@ai-sdk/openai'
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible'
 import { generateObject, generateText, streamText } from 'ai'
 import OpenAI from 'openai'
@@ -12,6 +13,7 @@ const served = createOpenAICompatible({
   baseURL: `${url}/v1`,
   supportsStructuredOutputs: true,
 })(model)
+const byResponses = createOpenAI({ baseURL: `${url}/v1`, apiKey: 'none' })(model)
 const messages = [{ role: 'user', content: 'Name three colours.' }]
 const prompt = 'Name three colours.'
 
@@ -54,7 +56,46 @@ async function ai_sdk_object() {
   assert.ok(schema.safeParse(object).success)
 }
 
-for (const check of [chat, chat_stream, completions, ai_sdk_text, ai_sdk_stream, ai_sdk_object]) {
+async function responses() {
+  const options = { model, input: prompt, max_output_tokens: 16, temperature: 0 }
+  const whole = await client.responses.create(options)
+  let text = ''
+  for await (const event of await client.responses.create({ ...options, stream: true })) {
+    if (event.type === 'response.output_text.delta') text += event.delta
+  }
+  assert.ok(text)
+  assert.equal(text, whole.output_text)
+}
+
+// The default provider speaks the Responses API.
+async function ai_sdk_responses() {
+  const options = { model: byResponses, prompt, maxOutputTokens: 16, temperature: 0 }
+  const whole = await generateText(options)
+  assert.ok(whole.text)
+  assert.ok(whole.usage.outputTokens >= 1 && whole.usage.outputTokens <= 16)
+  let text = ''
+  for await (const delta of streamText(options).textStream) text += delta
+  assert.equal(text, whole.text)
+}
+
+async function ai_sdk_responses_object() {
+  const schema = z.object({ country: z.enum(['France', 'Japan', 'Peru']), capital: z.boolean() })
+  const { object } = await generateObject({ model: byResponses, prompt, schema, maxOutputTokens: 64 })
+  assert.ok(schema.safeParse(object).success)
+}
+
+const checks = [
+  chat,
+  chat_stream,
+  completions,
+  ai_sdk_text,
+  ai_sdk_stream,
+  ai_sdk_object,
+  responses,
+  ai_sdk_responses,
+  ai_sdk_responses_object,
+]
+for (const check of checks) {
   const outcome = { check: check.name, num: 1, of: 1, unit: 'ok', error: '' }
   try {
     await check()

@@ -1,4 +1,4 @@
-"""openai-python: both endpoints, whole and streamed, with the options that they share."""
+"""openai-python: completions, chats and responses, whole and streamed."""
 
 from __future__ import annotations
 
@@ -171,7 +171,53 @@ def tools(target: Target) -> None:
 
 
 def responses(target: Target) -> None:
-    assert _client(target).responses.create(model=target.model, input="Hello").output_text
+    """Whole, streamed and by the helper, the same text; usage at the end."""
+    asked = {
+        "model": target.model,
+        "input": "Name three colours.",
+        "max_output_tokens": 16,
+        "temperature": 0,
+    }
+    whole = _client(target).responses.create(**asked)
+    assert whole.output_text and whole.status == "incomplete"
+    assert whole.usage.output_tokens == 16
+    events = list(_client(target).responses.create(**asked, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.usage.output_tokens == 16
+
+
+def responses_parse(target: Target) -> None:
+    """`responses.parse` and the helper for streams with a pydantic model."""
+    asked = {"model": target.model, "input": "Name a city.", "max_output_tokens": 64}
+    answer = _client(target).responses.parse(**asked, text_format=City)
+    assert isinstance(answer.output_parsed, City)
+    with _client(target).responses.stream(**asked, text_format=City) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, City)
+
+
+def responses_turns(target: Target) -> None:
+    """An answer's output is sent back as input; state on the server is refused by name."""
+    asked = {"model": target.model, "max_output_tokens": 8}
+    conversation = [{"role": "user", "content": "Hello"}]
+    conversation += _client(target).responses.create(**asked, input=conversation).output
+    conversation.append({"role": "user", "content": "And?"})
+    assert _client(target).responses.create(**asked, input=conversation).output_text
+    try:
+        _client(target).responses.create(**asked, input="x", previous_response_id="resp_1")
+    except openai.BadRequestError as error:
+        assert "previous_response_id" in str(error)
+    else:
+        raise AssertionError("previous_response_id was accepted")
+
+
+def responses_tools(target: Target) -> None:
+    function = {"type": "function", "name": "now", "parameters": {"type": "object"}}
+    answer = _client(target).responses.create(
+        model=target.model, input="Hello", tools=[function], tool_choice="required"
+    )
+    assert [item.name for item in answer.output if item.type == "function_call"]
 
 
 run(
@@ -190,6 +236,9 @@ run(
         stream_helper,
         refusal,
         parallel_streams,
+        responses,
+        responses_parse,
+        responses_turns,
     ],
-    not_served=[tools, responses],
+    not_served=[tools, responses_tools],
 )

@@ -1,0 +1,133 @@
+"""Anthropic's Messages API over a `Service`.
+
+```
+POST /v1/messages                  an answer, whole or as events
+POST /v1/messages/count_tokens     the tokens of a prompt; nothing is generated
+```
+
+The query `?beta=true` and the headers `anthropic-version` and `anthropic-beta` are accepted and ignored: a field of a
+beta is served or refused by its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from quire.cluster.api_common.front_end import (
+    TIMEOUT_HEADER,
+    counting_refusals,
+    renamed,
+    timeout_seconds,
+)
+from quire.cluster.http.http_answers import json_response
+from quire.cluster.http.json_body import read_json
+from quire.cluster.http.messages_api.messages_answers import (
+    MessageAnswer,
+    MessageEvent,
+    MessagesError,
+    TokenCount,
+)
+from quire.cluster.http.messages_api.messages_errors import error_form, request_id_header
+from quire.cluster.http.messages_api.messages_requests import (
+    counted_request,
+    generation_request,
+    router_names,
+)
+from quire.cluster.http.messages_api.messages_response import MESSAGE_ID_PREFIX, MessagesResponse
+from quire.cluster.http.messages_api.messages_schema import (
+    IGNORED_FIELDS,
+    REFUSED,
+    CountTokensBody,
+    CustomTool,
+    MessagesBody,
+    MessageTurn,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    parse_messages_body,
+)
+from quire.protos.errors import QuireError
+from quire.router.types import Service
+
+PATH = "/v1/messages"
+COUNT_PATH = f"{PATH}/count_tokens"
+_BODY_MODELS: tuple[type[BaseModel], ...] = (
+    MessagesBody,
+    CountTokensBody,
+    MessageTurn,
+    CustomTool,
+    TextBlock,
+    ThinkingBlock,
+    RedactedThinkingBlock,
+    ToolUseBlock,
+    ToolResultBlock,
+    MessageEvent,
+)
+
+
+def add_routes(
+    app: FastAPI, get_service: Callable[[], Service], max_body_bytes: int, keepalive_s: float
+) -> None:
+    """Add the routes to the application; the parameters are those of `http_api.build_app`."""
+    app.state.error_forms[PATH] = error_form
+    app.state.id_prefixes.append(MESSAGE_ID_PREFIX)
+    app.state.body_models += _BODY_MODELS
+
+    async def prepared(request: Request) -> MessagesResponse:
+        body = parse_messages_body(MessagesBody, await read_json(request, max_body_bytes))
+        deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
+        asked = await generation_request(body, request.state.request_id, deadline_s)
+        names = dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
+        return MessagesResponse(get_service(), body, asked, names, keepalive_s=keepalive_s)
+
+    @app.post(PATH, **_docs("Answer the last turn of a conversation.", MessagesBody, MessageAnswer))
+    async def messages(request: Request) -> Response:
+        with counting_refusals(get_service()):
+            return await prepared(request)
+
+    @app.post(
+        COUNT_PATH,
+        **_docs(
+            "Count the tokens of a prompt, as its answer would count them.",
+            CountTokensBody,
+            TokenCount,
+        ),
+    )
+    async def count_tokens(request: Request) -> Response:
+        body = parse_messages_body(CountTokensBody, await read_json(request, max_body_bytes))
+        asked = await counted_request(body, request.state.request_id)
+        try:
+            encoded = await get_service().encode(asked)
+        except QuireError as error:
+            raise renamed(error, router_names(body)) from None
+        count = {"input_tokens": len(encoded.token_ids)}
+        return json_response(count, headers=request_id_header(asked.request_id))
+
+
+def _docs(purpose: str, body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
+    """Arguments of a route that reads its body itself: they describe the body and the answers in OpenAPI."""
+    reference = "#/components/schemas/"
+    schema = {"$ref": reference + body.__name__}
+    errors = {"model": MessagesError}
+    responses: dict[int | str, dict[str, Any]] = {"4XX": errors, "5XX": errors}
+    if answer is MessageAnswer:
+        events = {"schema": {"$ref": reference + MessageEvent.__name__}}
+        responses[200] = {"content": {"text/event-stream": events}}
+    return {
+        "description": (
+            f"{purpose} Anthropic's Messages API.\n\nAccepted and ignored: {', '.join(sorted(IGNORED_FIELDS))}. "
+            f"Refused unless null or neutral: {', '.join(sorted(REFUSED))}. Any other field is refused."
+        ),
+        "response_model": answer,
+        "responses": responses,
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+        },
+    }
