@@ -52,8 +52,11 @@ def shortened(body: Any, path: str, random: Random | None) -> Any:
         optional = sorted(body.keys() - inputs - {"model", "stream_options"})
         kept = inputs.union(random.sample(optional, min(len(optional), random.randrange(4))))
         body = {name: value for name, value in body.items() if name in kept}
-        if path.startswith(MESSAGES):
-            body["model"] = "embedded"
+    if path.startswith(MESSAGES) and isinstance(body.get("model", ""), str):
+        # Required, and the field `max_tokens` is an integer: for the document 2.0 is one too.
+        body = {**body, "model": "embedded"}
+        if isinstance(body.get("max_tokens"), float):
+            body["max_tokens"] = 2
     if path != f"{MESSAGES}/count_tokens":
         body = {"max_output_tokens" if "input" in body else "max_tokens": 2, **body}
     for name, most in MOST.items():

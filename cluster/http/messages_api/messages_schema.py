@@ -99,26 +99,37 @@ class ToolResultBlock(Strict):
     cache_control: CacheControl | None = Field(None, description="Accepted and ignored.")
 
 
+def _content(*models: str) -> Any:
+    """Return the field of a turn's content: a text, or a list of blocks of these models."""
+    return Field(json_schema_extra={"anyOf": [{"type": "string"}, _list_of(*models)]})
+
+
 class MessageTurn(Strict):
     """One turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Any = Field(
-        description="A text, or a list of blocks: of the user text and tool_result, of the assistant text, thinking, "
-        "redacted_thinking and tool_use, of the system text.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string"},
-                _list_of(
-                    "TextBlock",
-                    "ThinkingBlock",
-                    "RedactedThinkingBlock",
-                    "ToolUseBlock",
-                    "ToolResultBlock",
-                ),
-            ]
-        },
-    )
+    content: Any
+
+
+class UserTurn(MessageTurn):
+    """A turn of the user: texts and results of calls."""
+
+    role: Literal["user"]
+    content: Any = _content("TextBlock", "ToolResultBlock")
+
+
+class AssistantTurn(MessageTurn):
+    """A turn of the model: texts, reasoning and calls."""
+
+    role: Literal["assistant"]
+    content: Any = _content("TextBlock", "ThinkingBlock", "RedactedThinkingBlock", "ToolUseBlock")
+
+
+class SystemTurn(MessageTurn):
+    """Instructions."""
+
+    role: Literal["system"]
+    content: Any = _content("TextBlock")
 
 
 class CustomTool(Strict):
@@ -192,11 +203,7 @@ class CountTokensBody(Strict):
     # `Any`, because `messages_turns` parses them.
     messages: Any = Field(
         description="The conversation, oldest first. A last turn of the assistant is continued.",
-        json_schema_extra={
-            "type": "array",
-            "minItems": 1,
-            "items": {"$ref": "#/components/schemas/MessageTurn"},
-        },
+        json_schema_extra={**_list_of("UserTurn", "AssistantTurn", "SystemTurn"), "minItems": 1},
     )
     system: Any = Field(
         None,
@@ -218,7 +225,8 @@ class MessagesBody(CountTokensBody):
     """Body of POST /v1/messages. null means the same as an absent field."""
 
     max_tokens: int = Field(
-        description="Most tokens to generate; lowered to what fits into the model's length."
+        description="Most tokens to generate; lowered to what fits into the model's length.",
+        json_schema_extra={"minimum": 1},
     )
     metadata: Metadata | None = None
     stop_sequences: Texts | None = Field(None, description="Strings that end the answer.")
