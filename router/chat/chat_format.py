@@ -39,7 +39,7 @@ class ChatFormat:
     Parameters
     ----------
     template
-        The checkpoint's chat template, by whose text the family is recognised. A `response_template` in
+        The checkpoint's chat template. Its text shows the family. A `response_template` in
         `tokenizer_config.json` replaces the one of the family.
     """
 

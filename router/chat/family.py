@@ -73,7 +73,7 @@ class Family:
     recognised_by
         Texts that the chat template of each checkpoint of the family contains.
     response_template
-        For `transformers.utils.chat_parsing.ResponseParser`. Fields whose names begin with `tool_call` are calls,
+        For `transformers.utils.chat_parsing.ResponseParser`. Fields with names that begin with `tool_call` are calls,
         `thinking` is reasoning, all others are text. It uses only content parsers of the oldest supported version.
     calls
         None: the format of calls cannot be written as a grammar, so they are not constrained.
@@ -108,7 +108,7 @@ def load_families() -> list[Family]:
 
 
 def recognise(source: str, families: Iterable[Family]) -> Family | None:
-    """Return the family of a chat template: of those whose texts it contains, the one with the most texts.
+    """Return the family of a chat template: of those with all texts in it, the one with the most texts.
 
     Parameters
     ----------

@@ -66,7 +66,7 @@ class _Trimmed:
         self._is_after_mark = False
 
     def add(self, text: str) -> str:
-        """Add text and return what is final."""
+        """Add text and return its final part."""
         if self._is_after_mark:
             text = text.lstrip()
         if not text:
@@ -243,7 +243,7 @@ class ReplyParser:
         return self._region is not None and is_call(self._region)
 
     def _is_cut(self) -> bool:
-        """Whether the answer ends within a call. JSON shows by itself whether it is complete; other formats do not."""
+        """Whether the answer ends within a call. Complete JSON needs no mark at its end; other formats do."""
         if self._region is None or not self._is_in_call():
             return False
         field = self._template.fields[self._region]

@@ -1,4 +1,4 @@
-"""Every text of a grammar parses to valid calls, whatever tokens are sampled."""
+"""Every text that random tokens of a grammar form parses to valid calls."""
 
 from __future__ import annotations
 
