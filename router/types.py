@@ -15,6 +15,7 @@ import numpy as np
 
 from quire.protos.errors import QuireError
 from quire.protos.wire import Grammar, Load
+from quire.router.bill import Bill
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 
 
@@ -121,7 +122,9 @@ class GenerationRequest:
     n
         Number of samples of each prompt; each ends with its own finish reason.
     tenant
-        Name of the tenant. Tenants share no cache entries, and the queue is fair between them.
+        Scope of the request's cache entries: tenants share none.
+    bill
+        Who pays. None: no keys are configured.
     deadline_s
         Seconds from the request's arrival to its deadline.
     resume_from
@@ -169,6 +172,12 @@ class GenerationRequest:
     priority: int = 0
     deadline_s: float | None = None
     resume_from: ResumePoint | None = None
+    bill: Bill | None = None
+
+    @property
+    def payer(self) -> str:
+        """The tenant that the queue is fair to: that of the key, else the client's own name."""
+        return self.tenant if self.bill is None else self.bill.tenant
 
     @property
     def marks(self) -> tuple[Mark, ...]:
@@ -465,13 +474,15 @@ class Service(Protocol):
 
     def replicas(self) -> list[ReplicaStatus]: ...
 
-    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+    async def decisions(
+        self, request_id: str | None, limit: int, payer: str | None = None
+    ) -> Decisions:
         """Return the recent routing decisions of all routers.
 
         Parameters
         ----------
         request_id
-            Decisions for this request only; None: the last `limit` decisions for any request.
+            Decisions for this request only; None: the last `limit` decisions for any request (of `payer`, if given).
         """
         ...
 

@@ -65,6 +65,7 @@ LAYERS = (
     # Entries below may import ray.
     "replica.serving",
     "replica.serving.faults",
+    "cluster.auth",
     "cluster.api_common",
     "cluster.http",
     "cluster.grpc",

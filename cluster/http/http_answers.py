@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from quire.cluster.api_common.front_end import retry_after_ms
-from quire.protos.errors import DecisionNotFound, QuireError
+from quire.protos.errors import DecisionNotFound, QuireError, Unauthenticated
 from quire.router.types import Decisions, ModelInfo, ScoredToken, TokenScores, Usage
 
 
@@ -229,12 +229,14 @@ class ReadyAnswer(_Answer):
     """Whether a request sent now would be served."""
 
     ready: bool
-    reason: str
-    replicas: int = Field(description="Attached replicas.")
+    reason: str = Field(default="", description="Only for those who may observe, as all below.")
+    replicas: int = Field(default=0, description="Attached replicas.")
     startup: dict[str, float] = Field(
-        description="Seconds of each phase of start-up, for the slowest replica."
+        default={}, description="Seconds of each phase of start-up, for the slowest replica."
     )
-    engine: EngineFacts | None = Field(description="null while no replica is attached.")
+    engine: EngineFacts | None = Field(
+        default=None, description="null while no replica is attached."
+    )
 
 
 class ReplicaCost(_Answer):
@@ -434,7 +436,9 @@ def error_answer(error: QuireError) -> dict[str, Any]:
 
 
 def error_headers(error: QuireError) -> dict[str, str]:
-    """Headers that say when to retry: whole seconds, and milliseconds for OpenAI's client."""
+    """Headers that say when to retry: whole seconds, and milliseconds for OpenAI's client. 401 asks for a key."""
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
     if error.retry_after_s is None:
         return {}
     return {
@@ -452,4 +456,11 @@ def json_response(
         status_code=status_code,
         headers=headers,
         media_type="application/json",
+    )
+
+
+def error_response(error: QuireError) -> Response:
+    """Make the response for an error, in OpenAI's shape."""
+    return json_response(
+        error_answer(error), status_code=error.http_status, headers=error_headers(error)
     )

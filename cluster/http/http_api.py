@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -31,23 +30,22 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.api_common.front_end import (
     EXPLAIN_HEADERS,
     TIMEOUT_HEADER,
     counting_refusals,
-    internal_error,
-    is_label,
     request_label,
     timeout_seconds,
 )
+from quire.cluster.auth.access_control import AccessControl
+from quire.cluster.auth.access_rules import HTTP_RULES
+from quire.cluster.auth.http_door import HttpDoor, service_of_caller
+from quire.cluster.auth.keyed_service import RATE_HEADERS, KeyedService
 from quire.cluster.http import json_size
 from quire.cluster.http.http_answers import (
     ChatCompletion,
@@ -59,8 +57,7 @@ from quire.cluster.http.http_answers import (
     ModelList,
     ReadyAnswer,
     decisions_answer,
-    error_answer,
-    error_headers,
+    error_response,
     json_response,
     model_card,
 )
@@ -68,6 +65,7 @@ from quire.cluster.http.http_body import parse_body, refusal
 from quire.cluster.http.http_chats import ChatCompletionRequest, TextPart
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
+from quire.cluster.http.http_middleware import Boundary
 from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.protos.errors import (
     BodyTooLarge,
@@ -84,7 +82,13 @@ from quire.router.types import ResumePoint, Service
 LAST_EVENT_ID = "Last-Event-ID"
 DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
 # Response headers that scripts of web pages may read (CORS).
-_EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
+_EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "retry-after-ms",
+    *EXPLAIN_HEADERS,
+    *RATE_HEADERS,
+)
 _PREFLIGHT_S = 3600  # how long a browser may cache a preflight response
 _MAX_SHOWN_CHARS = 256  # most characters of a path in an error message
 # If a body is too large, the rest of it is read and discarded: otherwise the connection is reset before the client has
@@ -99,6 +103,7 @@ def build_app(
     echo_request_id: bool = False,
     keepalive_s: float = 0.0,
     cors_origins: Sequence[str] = (),
+    get_access: Callable[[], AccessControl] | None = None,
 ) -> FastAPI:
     """Build the HTTP application.
 
@@ -114,6 +119,8 @@ def build_app(
         Interval of the comments that a stream sends until its first token; 0: no comments.
     cors_origins
         Origins of web pages that may use the API from scripts; `*`: all.
+    get_access
+        Returns the keys; called for each request. None: no key is needed.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(
@@ -122,7 +129,19 @@ def build_app(
         redirect_slashes=False,
         swagger_ui_oauth2_redirect_url=None,
     )
-    app.add_middleware(_Boundary, echo_request_id=echo_request_id)
+    get_own_service, may_observe = get_service, _everyone
+    if get_access is not None:
+        app.add_middleware(
+            HttpDoor, get_access=get_access, rules=HTTP_RULES, routes=app.router.routes
+        )
+
+        def get_own_service() -> KeyedService:
+            return service_of_caller(get_service(), get_access())
+
+        def may_observe() -> bool:
+            return get_own_service().may_observe
+
+    app.add_middleware(Boundary, echo_request_id=echo_request_id)
     if cors_origins:
         # Added last, so it is the outermost layer, and pages can read every response, errors included. Browsers send no
         # cookies or stored credentials to the API; a key in a header is set by the page.
@@ -138,8 +157,8 @@ def build_app(
     app.add_exception_handler(QuireError, _on_quire_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
-    _add_generation_routes(app, get_service, max_body_bytes, keepalive_s)
-    _add_information_routes(app, get_service, version)
+    _add_generation_routes(app, get_own_service, max_body_bytes, keepalive_s)
+    _add_information_routes(app, get_own_service, version, may_observe)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -198,7 +217,12 @@ def _add_generation_routes(
         return await answer(request, ChatCompletionRequest)
 
 
-def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], version: str) -> None:
+def _add_information_routes(
+    app: FastAPI,
+    get_service: Callable[[], Service],
+    version: str,
+    may_observe: Callable[[], bool],
+) -> None:
     @app.get("/v1/models", response_model=ModelList, responses=_ERRORS)
     async def models() -> Response:
         """The model that this application serves."""
@@ -238,15 +262,19 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
 
     @app.get("/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
     async def ready() -> Response:
-        """200 if a request sent now would be served, else 503: for readiness probes."""
+        """200 if a request sent now would be served, else 503: for readiness probes.
+
+        If keys are configured, only a key with the right `observe` gets more than `ready`.
+        """
         readiness = get_service().readiness()
-        content = {
-            "ready": readiness.ready,
-            "reason": readiness.reason,
-            "replicas": readiness.replicas,
-            "startup": readiness.startup_s,
-            "engine": readiness.engine,
-        }
+        content: dict[str, Any] = {"ready": readiness.ready}
+        if may_observe():
+            content |= {
+                "reason": readiness.reason,
+                "replicas": readiness.replicas,
+                "startup": readiness.startup_s,
+                "engine": readiness.engine,
+            }
         return json_response(content, status_code=200 if readiness.ready else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -258,6 +286,11 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
     async def show_version() -> Response:
         """The version of Quire."""
         return json_response({"version": version})
+
+
+def _everyone() -> bool:
+    """Without keys, every caller may observe."""
+    return True
 
 
 def _resume_point(last_id: str, body: GenerationBody) -> ResumePoint:
@@ -340,48 +373,9 @@ async def _read_body(request: Request, max_body_bytes: int) -> bytes:
 # --------------------------------------------------------------------------------------------------
 
 
-class _Boundary:
-    """The outermost layer: sets the request id, and turns unexpected exceptions into answers without details."""
-
-    def __init__(self, app: ASGIApp, echo_request_id: bool):
-        self._app = app
-        self._echo_request_id = echo_request_id
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started = False
-        request_id = ""
-
-        async def send_labelled(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                if self._echo_request_id:
-                    MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        try:
-            # Serve gives every request an id. An id that cannot be logged is replaced, because logs contain it.
-            given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-            request_id = given if is_label(given) else uuid.uuid4().hex
-            scope.setdefault("state", {})["request_id"] = request_id
-            await self._app(scope, receive, send_labelled)
-        except ClientDisconnect:
-            # The client has disconnected while it sent the body.
-            return
-        except Exception as error:
-            answer = _error_response(
-                error if isinstance(error, QuireError) else internal_error(error)
-            )
-            if not started:
-                await answer(scope, receive, send_labelled)
-
-
 async def _on_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
-    return _error_response(error)
+    return error_response(error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -414,13 +408,7 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
     """Answer a bad query parameter in OpenAI's shape; FastAPI's default has another shape and status 422."""
     assert isinstance(error, RequestValidationError)
     problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
-    return _error_response(refusal(cast(list[ErrorDetails], problems)))
-
-
-def _error_response(error: QuireError) -> Response:
-    return json_response(
-        error_answer(error), status_code=error.http_status, headers=error_headers(error)
-    )
+    return error_response(refusal(cast(list[ErrorDetails], problems)))
 
 
 # --------------------------------------------------------------------------------------------------

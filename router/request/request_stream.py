@@ -69,7 +69,9 @@ class RequestStream:
         self._answer = AnswerText(
             request, prompt_ids, sampling, hello, detokenizer, router.scorer, mark, special_stops
         )
-        self._accounting = Accounting(router, request, origin, len(prompt_ids), arrived_s)
+        self._accounting = Accounting(
+            router, request, origin, len(prompt_ids), arrived_s, is_fork=lead is not None
+        )
         lead_attempts = None if lead is None else lead.attempts
         self.attempts: Attempts = Attempts(
             router, request, self._answer, self._accounting, hashes, hello.weights, lead_attempts
