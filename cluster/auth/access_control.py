@@ -1,4 +1,4 @@
-"""Decides who may call: finds the key of a call, and checks its rights."""
+"""Decides whether a call is served: finds its key, and checks the key's rights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AccessControl:
         self.ledger = ledger
 
     def caller(self, secret: bytes | None, needed: Right) -> LoadedKey | None:
-        """Return the key of a call that may go on; None if the route is open and the call has no valid key.
+        """Return the key of a call that is allowed; None if the route is open and the call has no valid key.
 
         Parameters
         ----------

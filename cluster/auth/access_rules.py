@@ -19,7 +19,7 @@ class Right(Enum):
     DENIED = "denied"  # no key has it
 
 
-# By the route's path as it is declared. Read before the request: a route that is open must tell nothing but "alive".
+# By the route's path as it is declared. An open route must answer without any detail.
 HTTP_RULES = {
     "/health": Right.OPEN,
     "/ready": Right.OPEN,

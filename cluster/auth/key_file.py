@@ -128,7 +128,7 @@ def _decoded(raw: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise KeyFileError(f"not valid JSON: line {error.lineno}: {error.msg}") from None
     except yaml.YAMLError as error:
-        # The error's text quotes the file, so only its line is told.
+        # The error's text quotes the file, so the message has only the line.
         mark = getattr(error, "problem_mark", None)
         where = f": line {mark.line + 1}" if mark else ""
         raise KeyFileError(f"not valid YAML{where}") from None

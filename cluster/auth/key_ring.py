@@ -1,7 +1,7 @@
 """The keys in memory, read again when their file changes.
 
 A key is found by its SHA-256 digest in a dict. The time of this lookup depends on the digest of what the client sent,
-not on how many of its characters are right, so it tells nothing about a key. A comparison of each key in turn would
+not on how many of its characters are right, so it reveals nothing about a key. A comparison of each key in turn would
 cost more with each key.
 """
 

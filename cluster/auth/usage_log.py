@@ -1,4 +1,4 @@
-"""Writes one JSON line for each request that was answered: who used how much, for billing.
+"""Writes one JSON line for each request that was answered, for billing.
 
 The lines go to a rotating file in a thread of its own. On the event loop a line costs one append to a queue.
 """
