@@ -41,6 +41,7 @@ from quire.router.types import (
 
 # Tests run with --import-mode=importlib, which leaves their folder off the path.
 sys.path.insert(0, str(Path(__file__).parent))
+from key_files import Keys, one_of_each_kind
 
 VOCAB = [f"word{i} " for i in range(97)] + ["naïve ", "日本 ", '"quoted"\n']
 MODEL = "acme/tiny"
@@ -303,6 +304,11 @@ class FakeService:
 @pytest.fixture
 def service() -> FakeService:
     return FakeService()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return one_of_each_kind(tmp_path)
 
 
 @pytest.fixture(scope="session")

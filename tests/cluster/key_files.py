@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from quire.cluster.auth.access_control import AccessControl
 from quire.cluster.auth.key_file import new_key
 from quire.cluster.auth.key_ring import KeyRing
@@ -66,9 +64,9 @@ class Keys:
         return {"authorization": f"Bearer {self.secrets[name]}"}
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    made = Keys(tmp_path / "keys.json")
+def one_of_each_kind(folder: Path) -> Keys:
+    """A file with a key of each right, and one of another tenant."""
+    made = Keys(folder / "keys.json")
     made.add("generate", "generate")
     made.add("observe", "observe")
     made.add("admin", "admin", tenant="ops")
