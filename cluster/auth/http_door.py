@@ -15,6 +15,7 @@ from quire.cluster.auth.key_ring import LoadedKey
 from quire.cluster.auth.keyed_service import KeyedService, rate_headers
 from quire.router.types import Service
 
+_MAX_CACHED_PATHS = 256
 # The key of the request that the present task answers.
 _CALLER: ContextVar[LoadedKey | None] = ContextVar("caller", default=None)
 
@@ -46,6 +47,8 @@ class HttpDoor:
         self._get_access = get_access
         self._rules = rules
         self._routes = routes
+        # Only method and path decide, so the last answers are kept.
+        self._needed = functools.lru_cache(_MAX_CACHED_PATHS)(self._find)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -55,7 +58,8 @@ class HttpDoor:
             await self._app(scope, receive, send)
             return
         access = self._get_access()
-        key = access.caller(secret_of(scope["headers"]), self._needed(scope))
+        needed = self._needed(scope["method"], scope["path"], scope.get("root_path", ""))
+        key = access.caller(secret_of(scope["headers"]), needed)
         if key is not None and key.entry.quotas.tokens_per_minute is not None:
             state = scope.setdefault("state", {})
             state["answer_headers"] = functools.partial(rate_headers, key, access.ledger)
@@ -65,11 +69,12 @@ class HttpDoor:
         finally:
             _CALLER.reset(token)
 
-    def _needed(self, scope: Scope) -> Right:
+    def _find(self, method: str, path: str, root_path: str) -> Right:
         """Return what a request needs: the rule of the route that the router would pick.
 
         An unknown path needs a key, and a route without a rule is denied.
         """
+        scope = {"type": "http", "method": method, "path": path, "root_path": root_path}
         partial: BaseRoute | None = None
         for route in self._routes:
             match, _ = route.matches(scope)

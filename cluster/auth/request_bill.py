@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from quire.cluster.auth.key_ring import LoadedKey
 from quire.cluster.auth.tenant_counters import TenantCounters
@@ -50,6 +51,7 @@ class RequestBill:
     __slots__ = (
         "_answers",
         "_counts_output",
+        "_ended_s",
         "_is_open",
         "_key",
         "_ledger",
@@ -71,6 +73,7 @@ class RequestBill:
         self._model = model
         self._counts_output = counts_output
         self._is_open = True
+        self._ended_s = 0.0
         self._num_open = 0
         self._num_prompt_tokens = 0
         self._answers: list[BilledAnswer] = []
@@ -108,33 +111,46 @@ class RequestBill:
             # Refused after its prompt was charged, or a resumed stream that was complete: it costs nothing.
             key.meter.charge(-self._num_prompt_tokens)
             return
-        num_output = num_reasoning = 0
-        if self._counts_output:
-            num_output = sum(answer.completion_tokens for answer in answers)
-            num_reasoning = sum(answer.reasoning_tokens for answer in answers)
-        leads = [answer for answer in answers if not answer.is_fork]
-        num_cached = sum(answer.cached_tokens for answer in leads)
+        num_output = num_cached = 0
+        for answer in answers:
+            if self._counts_output:
+                num_output += answer.completion_tokens
+            if not answer.is_fork:
+                num_cached += answer.cached_tokens
         key.meter.charge(num_output)
         self._ledger.counters.on_end(key.label, self._num_prompt_tokens, num_cached, num_output)
-        if self._ledger.log is None:
-            return
-        num_host = sum(answer.host_cached_tokens for answer in leads)
-        self._ledger.log.put(
-            {
-                "time": time.time(),
-                "request_id": self._request_id,
-                "tenant": self.tenant,
-                "key": key.entry.name,
-                "model": self._model,
-                "prompt_tokens": self._num_prompt_tokens,
-                "completion_tokens": num_output,
-                "reasoning_tokens": num_reasoning,
-                "cached_tokens": {"device": num_cached - num_host, "host": num_host},
-                "ms": {
-                    "queue": round(1000 * max(answer.queue_s for answer in answers), 3),
-                    "prefill": round(1000 * max(answer.prefill_s for answer in answers), 3),
-                    "decode": round(1000 * max(answer.decode_s for answer in answers), 3),
-                },
-                "finish_reasons": [answer.finish_reason for answer in answers],
-            }
-        )
+        if self._ledger.log is not None:
+            self._ended_s = time.time()
+            self._ledger.log.put(self.line)
+
+    def line(self) -> dict[str, Any]:
+        """Return the line of the usage log for a request that has ended; the slowest answer's time of each phase."""
+        num_output = num_reasoning = num_cached = num_host = 0
+        queue_s = prefill_s = decode_s = 0.0
+        for answer in self._answers:
+            if self._counts_output:
+                num_output += answer.completion_tokens
+                num_reasoning += answer.reasoning_tokens
+            if not answer.is_fork:
+                num_cached += answer.cached_tokens
+                num_host += answer.host_cached_tokens
+            queue_s = max(queue_s, answer.queue_s)
+            prefill_s = max(prefill_s, answer.prefill_s)
+            decode_s = max(decode_s, answer.decode_s)
+        return {
+            "time": self._ended_s,
+            "request_id": self._request_id,
+            "tenant": self.tenant,
+            "key": self._key.entry.name,
+            "model": self._model,
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": num_output,
+            "reasoning_tokens": num_reasoning,
+            "cached_tokens": {"device": num_cached - num_host, "host": num_host},
+            "ms": {
+                "queue": round(1000 * queue_s, 3),
+                "prefill": round(1000 * prefill_s, 3),
+                "decode": round(1000 * decode_s, 3),
+            },
+            "finish_reasons": [answer.finish_reason for answer in self._answers],
+        }

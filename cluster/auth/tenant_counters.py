@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.protos.errors import PermissionDenied, Unauthenticated
-from quire.protos.metric_families import COUNTER, Family, MetricSet
+from quire.protos.metric_families import COUNTER, Family, MetricSet, Value
 
 _TENANT = ("tenant",)
 TENANT_FAMILIES = (
@@ -45,6 +45,12 @@ TENANT_FAMILIES = (
         _TENANT,
     ),
 )
+_PER_REQUEST = (
+    "quire_tenant_requests_total",
+    "quire_tenant_prompt_tokens_total",
+    "quire_tenant_cached_tokens_total",
+    "quire_tenant_output_tokens_total",
+)
 
 
 class TenantCounters:
@@ -52,6 +58,8 @@ class TenantCounters:
 
     def __init__(self) -> None:
         self.metrics = MetricSet(TENANT_FAMILIES)
+        # The values of `_PER_REQUEST` by tenant.
+        self._of_tenant: dict[str, list[Value]] = {}
 
     def on_denied(self, code: str) -> None:
         """Count a call without the key or the right that it needs."""
@@ -63,8 +71,12 @@ class TenantCounters:
 
     def on_end(self, tenant: str, num_prompt: int, num_cached: int, num_output: int) -> None:
         """Count a request and its tokens."""
-        value = self.metrics.value
-        value("quire_tenant_requests_total", tenant).value += 1
-        value("quire_tenant_prompt_tokens_total", tenant).value += num_prompt
-        value("quire_tenant_cached_tokens_total", tenant).value += num_cached
-        value("quire_tenant_output_tokens_total", tenant).value += num_output
+        values = self._of_tenant.get(tenant)
+        if values is None:
+            values = [self.metrics.value(name, tenant) for name in _PER_REQUEST]
+            self._of_tenant[tenant] = values
+        requests, prompt, cached, output = values
+        requests.value += 1
+        prompt.value += num_prompt
+        cached.value += num_cached
+        output.value += num_output

@@ -1,13 +1,15 @@
 """Writes one JSON line for each request that was answered, for billing.
 
-The lines go to a rotating file in a thread of its own. On the event loop a line costs one append to a queue.
+A thread makes the lines and writes them to a rotating file, several times a second. On the event loop a line costs one
+append.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
+from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,10 @@ from typing import Any
 import orjson
 
 logger = logging.getLogger("ray.serve")
-_MAX_QUEUED = 16_384  # lines that wait for the disk; further ones are dropped and counted
+WRITE_S = 0.2
+_MAX_QUEUED = 65_536  # lines that wait for the disk; further ones are dropped and counted
+
+MakeLine = Callable[[], dict[str, Any]]
 
 
 class UsageLog:
@@ -32,42 +37,52 @@ class UsageLog:
     def __init__(self, folder: Path, router_id: str, *, max_bytes: int, num_files: int):
         folder.mkdir(parents=True, exist_ok=True)
         self.num_dropped = 0
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_QUEUED)
-        self._file = _UsageFile(
-            folder / f"{router_id}.jsonl",
-            maxBytes=max_bytes,
-            backupCount=num_files - 1,
-            encoding="utf-8",
+        self._max_bytes = max_bytes
+        self._lines: deque[MakeLine] = deque()
+        # Only its renaming of full files is used.
+        self._file = RotatingFileHandler(
+            folder / f"{router_id}.jsonl", backupCount=num_files - 1, encoding="utf-8"
         )
-        self._thread = threading.Thread(target=self._write, name="usage-log", daemon=True)
+        self._has_failed = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="usage-log", daemon=True)
         self._thread.start()
 
-    def put(self, line: dict[str, Any]) -> None:
-        """Queue a line."""
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
+    def put(self, make_line: MakeLine) -> None:
+        """Queue a line. `make_line` is called in the thread."""
+        if len(self._lines) < _MAX_QUEUED:
+            self._lines.append(make_line)
+        else:
             self.num_dropped += 1
 
     def close(self) -> None:
         """Write the queued lines and end the thread. Call no other method afterwards."""
-        self._lines.put(None)
+        self._stop.set()
         self._thread.join()
         self._file.close()
 
+    def _run(self) -> None:
+        while not self._stop.wait(WRITE_S):
+            self._write_all()
+        self._write_all()
+
+    def _write_all(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.error("usage log: writing failed, lines are lost: %s", error)
+
     def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            text = orjson.dumps(line).decode()
-            self._file.emit(logging.makeLogRecord({"msg": text, "args": None}))
-
-
-class _UsageFile(RotatingFileHandler):
-    """Logs the first failure of a row of failures, instead of writing each to the standard error."""
-
-    _has_failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Log that lines are lost; called by `emit` while it handles the exception."""
-        if not self._has_failed:
-            self._has_failed = True
-            logger.exception("usage log: writing failed, lines are lost")
+        """Write the queued lines; lines that were taken from the queue are lost if that fails."""
+        file = self._file
+        num_bytes = file.stream.tell()
+        while self._lines:
+            line = orjson.dumps(self._lines.popleft()(), option=orjson.OPT_APPEND_NEWLINE)
+            if num_bytes and num_bytes + len(line) > self._max_bytes:
+                file.doRollover()
+                num_bytes = 0
+            file.stream.write(line.decode())
+            num_bytes += len(line)
+        file.stream.flush()

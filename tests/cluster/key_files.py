@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ class Lines:
 
     lines: list[dict[str, Any]] = field(default_factory=list)
 
-    def put(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
+    def put(self, make_line: Callable[[], dict[str, Any]]) -> None:
+        self.lines.append(make_line())
 
     def close(self) -> None: ...
 
