@@ -4,8 +4,8 @@
 
 Requests pass to a service that does nothing, once through `HttpDoor` with a key (1,000 keys in the file, both quotas, a
 usage log on the disk), once without. The difference of the fastest rounds is the cost in the event loop, because other
-programs slow a core down. All times are CPU times. The time of the thread that makes and writes the lines is added: it does
-not hold up the loop, but takes the interpreter's lock.
+programs slow a core down. All times are CPU times. The time of the thread that makes and writes the lines is added: it
+does not hold up the loop, but takes the interpreter's lock.
 """
 
 from __future__ import annotations
