@@ -207,9 +207,13 @@ def _access(auth: AuthArgs, router_id: str, table: ReplicaTable) -> AccessContro
     """Read the keys and start to watch their file; raises `KeyFileError` if it cannot be used."""
     ring = KeyRing(Path(auth.key_file), max_labels=auth.max_tenant_labels)
     log = None
-    if (usage := auth.usage_log) is not None:
-        folder = Path(usage.folder)
-        log = UsageLog(folder, router_id, max_bytes=usage.max_bytes, num_files=usage.files)
+    if auth.usage_log_folder is not None:
+        log = UsageLog(
+            Path(auth.usage_log_folder),
+            router_id,
+            max_bytes=auth.usage_log_bytes,
+            num_files=auth.usage_log_files,
+        )
     ring.start()
     return AccessControl(
         ring, Ledger(counters=TenantCounters(), log=log, num_routers=table.num_routers)

@@ -7,24 +7,6 @@ from pydantic import Field
 from quire.cluster.config.section import NodePath, Section
 
 
-class UsageLogArgs(Section):
-    """One JSON line for each answered request: who used how many tokens."""
-
-    folder: NodePath = Field(
-        min_length=1,
-        description="Folder on each router's node; each router writes a file of its own there.",
-    )
-    max_bytes: int = Field(
-        default=64 * 1024**2,
-        ge=4096,
-        le=1024**4,
-        description="Size at which a file is full and the next one begins.",
-    )
-    files: int = Field(
-        default=10, ge=2, le=10_000, description="Files that are kept of each router."
-    )
-
-
 class AuthArgs(Section):
     """Keys: who may call, for which tenant, and how much."""
 
@@ -33,8 +15,23 @@ class AuthArgs(Section):
         description="Path to the key file on each router's node (`quire keys create`), for example a mounted "
         "Kubernetes secret. Routers read it again when it changes.",
     )
-    usage_log: UsageLogArgs | None = Field(
-        default=None, description="Log what each request used. Default: nothing is logged."
+    usage_log_folder: NodePath | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder on each router's node for usage logs: one JSON line for each answered request says whose "
+        "it was and how many tokens it used. Each router writes a file of its own. Default: nothing is logged.",
+    )
+    usage_log_bytes: int = Field(
+        default=64 * 1024**2,
+        ge=4096,
+        le=1024**4,
+        description="Size of a usage log at which the next file begins.",
+    )
+    usage_log_files: int = Field(
+        default=10,
+        ge=2,
+        le=10_000,
+        description="Number of usage logs that each router keeps, the current one included.",
     )
     max_tenant_labels: int = Field(
         default=50,

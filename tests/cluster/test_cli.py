@@ -134,6 +134,21 @@ def test_a_wrong_command_line_exits_with_2(arguments: list[str]):
 # --------------------------------------------------------------------------------------------------
 
 
+def test_reflection_is_refused_next_to_keys(tmp_path):
+    text = (ROOT / "cluster.yaml").read_text()
+    with_keys = text.replace("args:\n", "args:\n      auth: {key_file: /keys.json}\n")
+    path = tmp_path / "keys.yaml"
+    path.write_text(with_keys)
+    result = quire("config", "check", str(path))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        "grpc_options.enable_reflection: must be false, because 'quire' has the section auth and reflection needs no "
+        "key\n"
+    )
+    path.write_text(with_keys.replace("enable_reflection: true", "enable_reflection: false"))
+    assert quire("config", "check", str(path)).returncode == 0
+
+
 def checked(
     http_port: int = 8000,
     grpc_port: int = 9000,
