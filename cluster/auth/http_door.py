@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
+from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.cluster.auth.access_control import AccessControl, secret_of
-from quire.cluster.auth.access_rules import Right
+from quire.cluster.auth.access_rules import HTTP_RULES, Right
 from quire.cluster.auth.key_ring import LoadedKey
 from quire.cluster.auth.keyed_service import KeyedService, rate_headers
 from quire.router.types import Service
@@ -86,6 +87,19 @@ class HttpDoor:
 
     def _rule(self, route: BaseRoute) -> Right:
         return self._rules.get(getattr(route, "path", ""), Right.DENIED)
+
+
+def add_door(
+    app: FastAPI, get_service: Callable[[], Service], get_access: Callable[[], AccessControl]
+) -> Callable[[], KeyedService]:
+    """Put a door before all routes of an application.
+
+    Returns
+    -------
+    A function that returns the service as the key of the present request may use it.
+    """
+    app.add_middleware(HttpDoor, get_access=get_access, rules=HTTP_RULES, routes=app.router.routes)
+    return lambda: service_of_caller(get_service(), get_access())
 
 
 def service_of_caller(service: Service, access: AccessControl) -> KeyedService:

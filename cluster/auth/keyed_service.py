@@ -55,8 +55,8 @@ class KeyedService:
         self._ledger = ledger
 
     @property
-    def may_observe(self) -> bool:
-        """Whether the caller may see the state of the application."""
+    def has_observe(self) -> bool:
+        """Whether the caller has the right to see the state of the application."""
         return self._key is not None and Right.OBSERVE in self._key.rights
 
     async def generate(self, request: GenerationRequest) -> GenerationStream:
@@ -144,6 +144,11 @@ class KeyedService:
                     f"the key does not allow the model {shown(model)}", field="model"
                 )
         return key
+
+
+def may_observe(service: Service) -> bool:
+    """Whether the caller of a service may see the state of the application. Without keys every caller may."""
+    return not isinstance(service, KeyedService) or service.has_observe
 
 
 def _with(

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import orjson
 
@@ -76,13 +76,20 @@ class UsageLog:
 
     def _write(self) -> None:
         """Write the queued lines; lines that were taken from the queue are lost if that fails."""
-        file = self._file
-        num_bytes = file.stream.tell()
+        num_bytes = self._stream().tell()
         while self._lines:
             line = orjson.dumps(self._lines.popleft()(), option=orjson.OPT_APPEND_NEWLINE)
             if num_bytes and num_bytes + len(line) > self._max_bytes:
-                file.doRollover()
+                self._file.doRollover()
                 num_bytes = 0
-            file.stream.write(line.decode())
+            self._stream().write(line.decode())
             num_bytes += len(line)
-        file.stream.flush()
+        self._stream().flush()
+
+    def _stream(self) -> TextIO:
+        """Return the open file, which is another one after each rollover."""
+        stream = self._file.stream
+        if stream is None:
+            # A rollover has failed after it closed the old file.
+            stream = self._file.stream = self._file._open()
+        return stream

@@ -268,8 +268,9 @@ def _reflection_problems(
 ) -> Iterator[Problem]:
     """Refuse Ray's gRPC reflection next to keys: Ray answers it itself, without asking for a key."""
     with_keys = [app.name for app in applications if app.config and app.config.auth]
-    section = data.get("grpc_options")
-    serves_grpc = isinstance(section, dict) and section.get("grpc_servicer_functions")
+    given = data.get("grpc_options")
+    section = given if isinstance(given, dict) else {}
+    serves_grpc = section.get("grpc_servicer_functions")
     if with_keys and serves_grpc and section.get("enable_reflection") is not False:
         yield Problem(
             "grpc_options.enable_reflection",

@@ -43,9 +43,8 @@ from quire.cluster.api_common.front_end import (
     timeout_seconds,
 )
 from quire.cluster.auth.access_control import AccessControl
-from quire.cluster.auth.access_rules import HTTP_RULES
-from quire.cluster.auth.http_door import HttpDoor, service_of_caller
-from quire.cluster.auth.keyed_service import RATE_HEADERS, KeyedService
+from quire.cluster.auth.http_door import add_door
+from quire.cluster.auth.keyed_service import RATE_HEADERS, may_observe
 from quire.cluster.http import json_size
 from quire.cluster.http.http_answers import (
     ChatCompletion,
@@ -129,18 +128,9 @@ def build_app(
         redirect_slashes=False,
         swagger_ui_oauth2_redirect_url=None,
     )
-    get_own_service, may_observe = get_service, _everyone
     if get_access is not None:
-        app.add_middleware(
-            HttpDoor, get_access=get_access, rules=HTTP_RULES, routes=app.router.routes
-        )
-
-        def get_own_service() -> KeyedService:
-            return service_of_caller(get_service(), get_access())
-
-        def may_observe() -> bool:
-            return get_own_service().may_observe
-
+        # Below, every route gets the service as the request's key may use it.
+        get_service = add_door(app, get_service, get_access)
     app.add_middleware(Boundary, echo_request_id=echo_request_id)
     if cors_origins:
         # Added last, so it is the outermost layer, and pages can read every response, errors included. Browsers send no
@@ -157,8 +147,8 @@ def build_app(
     app.add_exception_handler(QuireError, _on_quire_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
-    _add_generation_routes(app, get_own_service, max_body_bytes, keepalive_s)
-    _add_information_routes(app, get_own_service, version, may_observe)
+    _add_generation_routes(app, get_service, max_body_bytes, keepalive_s)
+    _add_information_routes(app, get_service, version)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -217,12 +207,7 @@ def _add_generation_routes(
         return await answer(request, ChatCompletionRequest)
 
 
-def _add_information_routes(
-    app: FastAPI,
-    get_service: Callable[[], Service],
-    version: str,
-    may_observe: Callable[[], bool],
-) -> None:
+def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], version: str) -> None:
     @app.get("/v1/models", response_model=ModelList, responses=_ERRORS)
     async def models() -> Response:
         """The model that this application serves."""
@@ -266,9 +251,10 @@ def _add_information_routes(
 
         If keys are configured, only a key with the right `observe` gets more than `ready`.
         """
-        readiness = get_service().readiness()
+        service = get_service()
+        readiness = service.readiness()
         content: dict[str, Any] = {"ready": readiness.ready}
-        if may_observe():
+        if may_observe(service):
             content |= {
                 "reason": readiness.reason,
                 "replicas": readiness.replicas,
@@ -286,11 +272,6 @@ def _add_information_routes(
     async def show_version() -> Response:
         """The version of Quire."""
         return json_response({"version": version})
-
-
-def _everyone() -> bool:
-    """Without keys, every caller may observe."""
-    return True
 
 
 def _resume_point(last_id: str, body: GenerationBody) -> ResumePoint:

@@ -296,20 +296,20 @@ def shut_down(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("cluster_name", "end", "said"),
     [
-        ("small", kill_raylet, "failed: Ray's node has ended: its process raylet is gone"),
         (
             "keyed",
             shut_down,
             "failed: Ray Serve no longer has the application quire; was it removed with `serve shutdown`?",
         ),
+        ("small", kill_raylet, "failed: Ray's node has ended: its process raylet is gone"),
     ],
 )
 def test_quire_serve_ends_when_the_cluster_is_ended_without_it(
     request, cluster_name: str, end, said: str
 ):
-    small = request.getfixturevalue(cluster_name)
-    end(small)
-    took_s = wait_until(lambda: "\nfailed:" in small.output.read_text(), 30, "it says so")
+    ended = request.getfixturevalue(cluster_name)
+    end(ended)
+    took_s = wait_until(lambda: "\nfailed:" in ended.output.read_text(), 30, "it says so")
     print(f"{end.__name__}: said after {took_s:.1f} s")
     assert took_s < 10
-    assert said in small.output.read_text()
+    assert said in ended.output.read_text()
