@@ -176,6 +176,14 @@ def test_a_preflight_needs_no_key_and_refusals_can_be_read_by_pages(service, key
         assert refused.headers["access-control-allow-origin"] == origin
 
 
+def test_a_refusal_reaches_a_client_that_sends_a_large_body(http, keys):
+    """The body is not read, and the connection must not be reset before the client has the answer."""
+    for _ in range(3):
+        answer = http.post(CHAT, content=b"x" * (8 << 20))
+        check_error(answer, 401, "invalid_api_key")
+    assert http.post(CHAT, headers=keys.header("generate"), json=BODY).is_success
+
+
 def test_real_clients_hear_why(http, keys):
     def client(key: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{http.base_url}/v1", api_key=key, max_retries=0)
