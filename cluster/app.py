@@ -25,7 +25,7 @@ from quire.cluster.config.scaling_sections import ReplicaResources, RouterResour
 from quire.cluster.http.http_api import build_app
 from quire.cluster.http.messages_api import messages_routes
 from quire.cluster.http.responses_api import responses_routes
-from quire.cluster.ingress import Router, this_service
+from quire.cluster.ingress import Router, this_access, this_service
 from quire.cluster.proxies.ray_proxies import LOOPBACK, runs_haproxy
 from quire.cluster.proxies.ray_settings import deployment_variables
 from quire.replica.config import Device, EngineArgs
@@ -89,6 +89,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
     ).bind(dataclasses.asdict(_engine_args(config, device)), config.engine.heartbeat_ms)
 
     max_body_bytes, http = config.router.max_body_bytes, config.http
+    get_access = None if config.auth is None else this_access
 
     def http_app() -> Any:
         return build_app(
@@ -97,6 +98,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
             keepalive_s=http.keepalive_s,
             cors_origins=http.cors_origins,
             apis=APIS,
+            get_access=get_access,
         )
 
     router = serve.deployment(

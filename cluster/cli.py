@@ -16,11 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cluster.auth.key_file import KeyFileError
 from quire.cluster.bench.commands import add_bench
 from quire.cluster.config import serve_options
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.config.default_config import to_yaml
+from quire.cluster.keys_command import add_keys
 from quire.router.explain.decision_log import DecisionLogError
 from quire.router.policy.by_name import POLICY_NAMES
 
@@ -38,11 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     _add_config(commands)
     _add_router(commands)
     _add_serve(commands)
+    add_keys(commands)
     add_bench(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except (ConfigError, DecisionLogError) as error:
+    except (ConfigError, DecisionLogError, KeyFileError) as error:
         print(error, file=sys.stderr)
         return 1
     except BrokenPipeError:  # `quire config schema | head`

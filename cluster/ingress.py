@@ -17,7 +17,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from quire.cluster.api_common.watchers import Watchers
+from quire.cluster.auth.access_control import AccessControl
+from quire.cluster.auth.key_ring import KeyRing
+from quire.cluster.auth.request_bill import Ledger
+from quire.cluster.auth.tenant_counters import TenantCounters
+from quire.cluster.auth.usage_log import UsageLog
 from quire.cluster.config.app_config import AppConfig
+from quire.cluster.config.auth_section import AuthArgs
 from quire.cluster.config.live_update import router_section
 from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.grpc.grpc_api import GrpcApi
@@ -53,6 +59,11 @@ FIRST_ATTACH_TIMEOUT_S = 10.0
 def this_service() -> RouterService:
     """The service of the Serve replica that runs this code."""
     return serve.get_replica_context().servable_object.service
+
+
+def this_access() -> AccessControl:
+    """The keys of the Serve replica that runs this code; only if the application has the section `auth`."""
+    return serve.get_replica_context().servable_object.access
 
 
 class Router(GrpcApi):
@@ -105,6 +116,9 @@ class Router(GrpcApi):
             app, checkpoint, router_id, table, self._bus, peers, self._metrics, scrape
         )
         self._metrics.follow(self.service.gate, self._bus)
+        if app.auth is not None:
+            with final_errors("router"):
+                self.access = _access(app.auth, router_id, table)
         self._ray_metrics = RayMetrics(self._metrics.metrics)
         self.watchers = Watchers(app.router.max_watchers, app.router.max_watchers_per_client)
         self._bus.queued_prefill_s = self.service.gate.queued_prefill_s
@@ -151,10 +165,10 @@ class Router(GrpcApi):
         return ray.get_runtime_context().get_task_id() == self._start_task
 
     async def own_decisions(
-        self, request_id: str | None, limit: int
+        self, request_id: str | None, limit: int, payer: str | None = None
     ) -> tuple[str, list[dict[str, Any]]]:
         """Return this router's id and its recent decisions; the other routers call this through `Peers`."""
-        return self.service.router_id, self.service.own_decisions(request_id, limit)
+        return self.service.router_id, self.service.own_decisions(request_id, limit, payer)
 
     async def own_metrics(self) -> tuple[str, Page]:
         """Return this router's id and its metrics; the other routers call this through `Peers`."""
@@ -173,7 +187,10 @@ class Router(GrpcApi):
         return Scrape(labels, self._own_metrics, sources)
 
     def _own_metrics(self) -> tuple[str, Page]:
-        return self.service.router_id, self._metrics.page(self._labels)
+        page = self._metrics.page(self._labels)
+        if self.access is not None:
+            page |= self.access.ledger.counters.metrics.page(self._labels)
+        return self.service.router_id, page
 
     async def __del__(self) -> None:
         bus = getattr(self, "_bus", None)
@@ -182,6 +199,25 @@ class Router(GrpcApi):
         service = getattr(self, "service", None)
         if service is not None and service.decision_log is not None:
             await asyncio.to_thread(service.decision_log.close)
+        if self.access is not None:
+            await asyncio.to_thread(self.access.close)
+
+
+def _access(auth: AuthArgs, router_id: str, table: ReplicaTable) -> AccessControl:
+    """Read the keys and start to watch their file; raises `KeyFileError` if it cannot be used."""
+    ring = KeyRing(Path(auth.key_file), max_labels=auth.max_tenant_labels)
+    log = None
+    if auth.usage_log_folder is not None:
+        log = UsageLog(
+            Path(auth.usage_log_folder),
+            router_id,
+            max_bytes=auth.usage_log_bytes,
+            num_files=auth.usage_log_files,
+        )
+    ring.start()
+    return AccessControl(
+        ring, Ledger(counters=TenantCounters(), log=log, num_routers=table.num_routers)
+    )
 
 
 def _service(

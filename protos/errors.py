@@ -117,6 +117,33 @@ class Overloaded(QuireError):
     openai_type = "rate_limit_error"
 
 
+class RateLimited(QuireError):
+    """A quota of the key is used up; `retry_after_s` says when to try again."""
+
+    code = "rate_limit_exceeded"
+    http_status = 429
+    grpc_status = "RESOURCE_EXHAUSTED"
+    openai_type = "rate_limit_error"
+
+
+class Unauthenticated(QuireError):
+    """The request has no key, or one that is unknown or expired."""
+
+    code = "invalid_api_key"
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+    openai_type = "invalid_request_error"
+
+
+class PermissionDenied(QuireError):
+    """The key lacks the right to do this."""
+
+    code = "permission_denied"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+    openai_type = "invalid_request_error"
+
+
 class Unavailable(QuireError):
     """No replica can accept the request now: all are starting, draining or lost."""
 
@@ -180,6 +207,9 @@ _BY_CODE: dict[str, type[QuireError]] = {
         DecisionNotFound,
         BodyTooLarge,
         Overloaded,
+        RateLimited,
+        Unauthenticated,
+        PermissionDenied,
         Unavailable,
         DeadlineExceeded,
         SlowClient,

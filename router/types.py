@@ -15,6 +15,8 @@ import numpy as np
 
 from quire.protos.errors import QuireError
 from quire.protos.wire import Grammar, Load
+from quire.router.bill import Bill
+from quire.router.scored_token import TokenScores
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 
 
@@ -124,7 +126,9 @@ class GenerationRequest:
     n
         Number of samples of each prompt; each ends with its own finish reason.
     tenant
-        Name of the tenant. Tenants share no cache entries, and the queue is fair between them.
+        Scope of the request's cache entries: tenants share none.
+    bill
+        Who pays. None: no keys are configured.
     deadline_s
         Seconds from the request's arrival to its deadline.
     resume_from
@@ -173,6 +177,12 @@ class GenerationRequest:
     priority: int = 0
     deadline_s: float | None = None
     resume_from: ResumePoint | None = None
+    bill: Bill | None = None
+
+    @property
+    def payer(self) -> str:
+        """The tenant that the queue is fair to: that of the key, else the client's own name."""
+        return self.tenant if self.bill is None else self.bill.tenant
 
     @property
     def marks(self) -> tuple[Mark, ...]:
@@ -186,44 +196,6 @@ class GenerationRequest:
         if not self.prompts:
             return [self]
         return [replace(self, prompt=prompt, prompts=()) for prompt in self.prompts]
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token and its log-probability in the model's own distribution.
-
-    Attributes
-    ----------
-    logprob
-        Natural logarithm; None for the first token of a prompt, which has no distribution.
-    text
-        The token's own text; bytes that are not a whole character become U+FFFD.
-    utf8
-        The bytes that the token adds to the text.
-    """
-
-    token_id: int
-    logprob: float | None
-    text: str
-    utf8: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """One token and the likeliest tokens at its position, best first.
-
-    Attributes
-    ----------
-    rank
-        Rank of a prompt's token among all tokens, 1 for the likeliest; None if not asked for.
-    text_offset
-        Characters of the prompt, or of the answer, before the token.
-    """
-
-    token: ScoredToken
-    top: tuple[ScoredToken, ...]
-    rank: int | None = None
-    text_offset: int = 0
 
 
 @dataclass(slots=True)
@@ -473,13 +445,15 @@ class Service(Protocol):
 
     def replicas(self) -> list[ReplicaStatus]: ...
 
-    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+    async def decisions(
+        self, request_id: str | None, limit: int, payer: str | None = None
+    ) -> Decisions:
         """Return the recent routing decisions of all routers.
 
         Parameters
         ----------
         request_id
-            Decisions for this request only; None: the last `limit` decisions for any request.
+            Decisions for this request only; None: the last `limit` decisions for any request (of `payer`, if given).
         """
         ...
 

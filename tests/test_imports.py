@@ -66,6 +66,7 @@ LAYERS = (
     # Entries below may import ray.
     "replica.serving",
     "replica.serving.faults",
+    "cluster.auth",
     "cluster.api_common",
     "cluster.http",
     "cluster.http.messages_api",

@@ -19,8 +19,14 @@ from quire.protos.errors import (
     model_not_found,
 )
 from quire.router.refused_fields import NO_FUNCTIONS
+from quire.router.scored_token import TokenScores
 from quire.router.tool_types import ToolCall
-from quire.router.types import Explain, GenerationStream, OutputDelta, Service, TokenScores
+from quire.router.types import (
+    Explain,
+    GenerationStream,
+    OutputDelta,
+    Service,
+)
 
 logger = logging.getLogger(__name__)
 

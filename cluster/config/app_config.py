@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
+from quire.cluster.config.auth_section import AuthArgs
 from quire.cluster.config.config_problems import ConfigError, problems_from
 from quire.cluster.config.engine_section import EngineArgs, option_field
 from quire.cluster.config.http_section import HttpArgs
@@ -76,6 +77,11 @@ class AppConfig(Section):
     )
     router: RouterArgs = Field(default=RouterArgs(), description="Options of each router.")
     http: HttpArgs = Field(default=HttpArgs(), description="The routers' HTTP front end.")
+    auth: AuthArgs | None = Field(
+        default=None,
+        description="Keys, which every call then needs. Default: no keys; everybody who reaches the ports may do "
+        "everything.",
+    )
     replica_resources: ReplicaResources = Field(
         default=ReplicaResources(), description="Resources that Ray reserves for each replica."
     )

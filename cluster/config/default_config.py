@@ -44,7 +44,8 @@ def default_config(
         "grpc_options": {
             "port": grpc_port,
             "grpc_servicer_functions": [f"{module}.add_{s}Servicer_to_server" for s in SERVICERS],
-            "enable_reflection": True,
+            # Ray answers reflection without asking for a key.
+            "enable_reflection": not args.get("auth"),
         },
         "controller_options": {"runtime_env": {"env_vars": dict(FILE_VARIABLES)}},
         "logging_config": {"log_level": "INFO", "enable_access_log": False},

@@ -106,8 +106,8 @@ class RouterArgs(Section):
         default=1024,
         ge=0,
         le=1_000_000,
-        description="Maximum number of requests waiting at one router. A tenant (`cache_salt`) may use as many places"
-        " as are still free: a single tenant gets half of them, each of two tenants a third.",
+        description="Maximum number of requests waiting at one router. A tenant (the key's, else `cache_salt`) may "
+        "use as many places as are still free: a single tenant gets half of them, each of two tenants a third.",
     )
     max_queued_tokens: int = Field(
         default=4 * 1024**2,

@@ -195,6 +195,7 @@ def check(data: Any) -> ServeConfig:
     for application, found in _applications(data.get("applications")):
         applications.append(application)
         problems += found
+    problems += _reflection_problems(data, applications)
     if not applications and not problems:
         problems.append(Problem("applications", "must name at least one application, got []"))
     if problems or schema is None:
@@ -259,6 +260,21 @@ def _port_problems(data: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "grpc_options.port",
             f"must differ from http_options.port, got {ports['grpc_options.port']} for both",
+        )
+
+
+def _reflection_problems(
+    data: dict[str, Any], applications: Iterable[Application]
+) -> Iterator[Problem]:
+    """Refuse Ray's gRPC reflection next to keys: Ray answers it itself, without asking for a key."""
+    with_keys = [app.name for app in applications if app.config and app.config.auth]
+    given = data.get("grpc_options")
+    section = given if isinstance(given, dict) else {}
+    serves_grpc = section.get("grpc_servicer_functions")
+    if with_keys and serves_grpc and section.get("enable_reflection") is not False:
+        yield Problem(
+            "grpc_options.enable_reflection",
+            f"must be false, because {with_keys[0]!r} has the section auth and reflection needs no key",
         )
 
 

@@ -22,13 +22,12 @@ from quire.protos import generation_pb2 as generation
 from quire.protos.errors import QuireError
 from quire.protos.wire import Load
 from quire.router.request.resume import EventIds
+from quire.router.scored_token import ScoredToken, TokenScores
 from quire.router.types import (
     GenerationRequest,
     GenerationStream,
     OutputDelta,
     ReplicaStatus,
-    ScoredToken,
-    TokenScores,
     Usage,
 )
 

@@ -26,6 +26,8 @@ from grpc_health.v1 import health_pb2
 
 from quire.cluster.api_common.front_end import check_model, collect, counting_refusals
 from quire.cluster.api_common.watchers import FORWARDED_FOR, Watchers, client_of
+from quire.cluster.auth.access_control import AccessControl, secret_of_metadata
+from quire.cluster.auth.access_rules import grpc_rule
 from quire.cluster.grpc.grpc_answers import (
     Responses,
     answer_fields,
@@ -66,7 +68,7 @@ class RpcFailed(Exception):
 
 
 def _unary(response: type[Message], *, generates: bool = False) -> Callable[[Callable], Callable]:
-    """Decorate a unary method: its errors become the status of the call.
+    """Decorate a unary method: the call needs the right of the method, and errors become its status.
 
     Parameters
     ----------
@@ -80,6 +82,7 @@ def _unary(response: type[Message], *, generates: bool = False) -> Callable[[Cal
         @functools.wraps(method)
         async def call(self: GrpcApi, request: Message, grpc_context: Context) -> Message:
             try:
+                self._service_for(grpc_context, method.__name__)
                 with counting_refusals(self.service) if generates else nullcontext():
                     accepted(request)
                 return await method(self, request, grpc_context)
@@ -93,13 +96,16 @@ def _unary(response: type[Message], *, generates: bool = False) -> Callable[[Cal
 
 
 class GrpcApi:
-    """Mix-in for the ingress deployment, which sets `service` and `watchers`.
+    """Mix-in for the ingress deployment, which sets `service` and `watchers`, and `access` if keys are configured.
+
+    A method that generates gets the service from `_service_for`, so that its caller pays.
 
     Every RPC method takes the request message and the call's context; Serve requires the name `grpc_context`.
     """
 
     service: Service
     watchers: Watchers
+    access: AccessControl | None = None
 
     def is_direct_call(self) -> bool:
         """Whether the current call came to this process directly from the client, not through Serve's proxy.
@@ -110,6 +116,24 @@ class GrpcApi:
         always safe; it only loses the metadata.
         """
         return False
+
+    def _service_for(self, context: Context, method: str) -> Service:
+        """Return the service as the key of a call may use it.
+
+        Parameters
+        ----------
+        method
+            The method's name; `access_rules` has the right that it needs.
+
+        Raises
+        ------
+        Unauthenticated, PermissionDenied
+            See `AccessControl.caller`.
+        """
+        if self.access is None:
+            return self.service
+        secret = secret_of_metadata(context.invocation_metadata())
+        return self.access.service(self.service, self.access.caller(secret, grpc_rule(method)))
 
     @contextmanager
     def _streaming(self, context: Context) -> Iterator[None]:
@@ -138,13 +162,14 @@ class GrpcApi:
     ) -> AsyncGenerator[generation.GenerateResponse, None]:
         """Stream the answer: one message for each delta."""
         with self._streaming(grpc_context):
+            service = self._service_for(grpc_context, "Generate")
             with counting_refusals(self.service):
                 accepted(request)
                 asked = generation_request(request, grpc_context)
                 if request.resume_from:
                     point = resume.parse(request.resume_from, "resume_from")
                     asked = dataclasses.replace(asked, resume_from=point)
-            stream = await self.service.generate(asked)
+            stream = await service.generate(asked)
             try:
                 responses = Responses(stream, asked)
                 async for delta in stream:
@@ -170,7 +195,7 @@ class GrpcApi:
                     f"{shown(request.resume_from)}",
                     field="resume_from",
                 )
-        stream = await self.service.generate(asked)
+        stream = await self._service_for(grpc_context, "GenerateOnce").generate(asked)
         try:
             answer, *others = await collect(stream, asked.n)
         finally:
@@ -195,7 +220,8 @@ class GrpcApi:
         self, request: generation.GenerateRequest, grpc_context: Context
     ) -> generation.RenderResponse:
         """Return the prompt of a request as a replica would compute it."""
-        encoded = await self.service.encode(generation_request(request, grpc_context))
+        service = self._service_for(grpc_context, "Render")
+        encoded = await service.encode(generation_request(request, grpc_context))
         return generation.RenderResponse(
             text=encoded.text or "",
             token_ids=encoded.token_ids.tolist(),
@@ -208,9 +234,10 @@ class GrpcApi:
         self, request: generation.TokenizeRequest, grpc_context: Context
     ) -> generation.TokenizeResponse:
         """Return the token ids of a text or of chat turns."""
-        encoded = await self.service.encode(tokenize_request(request, grpc_context))
+        service = self._service_for(grpc_context, "Tokenize")
+        encoded = await service.encode(tokenize_request(request, grpc_context))
         ids = encoded.token_ids.tolist()
-        strs = await self.service.tokens(ids) if request.return_token_strs else ()
+        strs = await service.tokens(ids) if request.return_token_strs else ()
         return generation.TokenizeResponse(
             token_ids=ids, token_strs=strs, max_model_len=encoded.max_model_len
         )
@@ -260,8 +287,9 @@ class GrpcApi:
     ) -> AsyncGenerator[control.WatchCacheResponse, None]:
         """Stream the cache occupancy of each replica and tier."""
         with self._streaming(grpc_context), self._watching(grpc_context):
+            service = self._service_for(grpc_context, "WatchCache")
             accepted(request)
-            async with aclosing(self.service.watch_cache(period_s(request))) as updates:
+            async with aclosing(service.watch_cache(period_s(request))) as updates:
                 async for statuses in updates:
                     yield control.WatchCacheResponse(
                         replicas=[replica_cache(status) for status in statuses]

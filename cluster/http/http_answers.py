@@ -16,8 +16,9 @@ from starlette.responses import Response
 
 from quire.cluster.api_common.front_end import retry_after_ms
 from quire.cluster.http.http_tools import ToolCallAnswer, ToolCallDelta
-from quire.protos.errors import DecisionNotFound, QuireError
-from quire.router.types import Decisions, ModelInfo, ScoredToken, TokenScores, Usage
+from quire.protos.errors import DecisionNotFound, QuireError, Unauthenticated
+from quire.router.scored_token import ScoredToken, TokenScores
+from quire.router.types import Decisions, ModelInfo, Usage
 
 
 class _Answer(BaseModel):
@@ -243,12 +244,14 @@ class ReadyAnswer(_Answer):
     """Whether a request sent now would be served."""
 
     ready: bool
-    reason: str
-    replicas: int = Field(description="Attached replicas.")
+    reason: str = Field(default="", description="Only for those who may observe, as all below.")
+    replicas: int = Field(default=0, description="Attached replicas.")
     startup: dict[str, float] = Field(
-        description="Seconds of each phase of start-up, for the slowest replica."
+        default={}, description="Seconds of each phase of start-up, for the slowest replica."
     )
-    engine: EngineFacts | None = Field(description="null while no replica is attached.")
+    engine: EngineFacts | None = Field(
+        default=None, description="null while no replica is attached."
+    )
 
 
 class ReplicaCost(_Answer):
@@ -449,7 +452,9 @@ def error_answer(error: QuireError) -> dict[str, Any]:
 
 
 def error_headers(error: QuireError) -> dict[str, str]:
-    """Headers that say when to retry: whole seconds, and milliseconds for OpenAI's client."""
+    """Headers that say when to retry: whole seconds, and milliseconds for OpenAI's client. 401 asks for a key."""
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
     if error.retry_after_s is None:
         return {}
     return {

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -30,23 +29,22 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.api_common.front_end import (
     EXPLAIN_HEADERS,
     TIMEOUT_HEADER,
     counting_refusals,
-    internal_error,
-    is_label,
     request_label,
     timeout_seconds,
 )
+from quire.cluster.auth.access_control import AccessControl
+from quire.cluster.auth.http_door import add_door
+from quire.cluster.auth.keyed_service import RATE_HEADERS, may_observe
+from quire.cluster.http.error_response import error_response, formed_response
 from quire.cluster.http.http_answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -57,8 +55,6 @@ from quire.cluster.http.http_answers import (
     ModelList,
     ReadyAnswer,
     decisions_answer,
-    error_answer,
-    error_headers,
     json_response,
     model_card,
 )
@@ -66,6 +62,7 @@ from quire.cluster.http.http_body import parse_body, refusal
 from quire.cluster.http.http_chats import DOCUMENTED, ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
+from quire.cluster.http.http_middleware import Boundary
 from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.cluster.http.http_tokenize import add_tokenize_routes
 from quire.cluster.http.json_body import read_json
@@ -82,15 +79,19 @@ from quire.router.types import ResumePoint, Service
 LAST_EVENT_ID = "Last-Event-ID"
 DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
 # Response headers that scripts of web pages may read (CORS).
-_EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
+_EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "retry-after-ms",
+    *EXPLAIN_HEADERS,
+    *RATE_HEADERS,
+)
 _PREFLIGHT_S = 3600  # how long a browser may cache a preflight response
 _MAX_SHOWN_CHARS = 256  # most characters of a path in an error message
 
 
 # Adds the routes of an API: the application, `get_service`, `max_body_bytes` and `keepalive_s` of `build_app`.
 AddRoutes = Callable[[FastAPI, Callable[[], Service], int, float], None]
-# The form of an API's errors: from HTTP status, code, message and the request's id to that API's status, headers, JSON.
-ErrorForm = Callable[[int, str, str, str], tuple[int, dict[str, str], Any]]
 
 
 def build_app(
@@ -101,6 +102,7 @@ def build_app(
     keepalive_s: float = 0.0,
     cors_origins: Sequence[str] = (),
     apis: Sequence[AddRoutes] = (),
+    get_access: Callable[[], AccessControl] | None = None,
 ) -> FastAPI:
     """Build the HTTP application.
 
@@ -120,6 +122,8 @@ def build_app(
         Further APIs. A function that adds routes may also add to `app.state`: to `body_models` the models of its
         bodies, to `id_prefixes` the prefix of its answers' ids, to `error_forms` the form of its errors, by the path at
         which its routes begin.
+    get_access
+        Returns the keys; called for each request. None: no key is needed.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(
@@ -128,7 +132,10 @@ def build_app(
         redirect_slashes=False,
         swagger_ui_oauth2_redirect_url=None,
     )
-    app.add_middleware(_Boundary, echo_request_id=echo_request_id)
+    if get_access is not None:
+        # Below, every route gets the service as the request's key may use it.
+        get_service = add_door(app, get_service, get_access)
+    app.add_middleware(Boundary, echo_request_id=echo_request_id)
     if cors_origins:
         # Added last, so it is the outermost layer, and pages can read every response, errors included. Browsers send no
         # cookies or stored credentials to the API; a key in a header is set by the page.
@@ -250,15 +257,20 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
 
     @app.get("/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
     async def ready() -> Response:
-        """200 if a request sent now would be served, else 503: for readiness probes."""
-        readiness = get_service().readiness()
-        content = {
-            "ready": readiness.ready,
-            "reason": readiness.reason,
-            "replicas": readiness.replicas,
-            "startup": readiness.startup_s,
-            "engine": readiness.engine,
-        }
+        """200 if a request sent now would be served, else 503: for readiness probes.
+
+        If keys are configured, only a key with the right `observe` gets more than `ready`.
+        """
+        service = get_service()
+        readiness = service.readiness()
+        content: dict[str, Any] = {"ready": readiness.ready}
+        if may_observe(service):
+            content |= {
+                "reason": readiness.reason,
+                "replicas": readiness.replicas,
+                "startup": readiness.startup_s,
+                "engine": readiness.engine,
+            }
         return json_response(content, status_code=200 if readiness.ready else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -293,48 +305,9 @@ def _resume_point(last_id: str, body: GenerationBody) -> ResumePoint:
 # --------------------------------------------------------------------------------------------------
 
 
-class _Boundary:
-    """The outermost layer: sets the request id, and turns unexpected exceptions into answers without details."""
-
-    def __init__(self, app: ASGIApp, echo_request_id: bool):
-        self._app = app
-        self._echo_request_id = echo_request_id
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started = False
-        request_id = ""
-
-        async def send_labelled(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                if self._echo_request_id:
-                    MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        try:
-            # Serve gives every request an id. An id that cannot be logged is replaced, because logs contain it.
-            given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-            request_id = given if is_label(given) else uuid.uuid4().hex
-            scope.setdefault("state", {})["request_id"] = request_id
-            await self._app(scope, receive, send_labelled)
-        except ClientDisconnect:
-            # The client has disconnected while it sent the body.
-            return
-        except Exception as error:
-            answer = _error_response(
-                scope, error if isinstance(error, QuireError) else internal_error(error)
-            )
-            if not started:
-                await answer(scope, receive, send_labelled)
-
-
 async def _on_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
-    return _error_response(request.scope, error)
+    return error_response(request.scope, error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -348,7 +321,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         "param": None,
         "code": str(error.detail).lower().replace(" ", "_"),
     }
-    return _formed(request.scope, error.status_code, detail, dict(error.headers or {}))
+    return formed_response(request.scope, error.status_code, detail, dict(error.headers or {}))
 
 
 def _served(app: FastAPI, prefix: str) -> list[str]:
@@ -365,26 +338,7 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
     """Answer a bad query parameter in OpenAI's shape; FastAPI's default has another shape and status 422."""
     assert isinstance(error, RequestValidationError)
     problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
-    return _error_response(request.scope, refusal(cast(list[ErrorDetails], problems)))
-
-
-def _error_response(scope: Scope, error: QuireError) -> Response:
-    detail = error_answer(error)["error"]
-    return _formed(scope, error.http_status, detail, error_headers(error))
-
-
-def _formed(scope: Scope, status: int, detail: dict[str, Any], headers: dict[str, str]) -> Response:
-    """Make the response of an error in the form of the API to which the path belongs; by default OpenAI's."""
-    body: Any = {"error": detail}
-    path = scope["path"].removeprefix(scope.get("root_path", "")) + "/"
-    forms: dict[str, ErrorForm] = scope["app"].state.error_forms
-    for begin, form in forms.items():
-        if path.startswith(f"{begin}/"):
-            status, own_headers, body = form(
-                status, detail["code"], detail["message"], scope["state"]["request_id"]
-            )
-            headers = {**own_headers, **headers}
-    return json_response(body, status_code=status, headers=headers)
+    return error_response(request.scope, refusal(cast(list[ErrorDetails], problems)))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,13 +28,13 @@ from quire.cluster.http.http_tools import call_answer
 from quire.cluster.http.sse import DONE, ChunkEncoder, error_event, with_id
 from quire.protos.errors import QuireError
 from quire.router.request.resume import EventIds
+from quire.router.scored_token import TokenScores
 from quire.router.types import (
     GenerationRequest,
     GenerationStream,
     ModelInfo,
     OutputDelta,
     Service,
-    TokenScores,
 )
 
 CHAT_ID_PREFIX, COMPLETION_ID_PREFIX = ID_PREFIXES = ("chatcmpl-", "cmpl-")

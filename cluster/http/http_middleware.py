@@ -1,7 +1,8 @@
-"""ASGI middleware that runs before Ray Serve's own code in every process that takes HTTP requests.
+"""ASGI middleware: `HeaderMiddleware` runs before Ray Serve's own code, `Boundary` is the application's outer layer.
 
 The environment variable `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, and Ray Serve puts the result
-before its own handling of a request: in routers behind HAProxy, and in Ray's own proxy. It corrects two problems:
+before its own handling of a request: in routers behind HAProxy, and in Ray's own proxy. `HeaderMiddleware` corrects
+two problems:
 
 - Serve decodes some headers as UTF-8 and answers 500 if that fails.
 - uvicorn sends chunked bodies to HTTP/1.0 clients, which do not support them.
@@ -13,12 +14,15 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.cluster.api_common.front_end import is_label
+from quire.cluster.api_common.front_end import internal_error, is_label
+from quire.cluster.http.error_response import error_response
 from quire.cluster.http.http_answers import error_answer, error_headers, json_response
-from quire.protos.errors import InvalidRequest
+from quire.protos.errors import InvalidRequest, QuireError
 
 REQUEST_ID = b"x-request-id"
 
@@ -59,6 +63,47 @@ class HeaderMiddleware:
                 await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class Boundary:
+    """The outermost layer: sets the request id, and turns unexpected exceptions into answers without details."""
+
+    def __init__(self, app: ASGIApp, echo_request_id: bool):
+        self._app = app
+        self._echo_request_id = echo_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+        request_id = ""
+
+        async def send_labelled(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if self._echo_request_id:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+                if more := scope["state"].get("answer_headers"):
+                    MutableHeaders(scope=message).update(more())
+            await send(message)
+
+        try:
+            # Serve gives every request an id. An id that cannot be logged is replaced, because logs contain it.
+            given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+            request_id = given if is_label(given) else uuid.uuid4().hex
+            scope.setdefault("state", {})["request_id"] = request_id
+            await self._app(scope, receive, send_labelled)
+        except ClientDisconnect:
+            # The client has disconnected while it sent the body.
+            return
+        except Exception as error:
+            answer = error_response(
+                scope, error if isinstance(error, QuireError) else internal_error(error)
+            )
+            if not started:
+                await answer(scope, receive, send_labelled)
 
 
 def _with_one_label(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

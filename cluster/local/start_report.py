@@ -73,5 +73,7 @@ def _try_it(endpoint: Endpoint, app: Application) -> str:
     }
     options = ["-N", "-k"] if endpoint.scheme == "https" else ["-N"]
     url = endpoint.url(app.route_prefix, "/v1/chat/completions")
-    header = "content-type: application/json"
-    return shlex.join(["curl", *options, url, "-H", header, "-d", json.dumps(body)])
+    headers = ["-H", "content-type: application/json"]
+    if app.config.auth is not None:
+        headers += ["-H", "authorization: Bearer KEY"]
+    return shlex.join(["curl", *options, url, *headers, "-d", json.dumps(body)])

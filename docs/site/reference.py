@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from quire.cluster.auth.tenant_counters import TENANT_FAMILIES
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.live_update import ENGINE_FIELDS, ROUTER_FIELDS
 from quire.cluster.http.http_chats import ChatCompletionRequest
@@ -63,7 +64,11 @@ def _request_fields() -> Iterator[str]:
 def _metrics() -> Iterator[str]:
     """Every family of metrics, once, with the processes that have it."""
     owners: dict[str, tuple[Family, list[str]]] = {}
-    sets = {"routers": ROUTER_FAMILIES, "replicas": REPLICA_FAMILIES, "the scrape": SCRAPE_FAMILIES}
+    sets = {
+        "routers": (*ROUTER_FAMILIES, *TENANT_FAMILIES),
+        "replicas": REPLICA_FAMILIES,
+        "the scrape": SCRAPE_FAMILIES,
+    }
     for owner, families in sets.items():
         for family in families:
             owners.setdefault(family.name, (family, []))[1].append(owner)

@@ -28,6 +28,8 @@ class _Decision(NamedTuple):
         Time of the decision on the router's clock.
     explain
         The object of the request's stream, which writes the outcome to it later.
+    payer
+        The request's tenant.
     """
 
     request_id: str
@@ -37,6 +39,7 @@ class _Decision(NamedTuple):
     num_prompt_tokens: int
     ranking: Ranking
     explain: Explain
+    payer: str
 
 
 class DecisionRing:
@@ -76,6 +79,7 @@ class DecisionRing:
         num_prompt_tokens: int,
         explain: Explain,
         now_s: float,
+        payer: str = "",
     ) -> None:
         """Keep a decision. `explain.attempts` must already include this attempt."""
         self._decisions.append(
@@ -87,11 +91,12 @@ class DecisionRing:
                 num_prompt_tokens=num_prompt_tokens,
                 ranking=ranking,
                 explain=explain,
+                payer=payer,
             )
         )
 
-    def find(self, request_id: str) -> list[dict[str, Any]]:
-        """Return the decisions for a request id or an answer id, oldest first.
+    def find(self, request_id: str, payer: str | None = None) -> list[dict[str, Any]]:
+        """Return the decisions for a request id or an answer id, oldest first; only a payer's unless it is None.
 
         There is one for each attempt. If a client used the request id for several requests, all their decisions are
         returned.
@@ -100,11 +105,13 @@ class DecisionRing:
             self._describe(decision)
             for decision in self._decisions
             if request_id in (decision.request_id, decision.answer_id)
+            and payer in (None, decision.payer)
         ]
 
-    def last(self, limit: int) -> list[dict[str, Any]]:
-        """Return the last `limit` decisions, newest first."""
-        newest = list(self._decisions)[: -limit - 1 : -1]
+    def last(self, limit: int, payer: str | None = None) -> list[dict[str, Any]]:
+        """Return the last `limit` decisions, newest first; only a payer's unless it is None."""
+        found = [one for one in self._decisions if payer in (None, one.payer)]
+        newest = found[: -limit - 1 : -1]
         return [self._describe(decision) for decision in newest]
 
     def _describe(self, decision: _Decision) -> dict[str, Any]:

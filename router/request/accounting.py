@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from quire.protos.wire import TokenDelta
 from quire.router.admission.fair_queue import TOKENS_PER_GENERATED
+from quire.router.bill import BilledAnswer
 from quire.router.observer import AnswerEnd
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.request.context import RouterContext
@@ -22,6 +23,8 @@ class Accounting:
         The objects that the stream shows to its reader; they change until the stream ends.
     arrived_s
         Time of the request's arrival on the router's clock.
+    is_fork
+        A further choice, whose prompt another choice has computed.
     """
 
     def __init__(
@@ -31,6 +34,8 @@ class Accounting:
         origin: Origin,
         num_prompt_tokens: int,
         arrived_s: float,
+        *,
+        is_fork: bool = False,
     ):
         self.usage = Usage(prompt_tokens=num_prompt_tokens)
         self.explain = Explain(router=router.router_id)
@@ -38,7 +43,9 @@ class Accounting:
         self._router = router
         self._request_id = request.request_id
         self._answer_id = origin.answer_id
-        self._tenant = request.tenant
+        self._payer = request.payer
+        self._bill = request.bill
+        self._is_fork = is_fork
         self._sent_s = arrived_s
         self._first_token_s: float | None = None
         self._prefill_s = 0.0
@@ -64,13 +71,19 @@ class Accounting:
         explain = self.explain
         explain.attempts += 1
         if explain.attempts == 1:
-            self._router.gate.charge(self._tenant, num_prompt_tokens - num_cached)
+            self._router.gate.charge(self._payer, num_prompt_tokens - num_cached)
         explain.replica = route[0]
         explain.predicted_cached_tokens = num_cached
         explain.runner_up = route[1] if len(route) > 1 else ""
         if ranking is not None:
             self._router.ring.add(
-                self._request_id, self._answer_id, ranking, num_prompt_tokens, explain, now_s
+                self._request_id,
+                self._answer_id,
+                ranking,
+                num_prompt_tokens,
+                explain,
+                now_s,
+                self._payer,
             )
         self._sent_s = now_s
 
@@ -80,7 +93,7 @@ class Accounting:
         self._router.observer.on_inter_token(now_s - self._last_delta_s)
         self._last_delta_s = now_s
         self.usage.completion_tokens += 1
-        self._router.gate.charge(self._tenant, TOKENS_PER_GENERATED)
+        self._router.gate.charge(self._payer, TOKENS_PER_GENERATED)
 
     def on_first_token(
         self, event: TokenDelta, replica: str, is_first_choice: bool, now_s: float
@@ -101,7 +114,7 @@ class Accounting:
         if explain.attempts == 1:
             # The charge at submission used the predicted number of cached tokens: correct it.
             router.gate.charge(
-                self._tenant, explain.predicted_cached_tokens - event.num_cached_tokens
+                self._payer, explain.predicted_cached_tokens - event.num_cached_tokens
             )
         self.usage.cached_tokens = event.num_cached_tokens
         self.usage.host_cached_tokens = event.num_host_cached_tokens
@@ -124,18 +137,34 @@ class Accounting:
         """Charge the tokens since the last call. The answer has `num_tokens` tokens now."""
         num_new = num_tokens - self.usage.completion_tokens
         self.usage.completion_tokens = num_tokens
-        self._router.gate.charge(self._tenant, TOKENS_PER_GENERATED * num_new)
+        self._router.gate.charge(self._payer, TOKENS_PER_GENERATED * num_new)
 
     def end(self, finish_reason: str) -> AnswerEnd:
-        """Return the summary of the stream."""
+        """Bill the answer, and return the summary of the stream."""
         now_s = self._router.clock()
         total_s = now_s - self.arrived_s
         end = AnswerEnd(finish_reason, self.usage, self.explain, total_s)
-        if self._first_token_s is None:
-            return end
-        return dataclasses.replace(
-            end,
-            queue_s=self._first_token_s - self._prefill_s - self.arrived_s,
-            prefill_s=self._prefill_s,
-            decode_s=now_s - self._first_token_s,
-        )
+        if self._first_token_s is not None:
+            end = dataclasses.replace(
+                end,
+                queue_s=self._first_token_s - self._prefill_s - self.arrived_s,
+                prefill_s=self._prefill_s,
+                decode_s=now_s - self._first_token_s,
+            )
+        if self._bill is not None:
+            usage = self.usage
+            self._bill.end(
+                BilledAnswer(
+                    finish_reason,
+                    self.explain.answered,
+                    self._is_fork,
+                    usage.completion_tokens,
+                    usage.reasoning_tokens,
+                    usage.cached_tokens,
+                    usage.host_cached_tokens,
+                    end.queue_s,
+                    end.prefill_s,
+                    end.decode_s,
+                )
+            )
+        return end

@@ -15,10 +15,11 @@ from quire.protos.wire import Hello, SamplingParams, TokenDelta
 from quire.router.chat.reply_parser import ReplyParser, ReplyParts
 from quire.router.request.resume import KnownPrefix
 from quire.router.request.token_scores import PromptParts, TokenScorer
+from quire.router.scored_token import TokenScores
 from quire.router.text.detokenizer import Detokenizer
 from quire.router.text.stop import StopMatcher
 from quire.router.transport.transport import OutputGap
-from quire.router.types import GenerationRequest, Mark, OutputDelta, TokenScores
+from quire.router.types import GenerationRequest, Mark, OutputDelta
 
 # Finish reason and stop reason.
 _End = tuple[str, str | int | None]

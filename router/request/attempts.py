@@ -240,7 +240,7 @@ class Attempts:
         request = self._request
         deadline_s = request.deadline_s
         return Arrival(
-            tenant=request.tenant,
+            tenant=request.payer,
             tokens=self._answer.num_prompt_tokens,
             priority=request.priority,
             deadline_s=None if deadline_s is None else self._accounting.arrived_s + deadline_s,

@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from quire.router.types import Explain, OutputDelta, TokenScores, Usage
+from quire.router.scored_token import TokenScores
+from quire.router.types import Explain, OutputDelta, Usage
 
 if TYPE_CHECKING:
     from quire.router.request.request_stream import RequestStream

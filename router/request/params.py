@@ -124,10 +124,15 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
         if type(value) is not bool:
             raise invalid(name, "a boolean", value)
     for name in ("tenant", "session"):
-        at_most(name, utf8_len(getattr(request, name), name), limits.max_label_bytes, "bytes")
+        check_label(name, getattr(request, name), limits)
     PRIORITY.check("priority", request.priority)
     if request.deadline_s is not None:
         _check_deadline(request.deadline_s)
+
+
+def check_label(field: str, value: str, limits: Limits = DEFAULT_LIMITS) -> None:
+    """Check a client's name of a tenant or session; raises `InvalidRequest`."""
+    at_most(field, utf8_len(value, field), limits.max_label_bytes, "bytes")
 
 
 def resolve(

@@ -18,6 +18,7 @@ from quire.router.request.accounting import Accounting
 from quire.router.request.answer_text import AnswerText
 from quire.router.request.attempts import Attempts
 from quire.router.request.context import RouterContext
+from quire.router.scored_token import TokenScores
 from quire.router.text.detokenizer import Detokenizer
 from quire.router.transport.transport import Attempt, Lost, OutputGap
 from quire.router.types import (
@@ -26,7 +27,6 @@ from quire.router.types import (
     Mark,
     Origin,
     OutputDelta,
-    TokenScores,
     Usage,
 )
 
@@ -81,7 +81,9 @@ class RequestStream:
             special_stops,
             parser,
         )
-        self._accounting = Accounting(router, request, origin, len(prompt_ids), arrived_s)
+        self._accounting = Accounting(
+            router, request, origin, len(prompt_ids), arrived_s, is_fork=lead is not None
+        )
         lead_attempts = None if lead is None else lead.attempts
         self.attempts: Attempts = Attempts(
             router, request, self._answer, self._accounting, hashes, hello.weights, lead_attempts

@@ -111,7 +111,7 @@ class RouterService:
         admission: AdmissionLimits | None = None,
         max_explained_decisions: int = 256,
         decision_log: DecisionLog | None = None,
-        peers: Callable[[str | None, int], Awaitable[Decisions]] | None = None,
+        peers: Callable[[str | None, int, str | None], Awaitable[Decisions]] | None = None,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -192,7 +192,7 @@ class RouterService:
     async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
         self._check(request)
         candidates = self._candidates(request)
-        self.gate.check(request.tenant, request.priority)
+        self.gate.check(request.payer, request.priority)
         asked = dataclasses.replace(request, max_tokens=1) if request.max_tokens == 0 else request
         answer_id = uuid.uuid4().hex
         streams = []
@@ -201,6 +201,9 @@ class RouterService:
                 streams.append(await self._stream(single, candidates, arrived_s, answer_id))
             except InvalidRequest as error:
                 raise (_of_prompt(error, index) if request.prompts else error) from None
+        if request.bill is not None:
+            num_tokens = sum(stream.usage.prompt_tokens for stream in streams)
+            request.bill.begin(num_tokens, sum(not mark.finished for mark in request.marks))
         stream: PromptsStream | ChoicesStream | RequestStream = streams[0]
         if request.prompts:
             stream = PromptsStream(streams, request.n)
@@ -335,19 +338,28 @@ class RouterService:
     def replicas(self) -> list[ReplicaStatus]:
         return self.table.statuses(self.clock())
 
-    def own_decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        """Return the decisions of this router for one request id, or (None) the last `limit` for any request."""
-        return self.ring.last(limit) if request_id is None else self.ring.find(request_id)
+    def own_decisions(
+        self, request_id: str | None, limit: int, payer: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the decisions of this router for one request id, or (None) the last `limit` for any request.
 
-    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+        `payer`: only those of this tenant; None: of all tenants.
+        """
+        if request_id is None:
+            return self.ring.last(limit, payer)
+        return self.ring.find(request_id, payer)
+
+    async def decisions(
+        self, request_id: str | None, limit: int, payer: str | None = None
+    ) -> Decisions:
         """Return the recent decisions of all routers: a proxy, not the client, chose the router of this call."""
         num_silent = 0
         if self._peers is not None:
             try:
-                return await self._peers(request_id, limit)
+                return await self._peers(request_id, limit, payer)
             except Unavailable:
                 num_silent = 1
-        return Decisions([self.router_id], num_silent, self.own_decisions(request_id, limit))
+        return Decisions([self.router_id], num_silent, self.own_decisions(request_id, limit, payer))
 
     async def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         last = None

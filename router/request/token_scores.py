@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.protos.wire import PromptLogprobs, TokenLogprob
+from quire.router.scored_token import ScoredToken, TokenScores
 from quire.router.text.detokenizer import DetokenizerFactory
 from quire.router.transport.transport import OutputGap
-from quire.router.types import ScoredToken, TokenScores
 
 
 class TokenScorer:

@@ -38,15 +38,19 @@ class Peers:
     def __init__(self, routers: DeploymentHandle):
         self._routers = routers
 
-    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+    async def decisions(
+        self, request_id: str | None, limit: int, payer: str | None = None
+    ) -> Decisions:
         """Return the last decisions of all routers, for one request id or (None) for any request.
+
+        `payer`: only those of this tenant; None: of all tenants.
 
         Raises
         ------
         Unavailable
             No router answered.
         """
-        answers, num_silent = await self._ask("own_decisions", request_id, limit)
+        answers, num_silent = await self._ask("own_decisions", request_id, limit, payer)
         answers.sort()
         decisions = [decision for _, found in answers for decision in found]
         newest_first = request_id is None

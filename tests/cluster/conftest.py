@@ -17,10 +17,12 @@ import pytest
 from quire.protos.errors import QuireError, model_not_found
 from quire.protos.field_checks import check_ids
 from quire.protos.wire import Load
+from quire.router.bill import BilledAnswer
 from quire.router.explain.decisions import DecisionRing
 from quire.router.policy.fleet_view import COLUMN_NAMES, FleetView
 from quire.router.policy.policy import Ranking
 from quire.router.request import params
+from quire.router.scored_token import ScoredToken, TokenScores
 from quire.router.text.chat_messages import check_messages
 from quire.router.text.stop import StopMatcher
 from quire.router.types import (
@@ -33,13 +35,12 @@ from quire.router.types import (
     OutputDelta,
     Readiness,
     ReplicaStatus,
-    ScoredToken,
-    TokenScores,
     Usage,
 )
 
 # Tests run with --import-mode=importlib, which leaves their folder off the path.
 sys.path.insert(0, str(Path(__file__).parent))
+from key_files import Keys, one_of_each_kind
 
 VOCAB = [f"word{i} " for i in range(97)] + ["naïve ", "日本 ", '"quoted"\n']
 MODEL = "acme/tiny"
@@ -76,9 +77,10 @@ class FakeStream:
             queue_s=0.002,
         )
         self.closed = threading.Event()
+        self._finish_reason = "abort"
         self._service = service
         self._sampling = sampling
-        self._request = request
+        self._request = self.request = request
         self._deltas = self._generate()
 
     @property
@@ -98,6 +100,13 @@ class FakeStream:
         return self._deltas
 
     async def aclose(self) -> None:
+        bill, usage = self._request.bill, self.usage
+        if bill is not None and not self.closed.is_set():
+            seconds = (self.explain.queue_s, 0.5, 0.25)
+            tokens = (usage.completion_tokens, usage.reasoning_tokens)
+            cached = (usage.cached_tokens, usage.host_cached_tokens)
+            answer = BilledAnswer(self._finish_reason, True, False, *tokens, *cached, *seconds)
+            bill.end(answer)
         self.closed.set()
 
     async def _generate(self) -> AsyncIterator[OutputDelta]:
@@ -107,7 +116,9 @@ class FakeStream:
         while running:  # one token of each in turn
             for deltas in list(running):
                 try:
-                    yield await anext(deltas)
+                    delta = await anext(deltas)
+                    self._finish_reason = delta.finish_reason or self._finish_reason
+                    yield delta
                 except StopAsyncIteration:
                     running.remove(deltas)
 
@@ -199,6 +210,8 @@ class FakeService:
         except asyncio.CancelledError:
             self.cancelled_in_generate.set()
             raise
+        if request.bill is not None:
+            request.bill.begin(prompt_len, 1)
         stream = FakeStream(self, request, prompt_len, sampling)
         self.streams.append(stream)
         return stream
@@ -245,7 +258,9 @@ class FakeService:
         self._refuse()
         return [ReplicaStatus("replica-a", "e1", self.load, 0.05, True, 7)]
 
-    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+    async def decisions(
+        self, request_id: str | None, limit: int, payer: str | None = None
+    ) -> Decisions:
         """Of every stream so far, the newest first."""
         self._refuse()
         ring = DecisionRing("router-1", 100)
@@ -255,8 +270,11 @@ class FakeService:
             names, terms = ("wait_s", "prefill_s"), np.array([[0.25, 0.5], [1.0, 0.125]])
             ranking = Ranking("slo", fleet, [0, 1], terms.sum(1), terms[:, 0], names, terms)
             answer_id, num_tokens = stream.origin.answer_id, stream.usage.prompt_tokens
-            ring.add(stream.request_id, answer_id, ranking, num_tokens, stream.explain, 0.0)
-        found = ring.last(limit) if request_id is None else ring.find(request_id)
+            owner = stream.request.payer
+            ring.add(stream.request_id, answer_id, ranking, num_tokens, stream.explain, 0.0, owner)
+        found = ring.last(limit, payer)
+        if request_id is not None:
+            found = ring.find(request_id, payer)
         return Decisions(["router-0", "router-1"], 0, found)
 
     def refused(self, error: QuireError) -> None:
@@ -288,6 +306,11 @@ class FakeService:
 @pytest.fixture
 def service() -> FakeService:
     return FakeService()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return one_of_each_kind(tmp_path)
 
 
 @pytest.fixture(scope="session")

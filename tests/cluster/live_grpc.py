@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 from ray.serve.grpc_util import RayServegRPCContext
 
 from quire.cluster.api_common.watchers import Watchers
+from quire.cluster.auth.access_control import AccessControl
 from quire.cluster.grpc import grpc_servicers
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.protos import control_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -91,9 +92,11 @@ async def serving(
     mode: str,
     options: Sequence[tuple[str, int]] = (),
     watchers: Watchers | None = None,
+    access: AccessControl | None = None,
 ) -> AsyncIterator[Clients]:
     api = GrpcApi()
     api.service = service
+    api.access = access
     api.watchers = watchers or Watchers(256, 64)
     api.is_direct_call = lambda: mode == "direct"
     server = grpc.aio.server(options=options)

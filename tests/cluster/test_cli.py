@@ -25,7 +25,7 @@ import pytest
 from quire.cluster.config import serve_config
 from quire.cluster.config.config_problems import ConfigError
 from quire.cluster.config.default_config import APP_IMPORT_PATH
-from quire.cluster.local import local_serve, ports, process_session, serve_api
+from quire.cluster.local import local_serve, ports, process_session, serve_api, start_report
 from quire.cluster.local.serve_api import ApplicationStatus
 
 ROOT = Path(__file__).parents[2]
@@ -134,23 +134,43 @@ def test_a_wrong_command_line_exits_with_2(arguments: list[str]):
 # --------------------------------------------------------------------------------------------------
 
 
+def test_reflection_is_refused_next_to_keys(tmp_path):
+    text = (ROOT / "cluster.yaml").read_text()
+    with_keys = text.replace("args:\n", "args:\n      auth: {key_file: /keys.json}\n")
+    path = tmp_path / "keys.yaml"
+    path.write_text(with_keys)
+    result = quire("config", "check", str(path))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        "grpc_options.enable_reflection: must be false, because 'quire' has the section auth and reflection needs no "
+        "key\n"
+    )
+    path.write_text(with_keys.replace("enable_reflection: true", "enable_reflection: false"))
+    assert quire("config", "check", str(path)).returncode == 0
+
+
 def checked(
     http_port: int = 8000,
     grpc_port: int = 9000,
     controller_options: dict[str, Any] | None = None,
+    auth: dict[str, Any] | None = None,
     **http: Any,
 ) -> serve_config.ServeConfig:
     return serve_config.check(
         {
             "controller_options": controller_options,
             "http_options": {"host": "127.0.0.1", "port": http_port, **http},
-            "grpc_options": {"port": grpc_port, "grpc_servicer_functions": ["a.b"]},
+            "grpc_options": {
+                "port": grpc_port,
+                "grpc_servicer_functions": ["a.b"],
+                "enable_reflection": auth is None,
+            },
             "applications": [
                 {
                     "name": "one",
                     "route_prefix": "/one",
                     "import_path": APP_IMPORT_PATH,
-                    "args": {"served_model_name": "it's"},
+                    "args": {"served_model_name": "it's", "auth": auth},
                 }
             ],
         }
@@ -340,6 +360,13 @@ def test_ready_prints_what_matters_and_a_command_to_paste(tmp_path, ready_server
     body = json.loads(command[-1])
     assert (body["model"], body["stream"]) == ("it's", True)
     assert ready_server.asked >= 3
+
+
+def test_the_request_to_paste_has_a_place_for_the_key(free_ports):
+    config = checked(free_ports[0], auth={"key_file": "/keys.json"})
+    times = {"Ray": 1.0, "total": 2.0}
+    *_, line = start_report.ready_lines(config, {}, times, [])
+    assert "authorization: Bearer KEY" in shlex.split(line)
 
 
 def watched(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.cluster.auth.tenant_counters import TENANT_FAMILIES
 from quire.cluster.scrape import SCRAPE_FAMILIES
 from quire.protos.metric_families import HISTOGRAM, Family
 from quire.replica.serving.replica_metrics import REPLICA_FAMILIES
@@ -17,7 +18,11 @@ from quire.router.request.router_metrics import ROUTER_FAMILIES
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "k8s" / "grafana_dashboard.json").read_text(encoding="utf-8"))
-SETS = {"routers": ROUTER_FAMILIES, "replicas": REPLICA_FAMILIES, "the scrape": SCRAPE_FAMILIES}
+SETS = {
+    "routers": (*ROUTER_FAMILIES, *TENANT_FAMILIES),
+    "replicas": REPLICA_FAMILIES,
+    "the scrape": SCRAPE_FAMILIES,
+}
 FAMILIES = {family.name: family for families in SETS.values() for family in families}
 LABELS = {"application", "model_name", "deployment", "router", "replica", "le"}
 

@@ -45,6 +45,7 @@ class Cluster:
     output: Path  # what `quire serve` printed
     dashboard: str
     config: dict  # the Serve config that runs
+    key: str = ""  # that its own questions need
 
     @property
     def url(self) -> str:
@@ -119,7 +120,9 @@ class Cluster:
     def loads(self) -> list[control_pb2.ReplicaLoad]:
         with self.channel() as channel:
             reply = control_pb2_grpc.ControlStub(channel).GetLoads(
-                control_pb2.GetLoadsRequest(), timeout=10
+                control_pb2.GetLoadsRequest(),
+                timeout=10,
+                metadata=[("x-api-key", self.key)] if self.key else None,
             )
         return list(reply.replicas)
 
@@ -162,8 +165,13 @@ def take_ports(config: dict) -> None:
             haproxy[f"RAY_SERVE_DIRECT_INGRESS_{end}_{protocol}_PORT"] = str(port)
 
 
-def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
-    """Run `quire serve` on cluster.yaml as changed by `change`, until the fixture ends."""
+def start_cluster(
+    directory: Path, change: Callable[[dict], None], key: str = ""
+) -> Iterator[Cluster]:
+    """Run `quire serve` on cluster.yaml as changed by `change`, until the fixture ends.
+
+    With keys, `key` is one that may observe.
+    """
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     take_ports(config)
     change(config)
@@ -193,6 +201,7 @@ def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[C
             output,
             dashboard,
             config,
+            key,
         )
         # Routers answer a moment before Serve says so.
         wait_until(cluster.is_running, CHANGE_TIMEOUT_S, f"Serve is done: {output.read_text()}")

@@ -31,8 +31,9 @@ from quire.cluster.http.responses_api.response_object import (
     reasoning_item,
 )
 from quire.protos.errors import QuireError
+from quire.router.scored_token import TokenScores
 from quire.router.tool_types import ToolCall
-from quire.router.types import OutputDelta, TokenScores, Usage
+from quire.router.types import OutputDelta, Usage
 
 Names = Mapping[str, tuple[str | None, str]]
 

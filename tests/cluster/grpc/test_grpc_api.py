@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2
 from live_grpc import MODES, STREAMING, UNARY, Clients, failure, request, run, serving, until
 
 from quire.cluster.api_common.watchers import Watchers, client_of
+from quire.cluster.auth.access_rules import GRPC_RULES, Right
 from quire.cluster.grpc import grpc_api, grpc_servicers
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.protos import control_pb2, generation_pb2
@@ -696,3 +697,110 @@ def test_errors_name_the_fields_of_this_api(service, mode: str) -> None:
         assert len(answer.request_id) == 32
 
     run(service, mode, body)
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys
+# --------------------------------------------------------------------------------------------------
+
+SERVICES = [
+    service
+    for module in (generation_pb2, control_pb2, health_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+]
+METHODS = [
+    method
+    for service in SERVICES
+    for method in service.methods
+    if method.name not in ("List",)  # in newer health protos; not served
+]
+GRANTED = {
+    "generate": {Right.ANY_KEY, Right.GENERATE},
+    "observe": {Right.ANY_KEY, Right.OBSERVE},
+    "admin": {Right.ANY_KEY, Right.GENERATE, Right.OBSERVE, Right.ADMIN},
+}
+
+
+def test_every_method_has_a_rule() -> None:
+    """A new method is denied until `access_rules` has its right."""
+    assert not {method.name for method in METHODS} - GRPC_RULES.keys()
+    is_open = {method.full_name for method in METHODS if GRPC_RULES[method.name] is Right.OPEN}
+    assert is_open == {"grpc.health.v1.Health.Check", "grpc.health.v1.Health.Watch"}
+
+
+async def outcome(channel: grpc.aio.Channel, method: Any, *metadata: tuple[str, str]) -> Any:
+    """The status of one call of a method: OK if it gets an answer."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    asked = request() if method.input_type.name == "GenerateRequest" else None
+    kind = channel.unary_stream if method.server_streaming else channel.unary_unary
+    call = kind(path, request_serializer=lambda _: asked.SerializeToString() if asked else b"")(
+        b"", metadata=metadata, timeout=10
+    )
+    try:
+        await (call.read() if method.server_streaming else call)
+    except grpc.aio.AioRpcError as error:
+        assert "sk-" not in error.details()
+        return error.code()
+    finally:
+        call.cancel()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_method_is_served_to_keys_with_its_right_only(service, keys, method, mode: str) -> None:
+    needed = GRPC_RULES[method.name]
+
+    async def main() -> None:
+        async with serving(service, mode, access=keys.access()) as clients:
+            for metadata in ((), (("authorization", "Bearer sk-x"),), (("x-api-key", "sk-x"),)):
+                status = await outcome(clients.channel, method, *metadata)
+                if needed is Right.OPEN:
+                    assert status is grpc.StatusCode.OK
+                else:
+                    assert status is grpc.StatusCode.UNAUTHENTICATED
+            for name, granted in GRANTED.items():
+                is_served = needed is Right.OPEN or needed in granted
+                for metadata in (
+                    ("authorization", f"Bearer {keys.secrets[name]}"),
+                    ("x-api-key", keys.secrets[name]),
+                ):
+                    status = await outcome(clients.channel, method, metadata)
+                    right = grpc.StatusCode.OK if is_served else grpc.StatusCode.PERMISSION_DENIED
+                    assert status is right, name
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_method_without_a_rule_is_denied_to_every_key(service, keys, monkeypatch) -> None:
+    monkeypatch.delitem(GRPC_RULES, "GetLoads")
+    method = control_pb2.DESCRIPTOR.services_by_name["Control"].methods_by_name["GetLoads"]
+
+    async def main() -> None:
+        async with serving(service, "direct", access=keys.access()) as clients:
+            metadata = ("x-api-key", keys.secrets["admin"])
+            status = await outcome(clients.channel, method, metadata)
+            assert status is grpc.StatusCode.PERMISSION_DENIED
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_the_key_of_a_call_pays_and_decides_the_tenant(service, keys) -> None:
+    keys.add("small", "generate", tenant="team-s", quotas={"tokens_per_minute": 18})
+
+    async def main() -> None:
+        async with serving(service, "direct", access=keys.access()) as clients:
+            metadata = [("x-api-key", keys.secrets["small"])]
+            asked = request(prompt="once upon", cache_salt="team-a")  # 9 tokens and 8
+            await clients.generation.GenerateOnce(asked, metadata=metadata)
+            stream = clients.generation.Generate(asked, metadata=metadata)
+            error = await failure(stream)
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "tokens_per_minute 18" in error.details()
+            pushback = dict(error.trailing_metadata())["grpc-retry-pushback-ms"]
+            assert int(pushback) == pytest.approx(8 / 18 * 60_000, rel=0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert {asked.payer for asked in service.requests} == {"team-s"}
+    assert all(asked.tenant.startswith("team-s/") for asked in service.requests)
+    assert [(line["key"], line["completion_tokens"]) for line in keys.usage.lines] == [("small", 8)]

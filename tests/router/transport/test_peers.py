@@ -60,10 +60,10 @@ def decision(at_s: float) -> dict[str, float]:
 def test_answers_are_joined_newest_first():
     async def main() -> None:
         handle = Handle(("r2", [decision(2)]), ("r1", [decision(3), decision(1)]))
-        found = await Peers(handle).decisions(None, 2)
+        found = await Peers(handle).decisions(None, 2, "team-a")
         assert found.routers == ["r1", "r2"] and found.num_silent == 0
         assert [d["decided"] for d in found.decisions] == [3, 2]
-        assert handle.calls == [("own_decisions", None, 2)]
+        assert handle.calls == [("own_decisions", None, 2, "team-a")]
 
     asyncio.run(main())
 

@@ -21,8 +21,9 @@ from quire.protos.errors import (
     InvalidRequest,
     Overloaded,
 )
+from quire.router.scored_token import ScoredToken, TokenScores
 from quire.router.tool_types import ToolCall
-from quire.router.types import OutputDelta, ScoredToken, TokenScores, Usage
+from quire.router.types import OutputDelta, Usage
 
 USAGE = Usage(prompt_tokens=9, completion_tokens=5, cached_tokens=4, reasoning_tokens=2)
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)

@@ -1,0 +1,346 @@
+"""Keys over HTTP, through real sockets: every route of the application, with every kind of key."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from live_app import serving
+from starlette.routing import Route
+
+from quire.cluster.auth.access_rules import HTTP_RULES, Right
+from quire.cluster.http.http_answers import ErrorAnswer
+from quire.cluster.http.http_api import build_app
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}
+RIGHTS_OF = {
+    "generate": {Right.ANY_KEY, Right.GENERATE},
+    "observe": {Right.ANY_KEY, Right.OBSERVE},
+    "admin": {Right.ANY_KEY, Right.GENERATE, Right.OBSERVE, Right.ADMIN},
+}
+
+
+def routes_of(app: FastAPI) -> list[tuple[str, str]]:
+    """Method and path of every route."""
+    found = []
+    for route in app.routes:
+        assert isinstance(route, Route), (
+            "a mount or a websocket needs a rule of its own in `HttpDoor`"
+        )
+        found += [(method, route.path) for method in sorted(route.methods or ())]
+    return found
+
+
+ROUTES = routes_of(build_app(lambda: None, max_body_bytes=1000))
+
+
+@pytest.fixture
+def http(service, keys) -> Iterator[httpx.Client]:
+    access = keys.access()
+    with serving(service, get_access=lambda: access, echo_request_id=True) as client:
+        client.access = access
+        yield client
+
+
+def check_error(response: httpx.Response, status: int, code: str) -> str:
+    """The error's message; nothing for HEAD, which has no body."""
+    assert response.status_code == status, (response.request, response.text)
+    if response.request.method == "HEAD":
+        return ""
+    error = ErrorAnswer.model_validate(response.json()).error
+    assert error.code == code
+    assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+    assert response.headers["x-request-id"]
+    return error.message
+
+
+def test_every_route_has_a_rule():
+    """A new route is denied until `access_rules` has its right."""
+    assert not {path for _, path in ROUTES} - HTTP_RULES.keys()
+
+
+def test_the_open_routes_are_these():
+    assert {path for path, right in HTTP_RULES.items() if right is Right.OPEN} == {
+        "/health",
+        "/ready",
+    }
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_a_route_is_served_to_keys_with_its_right_only(http, keys, method: str, path: str):
+    url, needed = re.sub(r"{.*}", "acme/tiny", path), HTTP_RULES[path]
+    for headers in ({}, {"authorization": "Bearer sk-wrong"}, {"x-api-key": "sk-wrong"}):
+        answer = http.request(method, url, headers=headers)
+        if needed is Right.OPEN:
+            assert answer.status_code == 200
+        else:
+            check_error(answer, 401, "invalid_api_key")
+    for name, rights in RIGHTS_OF.items():
+        answer = http.request(method, url, headers=keys.header(name), json=BODY)
+        if needed is Right.OPEN or needed in rights:
+            assert answer.status_code not in (401, 403), answer.text
+        else:
+            message = check_error(answer, 403, "permission_denied")
+            assert method == "HEAD" or needed.value in message
+
+
+@pytest.mark.parametrize(
+    "path", ["/nothing", "/", "//health", "/health/", "/Health", "/v1", "/metrics/"]
+)
+def test_an_unknown_path_needs_a_key(http, keys, path: str):
+    check_error(http.get(path), 401, "invalid_api_key")
+    assert http.get(path, headers=keys.header("generate")).status_code in (200, 404)
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE", "PUT", "OPTIONS", "HEAD", "TRACE"])
+def test_another_method_needs_the_route_s_right(http, keys, method: str):
+    assert http.request(method, CHAT).status_code == 401
+    assert http.request(method, CHAT, headers=keys.header("observe")).status_code == 403
+    assert http.request(method, CHAT, headers=keys.header("generate")).status_code == 405
+
+
+def test_a_path_that_the_router_reads_as_a_route_has_its_rule(http, keys):
+    """A route's expression lets a line break at the end pass."""
+    assert http.get("/metrics%0A").status_code == 401
+    assert http.get("/metrics%0A", headers=keys.header("generate")).status_code == 403
+
+
+def test_a_route_without_a_rule_is_denied_to_every_key(service, keys):
+    access = keys.access()
+    app = build_app(lambda: service, max_body_bytes=1000, get_access=lambda: access)
+
+    @app.post("/v1/new/{name}")
+    async def new(name: str) -> dict:
+        return {}
+
+    @app.get("/v1/old")
+    async def old() -> dict:
+        return {}
+
+    async def ask(method: str, path: str, **headers: str) -> int:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return (await client.request(method, path, headers=headers)).status_code
+
+    for method, path in (("POST", "/v1/new/a"), ("GET", "/v1/new/a"), ("GET", "/v1/old")):
+        assert asyncio.run(ask(method, path)) == 401
+        assert asyncio.run(ask(method, path, **keys.header("admin"))) == 403
+
+
+def test_websockets_are_closed(service, keys):
+    access = keys.access()
+    app = build_app(lambda: service, max_body_bytes=1000, get_access=lambda: access)
+    sent = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/health", "headers": []}
+    asyncio.run(app(scope, None, send))
+    assert sent == [{"type": "websocket.close"}]
+
+
+def test_without_a_key_health_and_readiness_have_no_detail(http, keys, service):
+    assert http.get("/health").json() == {"status": "ok"}
+    for headers in ({}, {"x-api-key": "wrong"}, keys.header("generate")):
+        assert http.get("/ready", headers=headers).json() == {"ready": True}
+    assert http.get("/ready", headers=keys.header("observe")).json()["startup"]
+    service.ready = False
+    answer = http.get("/ready")
+    assert (answer.status_code, answer.json()) == (503, {"ready": False})
+
+
+def test_a_preflight_needs_no_key_and_refusals_can_be_read_by_pages(service, keys):
+    access = keys.access()
+    origin = "https://chat.example.com"
+    with serving(service, get_access=lambda: access, cors_origins=[origin]) as http:
+        asked = {
+            "origin": origin,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization",
+        }
+        answer = http.options(CHAT, headers=asked)
+        assert answer.status_code == 200
+        assert "authorization" in answer.headers["access-control-allow-headers"].lower()
+        refused = http.post(CHAT, headers={"origin": origin}, json=BODY)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == origin
+
+
+def test_a_refusal_reaches_a_client_that_sends_a_large_body(http, keys):
+    """The body is not read, and the connection must not be reset before the client has the answer."""
+    for _ in range(3):
+        answer = http.post(CHAT, content=b"x" * (8 << 20))
+        check_error(answer, 401, "invalid_api_key")
+    assert http.post(CHAT, headers=keys.header("generate"), json=BODY).is_success
+
+
+def test_real_clients_hear_why(http, keys):
+    def client(key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{http.base_url}/v1", api_key=key, max_retries=0)
+
+    ask = {"model": "acme/tiny", **BODY}
+    assert client(keys.secrets["generate"]).chat.completions.create(**ask).choices
+    with pytest.raises(openai.AuthenticationError, match="the key is not valid"):
+        client("sk-wrong").chat.completions.create(**ask)
+    with pytest.raises(openai.PermissionDeniedError, match="lacks the right 'generate'"):
+        client(keys.secrets["observe"]).chat.completions.create(**ask)
+
+
+def test_the_key_decides_the_tenant(http, keys, service):
+    """The client's salt divides the tenant's cache further, and no salt reaches another tenant's."""
+    scopes = []
+    for name, salt in itertools.product(("generate", "other"), (None, "x", "team-a", "team-b")):
+        body = BODY | ({"cache_salt": salt} if salt else {})
+        assert http.post(CHAT, headers=keys.header(name), json=body).is_success
+        scopes.append(service.requests[-1].tenant)
+    assert len(set(scopes)) == len(scopes)
+    assert scopes[0] == "team-a" and scopes[4] == "team-b"
+    assert [scope.partition("/")[0] for scope in scopes] == ["team-a"] * 4 + ["team-b"] * 4
+    assert {request.payer for request in service.requests} == {"team-a", "team-b"}
+    long = http.post(CHAT, headers=keys.header("generate"), json=BODY | {"cache_salt": "x" * 257})
+    assert long.status_code == 400 and "cache_salt must have at most 256 bytes" in long.text
+
+
+def test_a_model_that_the_key_does_not_allow_is_refused(http, keys, service):
+    keys.add("bound", "generate", models=["acme/large"])
+    http.access.ring.poll()
+    for model in ({}, {"model": "acme/tiny"}):
+        answer = http.post(CHAT, headers=keys.header("bound"), json=BODY | model)
+        assert "acme/tiny" in check_error(answer, 403, "permission_denied")
+    assert not service.requests
+
+
+def test_explain_shows_a_tenant_its_own_requests(http, keys):
+    for name in ("generate", "other", "admin"):
+        label = {"x-request-id": f"of-{name}"}
+        assert http.post(CHAT, headers=keys.header(name) | label, json=BODY).is_success
+
+    def seen(name: str, **params: str) -> set[str]:
+        answer = http.get("/v1/router/explain", headers=keys.header(name), params=params)
+        if answer.status_code == 404:
+            return set()
+        return {decision["request_id"] for decision in answer.json()["data"]}
+
+    assert seen("observe") == {"of-generate"}  # of the same tenant
+    assert seen("other") == {"of-other"}
+    assert seen("other", request_id="of-generate") == set()
+    assert seen("admin") == {"of-generate", "of-other", "of-admin"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Quotas and usage
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_quota_of_tokens(http, keys):
+    keys.add("small", "generate", quotas={"tokens_per_minute": 30})
+    http.access.ring.poll()
+    first = http.post(CHAT, headers=keys.header("small"), json=BODY)  # 11 prompt tokens, 4 output
+    assert first.headers["x-ratelimit-limit-tokens"] == "30"
+    assert first.headers["x-ratelimit-remaining-tokens"] == "19"  # the output is not known yet
+    second = http.post(CHAT, headers=keys.header("small"), json=BODY)
+    assert second.is_success and second.headers["x-ratelimit-remaining-tokens"] == "4"
+    refused = http.post(CHAT, headers=keys.header("small"), json=BODY)
+    assert "tokens_per_minute 30" in check_error(refused, 429, "rate_limit_exceeded")
+    assert refused.headers["retry-after"] == "22"  # 11 tokens at 1 in 2 s; the debt is 0
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert refused.headers["x-ratelimit-reset-tokens"] == "1m0s"
+    keys.now_s = 22.0
+    assert http.post(CHAT, headers=keys.header("small"), json=BODY).is_success
+    assert not set(http.get("/health").headers) & {"x-ratelimit-limit-tokens"}
+
+
+def test_a_stream_has_the_headers_too_and_is_not_delayed(http, keys, service):
+    keys.add("small", "generate", quotas={"tokens_per_minute": 3000})
+    http.access.ring.poll()
+    service.goes_on.clear()  # after the first token
+    with http.stream(
+        "POST", CHAT, headers=keys.header("small"), json=BODY | {"stream": True}
+    ) as answer:
+        assert answer.headers["x-ratelimit-limit-tokens"] == "3000"
+        events = answer.iter_lines()
+        assert json.loads(next(events).removeprefix("data: "))["choices"]
+        service.goes_on.set()
+        assert list(events)[-2] == "data: [DONE]"
+
+
+def test_a_quota_of_concurrent_requests(http, keys, service):
+    keys.add("narrow", "generate", quotas={"concurrent_requests": 1})
+    http.access.ring.poll()
+    service.goes_on.clear()
+    stream = BODY | {"stream": True}
+    with http.stream("POST", CHAT, headers=keys.header("narrow"), json=stream) as answer:
+        events = answer.iter_lines()
+        next(events)
+        refused = http.post(CHAT, headers=keys.header("narrow"), json=BODY)
+        assert "concurrent_requests 1" in check_error(refused, 429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"] == "1"
+        assert http.post(CHAT, headers=keys.header("narrow"), json={}).status_code == 400
+        assert service.refused_by_front_end.count("rate_limit_exceeded") == 1
+        service.goes_on.set()
+        assert list(events)
+    # A request that fails leaves its place too.
+    for _ in range(2):
+        service.refusals = [RuntimeError("defect")]
+        assert http.post(CHAT, headers=keys.header("narrow"), json=BODY).status_code == 500
+    assert http.post(CHAT, headers=keys.header("narrow"), json=BODY).is_success
+
+
+def test_a_usage_line_for_each_answered_request(http, keys, service):
+    label = {"x-request-id": "bill-me"}
+    assert http.post(CHAT, headers=keys.header("generate") | label, json=BODY).is_success
+    assert http.post(CHAT, headers=keys.header("generate"), json={}).status_code == 400
+    (line,) = keys.usage.lines
+    assert line.pop("time") > 1.7e9
+    assert line == {
+        "request_id": "bill-me",
+        "tenant": "team-a",
+        "key": "generate",
+        "model": "acme/tiny",
+        "prompt_tokens": 11,
+        "completion_tokens": 4,
+        "reasoning_tokens": 0,
+        "cached_tokens": {"device": 8, "host": 3},
+        "ms": {"queue": 2.0, "prefill": 500.0, "decode": 250.0},
+        "finish_reasons": ["length"],
+    }
+    page = str(http.access.ledger.counters.metrics.page({}))
+    assert 'quire_tenant_output_tokens_total{tenant="team-a"} 4.0' in page
+    assert 'quire_tenant_cached_tokens_total{tenant="team-a"} 11.0' in page
+
+
+def test_no_key_or_digest_is_ever_written(http, keys, service, caplog):
+    """A canary: every kind of request, right and wrong, and then all that the router has said."""
+    caplog.set_level(logging.DEBUG)
+    canary = "sk-quire-canary-0123456789"
+    said = []
+    for method, path in ROUTES:
+        url = re.sub(r"{.*}", "acme/tiny", path)
+        for key in (canary, *keys.secrets.values()):
+            for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                answer = http.request(method, url, headers=headers, json=BODY)
+                said += [answer.text, str(answer.headers)]
+    service.refusals = [RuntimeError("defect")]
+    said.append(http.post(CHAT, headers=keys.header("admin"), json=BODY).text)
+    keys.entries[0]["rights"] = [canary]
+    keys.write()
+    http.access.ring.poll()
+    said += [
+        caplog.text,
+        json.dumps(keys.usage.lines),
+        str(http.access.ledger.counters.metrics.page({})),
+    ]
+    secrets = [canary, *keys.secrets.values(), *(entry["sha256"] for entry in keys.entries)]
+    text = "\n".join(said)
+    assert "the keys stay as they were" in text and "internal error" in text
+    assert not [secret for secret in secrets if secret in text]
