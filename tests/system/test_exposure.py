@@ -6,31 +6,17 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import httpx
 import pytest
-from live import Cluster, start_cluster, wait_until
+from live import processes, wait_until
 
 from quire.cluster.local.ports import listeners
-from quire.cluster.local.process_session import session_pids
-from quire.cluster.local.serve_api import ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
 LOOPBACK = ("127.0.0.1", "::1")
-
-
-def processes(cluster: Cluster) -> dict[int, str]:
-    """Command line of each process of the cluster that runs."""
-    found = {}
-    for pid in session_pids(os.getsid(cluster.pids("Router")[0])):
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            found[pid] = command.replace(b"\0", b" ").decode()
-    return found
 
 
 def test_everything_listens_on_the_loopback(cluster):
@@ -111,42 +97,3 @@ def test_while_haproxy_knows_no_route_clients_hear_when_to_come_again(cluster):
     print(f"statuses: {seen}")
     assert set(seen) <= {200, 503}
     wait_until(cluster.every_router_knows_every_replica, 60, "routers know all replicas")
-
-
-@pytest.fixture
-def small(tmp_path) -> Iterator[Cluster]:
-    """A cluster of its own, to be ended."""
-
-    def change(config: dict) -> None:
-        config["applications"][0]["args"] |= {"replicas": 1, "routers": 1}
-
-    yield from start_cluster(tmp_path, change)
-
-
-def kill_raylet(cluster: Cluster) -> None:
-    (pid,) = (p for p, c in processes(cluster).items() if c.split(" ")[0].endswith("/raylet"))
-    os.kill(pid, 9)
-
-
-def shut_down(cluster: Cluster) -> None:
-    """What `serve shutdown` does."""
-    url = f"{cluster.dashboard}/api/serve/applications/"
-    httpx.delete(url, headers=ray_auth_header(os.environ), timeout=60).raise_for_status()
-
-
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [
-        (kill_raylet, "failed: Ray's node has ended: its process raylet is gone"),
-        (
-            shut_down,
-            "failed: Ray Serve no longer has the application quire; was it removed with `serve shutdown`?",
-        ),
-    ],
-)
-def test_quire_serve_ends_when_the_cluster_is_ended_without_it(small, end, said: str):
-    end(small)
-    took_s = wait_until(lambda: "\nfailed:" in small.output.read_text(), 30, "it says so")
-    print(f"{end.__name__}: said after {took_s:.1f} s")
-    assert took_s < 10
-    assert said in small.output.read_text()
