@@ -49,7 +49,7 @@ venv: $(INSTALLED)
 # command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
 # several GB. pip compiles files to bytecode in one process; compileall uses every core, and compiles Quire as well.
 # Some packages contain files that are no valid Python: compileall's exit status does not matter.
-$(INSTALLED): pyproject.toml $(wildcard kernels/cpu/native/* router/native/*)
+$(INSTALLED): pyproject.toml setup.py $(wildcard kernels/cpu/native/* router/native/*)
 	@if ! "$(PYTHON)" -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
 		echo "Quire needs Python 3.11 or newer; found $$(python3 --version 2>&1)." >&2; \
 		echo "Choose one with: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
