@@ -34,6 +34,8 @@ ARGS ?=
 LOG ?=
 SIZE ?= ci
 HERE := not gpu and not soak and not slow
+# Where tests start clusters, tests/chaos aside: collecting the others as well takes as long as starting one.
+CLUSTERS := tests/system tests/cluster/test_cli.py tests/router/request/test_disconnects.py
 ALONE := tests/perf
 
 help:
@@ -45,8 +47,9 @@ venv: $(INSTALLED)
 # Without an NVIDIA driver torch goes first and alone, at one exact version: where pip is configured
 # with an index of CPU builds, 2.13.0+cpu satisfies ==2.13.0 and is preferred, and the second
 # command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
-# several GB.
-$(INSTALLED): pyproject.toml $(wildcard kernels/cpu/native/* router/native/*)
+# several GB. pip compiles files to bytecode in one process; compileall uses every core, and compiles Quire as well.
+# Some packages contain files that are no valid Python: compileall's exit status does not matter.
+$(INSTALLED): pyproject.toml setup.py $(wildcard kernels/cpu/native/* router/native/*)
 	@if ! "$(PYTHON)" -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
 		echo "Quire needs Python 3.11 or newer; found $$(python3 --version 2>&1)." >&2; \
 		echo "Choose one with: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
@@ -54,9 +57,10 @@ $(INSTALLED): pyproject.toml $(wildcard kernels/cpu/native/* router/native/*)
 	fi
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	if ! [ -e /proc/driver/nvidia/version ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
-		$(BIN)/python -m pip install --no-input torch==2.13.0; \
+		$(BIN)/python -m pip install --no-input --no-compile torch==2.13.0; \
 	fi
-	$(BIN)/python -m pip install --no-input -e '.[dev,docs]'
+	$(BIN)/python -m pip install --no-input --no-compile -e '.[dev,docs]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib cluster kernels protos replica router || true
 	mkdir -p $(VENV)/source/quire && for folder in cluster kernels protos replica router; do \
 		ln -sfn "$(CURDIR)/$$folder" $(VENV)/source/quire/$$folder; done
 	echo "$(abspath $(VENV))/source" \
@@ -80,7 +84,7 @@ test-units: $(INSTALLED)
 
 test-clusters: $(INSTALLED)
 	@run() { \
-		$(BIN)/python -m pytest -m "$(HERE) and (system or chaos) and not alone" --ignore tests/chaos $(ARGS) && \
+		$(BIN)/python -m pytest -m "$(HERE) and (system or chaos) and not alone" $(CLUSTERS) $(ARGS) && \
 		$(BIN)/python -m pytest tests/chaos $(ARGS); \
 	}; \
 	if [ -z "$(LOG)" ]; then run; else status=0; run >"$(LOG)" 2>&1 || status=$$?; cat "$(LOG)"; exit $$status; fi

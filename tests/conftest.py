@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import shutil
 import sys
@@ -37,6 +38,21 @@ def fatal_errors_reach_the_terminal(pytestconfig: pytest.Config) -> Iterator[Non
     """Restore faulthandler's output: a replica in this process redirects it to its crash report."""
     yield
     faulthandler.enable(file=pytestconfig.stash[fault_handler_stderr_fd_key])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector away from what imports and collection create: 850,000 objects, which all stay.
+
+    Looking through them took a third of the time of collection, and half a second of every `gc.collect()` in a test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,6 +11,9 @@ NumPy has no bfloat16, so the interpreter (Triton 3.6 to 3.9) stores such tensor
 Its `tl.dot` of floats calls NumPy's matmul. On some CPUs the bits of a row then depend on the row's place in the tile.
 On the matrix units they do not, and the kernels rely on this. So the repair adds the products in the order of k.
 
+The interpreter replaces the functions of `triton.language` when a kernel starts, and again at every call of a function
+in the kernel. The second takes a third of a kernel's time and changes nothing, so the repair leaves it out.
+
 Triton 3.6 also converts a scalar, stored as an array of one element, to a Python number in a way that NumPy 2.4 and
 later reject (fixed in Triton 3.7).
 """
@@ -36,6 +39,7 @@ def repair_interpreter() -> None:
     _repair_dot()
     _repair_bfloat16_casts()
     _repair_index()
+    _repair_calls()
     InterpreterBuilder.is_repaired = True
 
 
@@ -88,6 +92,26 @@ def _repair_index() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_with_index
+
+
+class _AlreadyPatched:
+    """Stands for the changes of a call within a kernel: there are none to take back."""
+
+    def restore(self) -> None:
+        pass
+
+
+def _repair_calls() -> None:
+    patch_lang = interpreter._patch_lang
+
+    def patch_once(fn):
+        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        functions = [tl.tensor.__add__, *(language.load for language in languages)]
+        if languages and not any(map(tl.core.is_builtin, functions)):
+            return _AlreadyPatched()
+        return patch_lang(fn)
+
+    interpreter._patch_lang = patch_once
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:

@@ -17,6 +17,15 @@ sys.path.append(str(Path(__file__).parents[1] / "chaos"))  # for `memory`
 from live import Cluster, start_cluster, wait_until
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put this folder's tests on the session's cluster last.
+
+    That cluster runs until the session ends, and even an idle one takes processor time.
+    """
+    here = Path(__file__).parent
+    items.sort(key=lambda i: i.path.parent == here and "cluster" in getattr(i, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     """HAProxy mode, two routers, two replicas of the embedded model, float32, deterministic."""

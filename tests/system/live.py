@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from prometheus_client.samples import Sample
 
 from quire.cluster.bench.results.report import Bar, commit, write
 from quire.cluster.local.ports import free_ports
+from quire.cluster.local.process_session import session_pids
 from quire.cluster.local.serve_api import ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
@@ -59,7 +61,11 @@ class Cluster:
 
     def deploy(self, config: dict) -> None:
         """What `serve deploy` does: give Serve another config."""
-        self._dashboard("/api/serve/applications/", json.dumps(config).encode())
+        self._dashboard("/api/serve/applications/", json.dumps(config).encode(), "PUT")
+
+    def shut_down_serve(self) -> None:
+        """What `serve shutdown` does."""
+        self._dashboard("/api/serve/applications/", method="DELETE")
 
     def serve_status(self) -> dict:
         """Serve's details from the dashboard's REST API."""
@@ -110,10 +116,9 @@ class Cluster:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
             return response.read().decode()
 
-    def _dashboard(self, path: str, put: bytes | None = None) -> bytes:
+    def _dashboard(self, path: str, body: bytes | None = None, method: str = "GET") -> bytes:
         headers = {"Content-Type": "application/json", **ray_auth_header(os.environ)}
-        method = "GET" if put is None else "PUT"
-        request = urllib.request.Request(self.dashboard + path, put, headers, method=method)
+        request = urllib.request.Request(self.dashboard + path, body, headers, method=method)
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.read()
 
@@ -125,6 +130,26 @@ class Cluster:
                 metadata=[("x-api-key", self.key)] if self.key else None,
             )
         return list(reply.replicas)
+
+
+def processes(cluster: Cluster) -> dict[int, str]:
+    """Command line of each process of the cluster that runs."""
+    found = {}
+    for pid in session_pids(os.getsid(cluster.pids("Router")[0])):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            found[pid] = command.replace(b"\0", b" ").decode()
+    return found
+
+
+def assert_serve_ends(cluster: Cluster, reason: str) -> None:
+    """`quire serve` must print within ten seconds that it failed, and why."""
+    took_s = wait_until(
+        lambda: "\nfailed:" in cluster.output.read_text(), 30, "`quire serve` says that it failed"
+    )
+    print(f"said after {took_s:.1f} s")
+    assert took_s < 10
+    assert f"failed: {reason}" in cluster.output.read_text()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:

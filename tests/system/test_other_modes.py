@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
+import signal
 from collections.abc import Iterator
 
 import grpc
 import httpx
 import openai
 import pytest
-from live import CHANGE_TIMEOUT_S, Cluster, start_cluster, wait_until
+from live import (
+    CHANGE_TIMEOUT_S,
+    Cluster,
+    assert_serve_ends,
+    processes,
+    start_cluster,
+    wait_until,
+)
 
 from quire.protos import generation_pb2, generation_pb2_grpc
 
@@ -140,3 +149,11 @@ def test_a_router_that_is_added_serves_from_its_first_request_on(plain_cluster):
             await change
 
     asyncio.run(run())
+
+
+def test_quire_serve_ends_when_rays_node_ends(plain_cluster):
+    """The last test of this file, because it ends the cluster."""
+    commands = processes(plain_cluster).items()
+    (pid,) = (pid for pid, command in commands if command.split(" ")[0].endswith("/raylet"))
+    os.kill(pid, signal.SIGKILL)
+    assert_serve_ends(plain_cluster, "Ray's node has ended: its process raylet is gone")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import httpx
 import openai
 import pytest
-from live import CHANGE_TIMEOUT_S, Cluster, start_cluster, wait_until
+from live import CHANGE_TIMEOUT_S, Cluster, assert_serve_ends, start_cluster, wait_until
 
 pytestmark = pytest.mark.system
 # Of one replica. Serve's own policy counts calls, wants one replica for every two, and would take none away below.
@@ -185,3 +185,12 @@ def test_replicas_come_with_the_load_and_drain_when_it_goes(elastic):
     assert [num_attempts(elastic, stream) for stream in stayed] == [1, 1]
     assert [num_attempts(elastic, stream) for stream in drained] == [1, 2]
     assert running(elastic) == {left}
+
+
+def test_quire_serve_ends_when_the_application_is_removed_without_it(elastic):
+    """The last test of this file, because it ends the cluster."""
+    elastic.shut_down_serve()
+    assert_serve_ends(
+        elastic,
+        "Ray Serve no longer has the application quire; was it removed with `serve shutdown`?",
+    )

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from live_app import serving
 from starlette.routing import Route
 
+from quire.cluster.app import APIS
 from quire.cluster.auth.access_rules import HTTP_RULES, Right
 from quire.cluster.http.http_answers import ErrorAnswer
 from quire.cluster.http.http_api import build_app
@@ -40,7 +41,7 @@ def routes_of(app: FastAPI) -> list[tuple[str, str]]:
     return found
 
 
-ROUTES = routes_of(build_app(lambda: None, max_body_bytes=1000))
+ROUTES = routes_of(build_app(lambda: None, max_body_bytes=1000, apis=APIS))
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_path_that_the_router_reads_as_a_route_has_its_rule(http, keys):
 
 def test_a_route_without_a_rule_is_denied_to_every_key(service, keys):
     access = keys.access()
-    app = build_app(lambda: service, max_body_bytes=1000, get_access=lambda: access)
+    app = build_app(lambda: service, max_body_bytes=1000, apis=APIS, get_access=lambda: access)
 
     @app.post("/v1/new/{name}")
     async def new(name: str) -> dict:
@@ -138,7 +139,7 @@ def test_a_route_without_a_rule_is_denied_to_every_key(service, keys):
 
 def test_websockets_are_closed(service, keys):
     access = keys.access()
-    app = build_app(lambda: service, max_body_bytes=1000, get_access=lambda: access)
+    app = build_app(lambda: service, max_body_bytes=1000, apis=APIS, get_access=lambda: access)
     sent = []
 
     async def send(message: dict) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 import time
 from pathlib import Path
 
@@ -16,7 +18,16 @@ from quire.cluster.bench.load.workloads import Workload
 from quire.replica.builtin_model import CHECKPOINT
 
 OPTIONS = {"max_model_len": 256, "num_blocks": 64}
+WORKLOADS = [Workload.parse("2x4->3"), Workload.parse("1x4->40")]
 SPEC = EngineSpec("quire", "quire", str(CHECKPOINT), "float32", 1, OPTIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A comparison, and the file in which it was kept."""
+
+    found: Comparison
+    kept: Path
 
 
 def test_an_engine_answers_and_stands_still_in_between(tmp_path):
@@ -47,32 +58,53 @@ def test_an_engine_that_cannot_be_loaded_says_why(tmp_path):
         EngineProcess(spec, log)
 
 
-def test_one_engine_that_fails_does_not_end_the_others(tmp_path):
-    broken = EngineSpec("broken", "quire", str(tmp_path / "nothing"), "float32", 1)
-    workloads = [Workload.parse("2x4->3")]
-    with (tmp_path / "log").open("w") as log:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    """Two repetitions of two workloads; one of the two engines cannot be loaded.
+
+    The n-th measurement of the machine's rates gives n GB/s. `test_floor.py` measures a machine.
+    """
+    folder = tmp_path_factory.mktemp("compare")
+    broken = EngineSpec("broken", "quire", str(folder / "nothing"), "float32", 1)
+    measurements = itertools.count(1)
+
+    def measure_rates(dtype: str, budget_s: float) -> Rates:
+        assert (dtype, budget_s) in (("float32", 0.01), ("float32", 0.01 / 4))
+        return Rates(float(next(measurements)), 1.0)
+
+    with pytest.MonkeyPatch.context() as patch, (folder / "log").open("w") as log:
+        patch.setattr(compare, "measure_rates", measure_rates)
         found = compare.compare(
-            [SPEC, broken], workloads, 2, 512, log, keep=tmp_path / "kept", rates_budget_s=0.01
+            [SPEC, broken], WORKLOADS, 2, 512, log, keep=folder / "kept", rates_budget_s=0.01
         )
-    assert list(found.failures) == ["broken"]
-    assert [(t.engine, t.workload, t.repetition) for t in found.turns] == [
+    return Run(found, folder / "kept")
+
+
+def test_one_engine_that_fails_does_not_end_the_others(run):
+    assert list(run.found.failures) == ["broken"]
+    assert [(t.engine, t.workload, t.repetition) for t in run.found.turns] == [
         ("quire", "2x4->3", 0),
+        ("quire", "1x4->40", 0),
         ("quire", "2x4->3", 1),
+        ("quire", "1x4->40", 1),
     ]
-    assert all(turn.rates.memory_gb_per_s > 0 for turn in found.turns)
-    assert all(turn.first_token_s is None for turn in found.turns)  # workloads of several requests
-    assert compare.read([tmp_path / "kept"]) == found
+    assert compare.read([run.kept]) == run.found
 
 
-def test_one_stream_has_a_time_for_its_first_token_and_for_each_after_it(tmp_path):
-    workload = Workload.parse("1x4->40")
-    with (tmp_path / "log").open("w") as log:
-        found = compare.compare([SPEC], [workload], 1, 512, log, rates_budget_s=0.01)
-    (turn,) = found.turns
-    assert 0 < turn.first_token_s < turn.seconds
-    (row,) = compare.summarise(found, [workload], None, "quire")["rows"]
-    each_ms = 1e3 * (turn.seconds - turn.first_token_s) / 39
-    assert row["ms_per_token"]["median"] == pytest.approx(each_ms, rel=1e-3)
+def test_the_rates_of_a_turn_are_the_faster_of_those_before_and_after_it(run):
+    assert [turn.rates.memory_gb_per_s for turn in run.found.turns] == [3, 4, 6, 7]
+    # At the start and after each repetition.
+    assert [rates.memory_gb_per_s for rates in run.found.rates] == [1, 5, 8]
+
+
+def test_one_stream_has_a_time_for_its_first_token_and_for_each_after_it(run):
+    several, single = WORKLOADS
+    of = {w.name: [t for t in run.found.turns if t.workload == w.name] for w in WORKLOADS}
+    assert [turn.first_token_s for turn in of[several.name]] == [None, None]
+    assert all(0 < turn.first_token_s < turn.seconds for turn in of[single.name])
+    (row,) = compare.summarise(run.found, [single], None, "quire")["rows"]
+    each_ms = [1e3 * (turn.seconds - turn.first_token_s) / 39 for turn in of[single.name]]
+    assert row["ms_per_token"]["median"] == pytest.approx(statistics.median(each_ms), rel=1e-3)
 
 
 def turns(*rows) -> Comparison:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
 from quire.kernels.compile.interpreter import kernel_device, repair_interpreter, to_bfloat16
 
@@ -42,3 +43,33 @@ def test_bfloat16_products_are_of_the_values(steps):
     _product_kernel[(1,)](out, x, steps, SIZE=16)
     # Integers below 2^24: every sum is exact, so only the last rounding remains.
     assert torch.equal(out, (steps * (x.float() @ x.float())).bfloat16())
+
+
+@triton.jit
+def _double(x):
+    return x + x
+
+
+@triton.jit
+def _quadruple_kernel(out_ptr, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out_ptr + at, _double(_double(at)) + tl.max(at * 0, 0))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the kernels are not interpreted")
+def test_the_language_is_patched_once_a_kernel(monkeypatch):
+    """Not at each call of a function in it; and when the kernel ends, the language is Triton's own."""
+    out = torch.empty(5 * 4, dtype=torch.int32)
+    _quadruple_kernel[(5,)](
+        out, SIZE=4
+    )  # functions of Triton's library are patched for good at their first call
+    patched = []
+    patch = interpreter._patch_builtin
+    count = lambda place, *rest: (patched.append(place), patch(place, *rest))  # noqa: E731
+    monkeypatch.setattr(interpreter, "_patch_builtin", count)
+    for launches in (1, 2):
+        out.zero_()
+        _quadruple_kernel[(5,)](out, SIZE=4)
+        assert out.tolist() == [4 * i for i in range(20)]
+        assert patched.count(tl) == launches and patched.count(tl.core) == 0
+        assert tl.core.is_builtin(tl.load)

@@ -72,7 +72,10 @@ def service() -> Iterator[Cut]:
         policy=make_policy("slo"),
         transport=SimpleNamespace(hellos={"replica": HELLO}),
     )
+    # What these tests have left goes; what imports have loaded stays out of later collections (`tests/conftest.py`).
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def lag_beside(work: Callable[[], Awaitable[int]]) -> tuple[float, int]:
