@@ -33,7 +33,6 @@ LAYERS = (
     "kernels.rows",
     "kernels.attention",
     "kernels.sampling",
-    "kernels.compile",
     "router",
     "router.text",
     "router.index",

@@ -10,7 +10,7 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.compile.interpreter import kernel_device, repair_interpreter, to_bfloat16
+from tests.kernels.compile.interpreter import kernel_device, repair_interpreter, to_bfloat16
 
 DEVICE = kernel_device()
 

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from step_driver import engine_config, make_runner
 
-from quire.kernels import reference
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.host_pool import HostPool
@@ -27,6 +26,7 @@ from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.model.loader import load_model
 from quire.replica.runner.runner import Runner
+from tests.kernels import reference
 
 CODES = torch.float8_e4m3fn
 LAYERS = 3

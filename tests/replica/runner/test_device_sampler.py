@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from quire.kernels.compile.interpreter import repair_interpreter
 from quire.protos.wire import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import PromptTargets, SamplingBatch
@@ -46,6 +45,7 @@ from quire.replica.sampling.logprobs import (
 )
 from quire.replica.sampling.sampler import sample
 from quire.replica.sampling.token_counts import TokenCounts
+from tests.kernels.compile.interpreter import repair_interpreter
 from tests.replica.sampling.test_sampler import ANY, ROW, VOCAB, columns
 
 WORDS = -(-VOCAB // 32)

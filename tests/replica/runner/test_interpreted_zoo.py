@@ -17,11 +17,11 @@ from step_driver import Driver, engine_config, make_runner
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from quire.kernels.compile.interpreter import repair_interpreter
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.runner import Runner
+from tests.kernels.compile.interpreter import repair_interpreter
 
 pytestmark = [
     pytest.mark.timeout(300),  # some 2 s a model on an idle core

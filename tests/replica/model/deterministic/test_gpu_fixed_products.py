@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from quire.kernels.compile.interpreter import repair_interpreter
 from quire.kernels.rows.matmul_fixed import matmul_fixed
 from quire.replica.model.deterministic.gpu_fixed_products import FixedLinear, fix_products
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
+from tests.kernels.compile.interpreter import repair_interpreter
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TRITON_INTERPRET"), reason="the kernels are not interpreted"

@@ -11,7 +11,7 @@ from quire.kernels.argument_checks import HEAD_DIMS
 from quire.kernels.attention import attention_decode, attention_prefill, decode_plan, prefill_plan
 from quire.kernels.attention.attention_call import AttentionShape
 from quire.kernels.attention.attention_math import FP8_BITS, FP8_NATIVE, FP8_NONE
-from quire.kernels.compile.offline_compile import Entry
+from tests.kernels.compile.offline_compile import Entry
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INT32 = "*i32"
