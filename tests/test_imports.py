@@ -97,7 +97,6 @@ RAY = (
 TORCH = (
     "quire.kernels",
     "quire.replica.device",
-    "quire.replica.builtin_model.train",
     "quire.replica.model",
     "quire.replica.runner",
     "quire.replica.sampling",
