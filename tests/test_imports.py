@@ -20,8 +20,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_MODULES = 15  # in a folder, `__init__` and generated code aside
 MAX_LINES = 500  # in a module
-# Folders with more modules, to be split.
-LARGE_FOLDERS = {"replica/runner", "replica/scheduler"}
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
 # From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`
@@ -223,9 +221,8 @@ FOLDERS = {path.parent for path in (*MODULES.values(), *(ROOT / "tests/perf").rg
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS), ids=lambda f: f.relative_to(ROOT).as_posix())
 def test_a_folder_has_few_modules(folder: Path):
-    modules = [path.stem for path in folder.glob("*.py") if "_pb2" not in path.name]
-    name = folder.relative_to(ROOT).as_posix()
-    assert len(set(modules) - {"__init__"}) <= MAX_MODULES or name in LARGE_FOLDERS
+    modules = {path.stem for path in folder.glob("*.py") if "_pb2" not in path.name}
+    assert len(modules - {"__init__"}) <= MAX_MODULES
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if "_pb2" not in name])

@@ -22,10 +22,31 @@ from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.output_head import split_model
 from quire.replica.runner.cpu_forward import CpuForward
-from quire.replica.runner.cpu_step_outputs import CpuStepOutputs
 from quire.replica.runner.device_sampler import DeviceSampler
 from quire.replica.runner.device_table import DrawColumns
+from quire.replica.runner.step_outputs import StepOutputs, TokenSlot
 from quire.replica.sampling.sampler import Draw, draw
+
+
+class CpuStepOutputs(StepOutputs):
+    """`StepOutputs` with numpy, which saves about 0.1 ms per step compared with torch."""
+
+    def known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `StepOutputs.known`."""
+        ids, last = token_ids.numpy(), self.last_token.numpy()
+        if ids.min(initial=0) >= 0:
+            return token_ids
+        return torch.from_numpy(np.where(ids < 0, last[np.maximum(-1 - ids, 0)], ids))
+
+    def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """See `StepOutputs.keep`."""
+        slot.tokens.numpy()[: len(tokens)] = tokens.numpy()
+        self.remember(tokens, rows)
+
+    def remember(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """See `StepOutputs.remember`."""
+        if len(rows):
+            self.last_token.numpy()[rows.numpy()] = np.maximum(tokens.numpy(), 0)
 
 
 class CpuKernels:

@@ -9,6 +9,7 @@ import torch
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.warmup_plans import TrashPlans
 from quire.replica.device.cpu_prefault import PoolPrefault
 from quire.replica.device.device import Device, Stream
 from quire.replica.device.kv_pool import KVPool
@@ -17,7 +18,6 @@ from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import direct_inputs
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
-from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
 # Upper bound of the time of a warm-up step, estimated from a step of `_WARM_UP_TOKENS` tokens.

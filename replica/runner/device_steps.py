@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.warmup_plans import TrashPlans
 from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.step_outputs import InFlight
-from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
 Draw = Callable[[SamplingBatch, Masks], None]

@@ -22,6 +22,7 @@ import torch
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.warmup_plans import TrashPlans
 from quire.replica.device.device import Device, Event, Stream, Tensors, Work
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.time_counters import DeviceTime
@@ -37,7 +38,6 @@ from quire.replica.runner.padded_step import FixedInputs, PaddedStep, sampling_r
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import InputRing, StepInputs, input_bytes, pieces
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
-from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
 # Block table entries of one upload; larger changes take several uploads.

@@ -30,6 +30,8 @@ from quire.kernels.attention.paged_attention import Backend, PagedAttention
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.warmup_plans import TrashPlans
+from quire.replica.device.compile_count import CompileCount
 from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
@@ -38,7 +40,6 @@ from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.model.loader import load_model
-from quire.replica.runner.compile_count import CompileCount
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
 from quire.replica.runner.gpu_steps import GpuSteps
@@ -46,7 +47,6 @@ from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.model_kernels import choose_kernels
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_outputs import InFlight
-from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks, StepSampler
 
 _NO_BLOCKS = np.empty(0, np.int64)

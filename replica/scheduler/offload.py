@@ -27,8 +27,8 @@ from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.host_tier import Transfers
 from quire.replica.kv_cache.prefix_entries import Entry
 from quire.replica.scheduler.admission import Admission
-from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
+from quire.replica.scheduler.speed import CopySpeed
 
 
 @dataclass(frozen=True, slots=True)

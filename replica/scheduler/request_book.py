@@ -28,7 +28,6 @@ from quire.replica.core.request import FinishReason, Phase, Request
 from quire.replica.core.step_plan import RequestDelta
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.scheduler.admission import Admission
-from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.forks import Sharing, WaitingForks, find_parent
 from quire.replica.scheduler.isolated_requests import IsolatedRequests
@@ -36,7 +35,7 @@ from quire.replica.scheduler.offload import Offload, PendingRestores
 from quire.replica.scheduler.order import POLICIES
 from quire.replica.scheduler.preemption import ReturnQueue
 from quire.replica.scheduler.queues import Deadlines, KeyedRequests, RequestCollection
-from quire.replica.scheduler.speed import StepSpeed
+from quire.replica.scheduler.speed import CopySpeed, StepSpeed
 
 
 class Stage(enum.Enum):

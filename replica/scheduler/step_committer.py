@@ -13,9 +13,9 @@ from quire.replica.core.step_plan import NO_TOKEN, RequestDelta, StepPlan, StepR
 from quire.replica.kv_cache.host_tier import Transfers
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.scheduler.chunking import Chunking
-from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.request_book import RequestBook
+from quire.replica.scheduler.speed import CopySpeed
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
 
 
