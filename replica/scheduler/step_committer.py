@@ -122,8 +122,8 @@ class StepCommitter:
             if not transfers.restores.keys().isdisjoint(self._rows.blocks(row)):
                 self._book.preempt(self._rows.request(row), may_offload=False)
         for request in list(self._book.requests.values()):
-            if request.parked is not None:
-                host_blocks = (block.host_block for block in request.parked.blocks)
+            if request.offloaded is not None:
+                host_blocks = (block.host_block for block in request.offloaded.blocks)
                 if not transfers.saves.keys().isdisjoint(host_blocks):
                     self._book.recompute(request)
 

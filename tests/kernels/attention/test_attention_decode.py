@@ -22,7 +22,7 @@ CONFIG = DecodeConfig(
     tile_tokens=16,
     num_warps=4,
     num_stages=2,
-    programs_per_processor=2,
+    programs_per_sm=2,
     merge_splits=3,
     merge_unroll=2,
 )

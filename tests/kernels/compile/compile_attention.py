@@ -88,10 +88,8 @@ def _attention(arch: str, dtype: torch.dtype, head_dim: int, option: str = "") -
             MERGE_SPLITS=config.merge_splits,
             **geometry,
         ),
-        tuning.launch_options(
-            arch, config.num_warps, config.num_stages, config.programs_per_processor
-        ),
-        config.programs_per_processor,
+        tuning.launch_options(arch, config.num_warps, config.num_stages, config.programs_per_sm),
+        config.programs_per_sm,
     )
     if dtype == torch.bfloat16 and option in ("", "window", "sinks"):
         yield _merge(arch, suffix, types, shape, config)
@@ -132,9 +130,9 @@ def _merge(
         tuning.launch_options(
             arch,
             attention_decode.MERGE_WARPS,
-            programs_per_processor=config.merge_programs_per_processor,
+            programs_per_sm=config.merge_programs_per_sm,
         ),
-        config.merge_programs_per_processor,
+        config.merge_programs_per_sm,
     )
 
 
