@@ -234,7 +234,8 @@ def steps(request, tmp_path_factory):
     path = with_scales(plain, folder / "scaled", heads)
     jobs = [dict(name=name, path=str(path), config=config) for name, config in JOBS.items()]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    modules = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": modules}
     script = Path(interpreted_runner.__file__)
     run = subprocess.run(
         [sys.executable, script, folder / "jobs.json", folder / "found.npz"],

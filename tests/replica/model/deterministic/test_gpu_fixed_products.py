@@ -40,6 +40,7 @@ def compare(folder: Path, name: str, dtype: str, deterministic: bool) -> dict:
     program = Path(__file__).parents[2] / "interpreted_order.py"
     done = subprocess.run(
         [sys.executable, str(program), str(folder / "job.json"), str(folder / "out.json")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
     )
