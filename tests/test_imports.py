@@ -371,8 +371,7 @@ DEVICE_FLAGS = {"is_immediate", "is_cuda", "is_cpu", "is_on_gpu", "is_available"
 # device.
 DEVICE_CHECKS = {
     "quire.replica.device.open_device": 2,  # the device, and memory of the KV pool on it
-    "quire.replica.runner.model_kernels": 2,  # the kernels
-    "quire.replica.runner.runner": 1,  # whether steps are computed or queued
+    "quire.replica.runner.runner": 3,  # the kernels; whether steps are computed or queued
     "quire.replica.startup.runtime": 1,  # whether memory is measured
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory

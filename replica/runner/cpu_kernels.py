@@ -22,8 +22,8 @@ from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.output_head import split_model
 from quire.replica.runner.cpu_forward import CpuForward
-from quire.replica.runner.device_sampler import DeviceSampler
 from quire.replica.runner.device_table import DrawColumns
+from quire.replica.runner.model_kernels import ModelKernels
 from quire.replica.runner.step_outputs import StepOutputs, TokenSlot
 from quire.replica.sampling.sampler import Draw, draw
 
@@ -49,7 +49,7 @@ class CpuStepOutputs(StepOutputs):
             self.last_token.numpy()[rows.numpy()] = np.maximum(tokens.numpy(), 0)
 
 
-class CpuKernels:
+class CpuKernels(ModelKernels):
     """`ModelKernels` of a CPU.
 
     Parameters
@@ -112,10 +112,6 @@ class CpuKernels:
     def outputs(self, device: Device, max_rows: int) -> CpuStepOutputs:
         """See `ModelKernels.outputs`."""
         return CpuStepOutputs(device, max_rows)
-
-    def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
-        """Return None: on the CPU, `StepSampler` samples all rows."""
-        return None
 
     def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
         """See `ModelKernels.draw`."""

@@ -44,7 +44,7 @@ from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
 from quire.replica.runner.gpu_steps import GpuSteps
 from quire.replica.runner.graphs.graph_cache import GraphCache
-from quire.replica.runner.model_kernels import choose_kernels
+from quire.replica.runner.model_kernels import ModelKernels
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_outputs import InFlight
 from quire.replica.sampling.step_sampler import Masks, StepSampler
@@ -96,7 +96,7 @@ class Runner:
         )
         self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
         self._sampler = StepSampler(config.vocab_size)
-        self.kernels = choose_kernels(config, attention_backend)
+        self.kernels = _choose_kernels(config, attention_backend)
         # One row more than requests: the padding row.
         self._outputs = self.kernels.outputs(self._device, config.num_rows + 1)
         self._busy_until_s = 0.0  # end of the last collected step
@@ -298,3 +298,16 @@ class Runner:
     def num_compiles(self) -> int:
         """Graphs that torch.compile traced and kernels that Triton built in this process since `mark_ready`."""
         return self._compiles.num_compiles
+
+
+def _choose_kernels(config: EngineConfig, backend: Backend | None) -> ModelKernels:
+    """Create the kernels of a backend; None chooses by the configuration's device."""
+    if backend is None:
+        backend = "cpu" if config.device == "cpu" else "triton"
+    if backend == "cpu":
+        from quire.replica.runner.cpu_kernels import CpuKernels
+
+        return CpuKernels(config.num_threads)
+    from quire.replica.runner.gpu_kernels import GpuKernels
+
+    return GpuKernels()
