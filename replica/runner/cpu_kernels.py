@@ -22,10 +22,10 @@ from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.output_head import split_model
 from quire.replica.runner.cpu_forward import CpuForward
-from quire.replica.runner.device_table import DrawColumns
+from quire.replica.runner.device_table import SamplerArguments
 from quire.replica.runner.model_kernels import ModelKernels
 from quire.replica.runner.step_outputs import StepOutputs, TokenSlot
-from quire.replica.sampling.sampler import Draw, draw
+from quire.replica.sampling.sampler import SamplingOptions, sample_tokens
 
 
 class CpuStepOutputs(StepOutputs):
@@ -113,9 +113,9 @@ class CpuKernels(ModelKernels):
         """See `ModelKernels.outputs`."""
         return CpuStepOutputs(device, max_rows)
 
-    def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
-        """See `ModelKernels.draw`."""
+    def sample(self, logits: torch.Tensor, columns: SamplerArguments) -> torch.Tensor:
+        """See `ModelKernels.sample`."""
         keys = columns.noise_keys.numpy().view(np.uint64)
         temperature, top_k, top_p, min_p, _ = (column.numpy() for column in columns)
         limits = (temperature, top_k, top_p, min_p)
-        return draw(logits.float(), Draw(*limits, lambda random: keys[random]))
+        return sample_tokens(logits.float(), SamplingOptions(*limits, lambda random: keys[random]))

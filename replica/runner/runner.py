@@ -184,11 +184,11 @@ class Runner:
         self._move_blocks(plan)
         # Start the masks before the forward pass, so that both run concurrently.
         masks = None if plan.awaits_tokens else self._sampler.begin(plan.sampling)
-        in_flight.draw = self.steps.forward(plan, in_flight)
+        in_flight.sample = self.steps.forward(plan, in_flight)
         if plan.awaits_tokens:
             self.steps.hold(in_flight)
         else:
-            self._draw(in_flight, plan.sampling, masks)
+            self._sample(in_flight, plan.sampling, masks)
         self.host_pool.move_rest()
         return in_flight
 
@@ -214,17 +214,17 @@ class Runner:
             masks = self._sampler.begin(sampling)
             if masks is not None:
                 masks.result()  # wait here, so that `hold_us` in the telemetry includes the masks
-            self.steps.begin_draw(in_flight)
-            self._draw(in_flight, sampling, masks)
+            self.steps.begin_sampling(in_flight)
+            self._sample(in_flight, sampling, masks)
         except Exception:
             self._device.synchronize()  # queued operations may still use blocks, as in `launch`
             raise
 
-    def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
+    def _sample(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
         in_flight.slot.asked = sampling.logprobs
-        assert in_flight.draw is not None
-        in_flight.draw(sampling, masks)
-        in_flight.draw = None
+        assert in_flight.sample is not None
+        in_flight.sample(sampling, masks)
+        in_flight.sample = None
         self.steps.end(in_flight)
 
     def collect(self, in_flight: InFlight) -> StepResult:
@@ -235,7 +235,7 @@ class Runner:
         RuntimeError
             The step needed tokens of the previous step, which failed, so it has sampled nothing.
         """
-        if in_flight.draw is not None:
+        if in_flight.sample is not None:
             self._device.synchronize()
             raise RuntimeError("the step has not sampled: the one before it failed")
         tokens = in_flight.slot.collect()

@@ -276,7 +276,7 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
     yield Entry(
         f"{arch}/draw/{name}",
         arch,
-        sampling_kernel._draw_kernel,
+        sampling_kernel._sample_kernel,
         {**rows, **limits, **_pointers("fp32", "edited")},
         dict(PIVOTS=config.pivots, **lists),
         launch_options(arch, config.num_warps, 1, sampling_kernel.RESIDENT),

@@ -103,7 +103,7 @@ def test_captured_steps_need_nothing_of_the_host(served):
         kernels = Counter(cached.graph.launches)
         assert kernels["_decode_kernel"] == spec.num_layers, key
         assert kernels["_prefill_kernel"] == spec.num_layers * key.is_mixed, key
-        assert kernels["_draw_kernel"] == (key.part is GraphPart.WHOLE), key
+        assert kernels["_sample_kernel"] == (key.part is GraphPart.WHOLE), key
 
 
 @pytest.fixture(scope="module")
