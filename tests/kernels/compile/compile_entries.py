@@ -10,6 +10,7 @@ import triton
 
 from quire.kernels.rows import (
     activation,
+    batch_prep,
     experts_fixed,
     fp8_rows,
     kv_write,
@@ -30,6 +31,7 @@ def entries() -> Iterator[Entry]:
         yield from _rows(arch)
         yield from _kv_write(arch)
         yield from _sampling(arch)
+        yield from _batch(arch)
         yield from matmul_entries(arch)
 
 
@@ -308,3 +310,35 @@ def _edits(arch: str, value: str) -> Iterator[Entry]:
         dict(VOCAB=VOCAB, BLOCK=logit_edits.LIST_BLOCK),
         options,
     )
+
+
+def _batch(arch: str) -> Iterator[Entry]:
+    block = dict(BLOCK=batch_prep.BLOCK)
+    rows = _pointers("i32", "rows", "cu_q")
+    columns = _pointers("i32", "positions", "kv_len", "batch_tables", "num_computed", "tables")
+    for name, kernel, types, constants, num_warps in (
+        (
+            "prepare",
+            batch_prep._prepare_kernel,
+            {**rows, **columns, **_pointers("i64", "slots")},
+            dict(BLOCK_SIZE=BLOCK_SIZE, **block),
+            4,
+        ),
+        (
+            "gather_last",
+            batch_prep._gather_last_kernel,
+            {**rows, **_pointers("i32", "input_ids", "last_token", "decodes")},
+            block,
+            4,
+        ),
+        (
+            "scatter",
+            batch_prep._scatter_kernel,
+            _pointers("i32", "table", "rows", "columns", "values"),
+            block,
+            4,
+        ),
+    ):
+        yield Entry(
+            f"{arch}/{name}", arch, kernel, types, constants, dict(num_warps=num_warps, **_EXACT)
+        )

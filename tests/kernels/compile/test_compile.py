@@ -27,7 +27,7 @@ ATTENTION = (
 )
 OTHERS = (
     "norm/4096/llama silu_mul kv_write/norm kv_write/fp8 survey/bf16 combine gather/fp32/edited "
-    "draw/bf16 log_probs/bf16 edit_logits/bf16 edit_listed/bf16 "
+    "draw/bf16 log_probs/bf16 edit_logits/bf16 edit_listed/bf16 prepare gather_last scatter "
     "matmul/bf16/apart/128 matmul/bf16/whole/128 experts/bf16 sum_splits plan_experts combine_experts"
 ).split()
 SAMPLE = "|".join((*ATTENTION, f"sm_90/({'|'.join(OTHERS)})$"))

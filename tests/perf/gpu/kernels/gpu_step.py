@@ -10,6 +10,7 @@ import torch
 from quire.cluster.bench.results import report
 from quire.kernels.attention.decode_plan import allocate_decode_workspace, plan_decode
 from quire.kernels.attention.prefill_plan import plan_prefill
+from quire.kernels.rows.batch_prep import apply_differences, gather_last_tokens, prepare_batch
 from quire.kernels.rows.matmul_fixed import FixedProduct
 from quire.kernels.sampling.log_probs import log_probs
 from quire.kernels.sampling.noise import noise_keys
@@ -107,6 +108,10 @@ def step_points(rehearsal: bool) -> list[Point]:
     """The points: kernels that run once per step and move few bytes, so their microseconds count."""
     rows, tokens = (3, 40) if rehearsal else (STEP_ROWS, PREFILL_TOKENS)
     return [
+        {"kernel": "prepare_batch", "rows": rows, "tokens": rows},
+        {"kernel": "prepare_batch", "rows": 1, "tokens": tokens},
+        {"kernel": "gather_last_tokens", "rows": rows, "tokens": rows},
+        {"kernel": "apply_differences", "rows": rows, "tokens": rows},
         {"kernel": "plan_decode", "rows": rows, "tokens": rows},
         {"kernel": "plan_decode, half shared", "rows": rows, "tokens": rows},
         {"kernel": "plan_prefill", "rows": 1, "tokens": tokens},
@@ -124,10 +129,28 @@ def _step_call(session: Session, point: Point) -> Call:
     rows, tokens = point["rows"], point["tokens"]
     model, width = model_of("Llama-3.1-8B", session.rehearsal), 64
     ids, device = session.ids, session.device
+    order = ids(torch.randperm(rows))
     cu_q = ids([i * tokens // rows for i in range(rows + 1)])
     kv_len = ids([width * BLOCK_SIZE] * rows)
     tables = ids(torch.randperm(rows * width).view(rows, width))
     match point["kernel"]:
+        case "prepare_batch":
+            batch = dict(
+                positions=ids([0] * tokens),
+                kv_len=ids([0] * rows),
+                slots=torch.zeros(tokens, dtype=torch.int64, device=device),
+                batch_tables=torch.zeros(rows, width, dtype=torch.int32, device=device),
+            )
+            computed = ids([0 if tokens > rows else 1000] * rows)
+            return partial(prepare_batch, order, cu_q, computed, tables, BLOCK_SIZE, **batch)
+        case "gather_last_tokens":
+            decodes = torch.ones(rows, dtype=torch.bool, device=device)
+            return partial(
+                gather_last_tokens, ids([0] * tokens), ids([7] * rows), order, cu_q, decodes
+            )
+        case "apply_differences":
+            table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+            return partial(apply_differences, table, order, ids([3] * rows), ids([5] * rows))
         case "plan_decode" | "plan_decode, half shared" as kernel:
             if "shared" in kernel:
                 tables[:, : width // 2] = tables[0, : width // 2]
