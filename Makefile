@@ -146,7 +146,7 @@ $(GPU_VENV)/.installed: tests/perf/gpu/gpu_requirements.txt
 	touch $@
 
 kernels-table: $(INSTALLED)
-	$(BIN)/python -m quire.kernels.compile.compile_table --check tests/kernels/compile_table.json $(ARGS)
+	$(BIN)/python -m tests.kernels.compile.compile_table --check tests/kernels/compile_table.json $(ARGS)
 
 chaos: $(INSTALLED)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m "chaos and not soak" tests/chaos $(ARGS)

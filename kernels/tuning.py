@@ -38,11 +38,11 @@ class DecodeConfig:
     tile_tokens: int  # keys of one loop iteration, a power of two >= 16
     num_warps: int
     num_stages: int
-    programs_per_processor: int  # programs of the persistent grid per SM (AMD: compute unit)
+    programs_per_sm: int  # programs of the persistent grid per SM (AMD: compute unit)
     # Partial results merged in one level. Rows with more splits are merged in two levels.
     merge_splits: int = 32
     merge_unroll: int = 4  # partial results that are loaded at the same time
-    merge_programs_per_processor: int = 4
+    merge_programs_per_sm: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +152,16 @@ def _smallest(table: dict[int, Config], head_dim: int) -> Config:
 
 
 def launch_options(
-    arch: str, num_warps: int, num_stages: int = 1, programs_per_processor: int | None = None
+    arch: str, num_warps: int, num_stages: int = 1, programs_per_sm: int | None = None
 ) -> dict[str, int | bool]:
     """Launch options: no fused multiply-adds except the kernels' explicit ones, and a limit on registers.
 
-    The limit lets `programs_per_processor` programs of a persistent grid reside on an SM. Without it `ptxas` may aim at
+    The limit lets `programs_per_sm` programs of a persistent grid reside on an SM. Without it `ptxas` may aim at
     a higher occupancy and spill a few bytes.
     """
     options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
-    if programs_per_processor is not None and arch.startswith("sm_"):
-        threads = 32 * num_warps * programs_per_processor
+    if programs_per_sm is not None and arch.startswith("sm_"):
+        threads = 32 * num_warps * programs_per_sm
         options["maxnreg"] = min(REGISTERS // threads // 8 * 8, 255)
     return options
 

@@ -41,8 +41,8 @@ def check_decode_config(config: DecodeConfig) -> None:
     for name in (
         "merge_splits",
         "merge_unroll",
-        "programs_per_processor",
-        "merge_programs_per_processor",
+        "programs_per_sm",
+        "merge_programs_per_sm",
     ):
         check_bounds(name, getattr(config, name), 1, 64)
 

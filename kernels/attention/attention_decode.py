@@ -295,7 +295,7 @@ def decode_attention(
         call.qk_scale, *call.launch.strides,
         GROUP_PAD=shape.group_pad, SPLIT=config.split_tokens, TILE=config.tile_tokens,
         MERGE_SPLITS=config.merge_splits, **call.launch.constants,
-        **launch_options(ws.arch, config.num_warps, config.num_stages, config.programs_per_processor),
+        **launch_options(ws.arch, config.num_warps, config.num_stages, config.programs_per_sm),
     )
     _merge_kernel[(ws.num_merge_programs,)](
         call.out, ws.partial_acc, ws.partial_ml, plan.cu_q, plan.kv_len,
@@ -304,7 +304,7 @@ def decode_attention(
         SPLIT=config.split_tokens, MERGE_SPLITS=config.merge_splits,
         WINDOW=shape.window or 0, CHUNK=shape.chunk or 0, UNROLL=config.merge_unroll,
         **merge_layout(shape.head_dim),
-        **launch_options(ws.arch, MERGE_WARPS, programs_per_processor=config.merge_programs_per_processor),
+        **launch_options(ws.arch, MERGE_WARPS, programs_per_sm=config.merge_programs_per_sm),
     )
     # fmt: on
     return call.out

@@ -6,7 +6,7 @@ For a row x of n numbers::
     code = x / s, clamped to +-448 and rounded to the nearest, ties to even
 
 The kernel uses IEEE divisions and `quire.kernels.rows.kv_write.e4m3_bits`, so the bits are those of
-`quire.kernels.reference.quantise_rows`. Each program computes one row. It reads a row of up to `MAX_BLOCK` elements
+`tests/kernels/reference.py`. Each program computes one row. It reads a row of up to `MAX_BLOCK` elements
 once and a longer row twice, the second time from the L2 cache.
 
 Layout. x [rows, n], rows contiguous, any stride between rows; codes [rows, n] and scales [rows, 1] contiguous.

@@ -63,7 +63,8 @@ from quire.kernels.tuning import device_arch, launch_options
 
 NO_TOKEN = -1
 ALL_TIES = tl.constexpr(1 << 30)
-RESIDENT = 2  # programs of `_draw_kernel` that fit one SM: 256 rows run at the same time on 132 SMs
+# Programs of `_sample_kernel` that fit one SM: 256 rows run at the same time on 132 SMs.
+RESIDENT = 2
 
 
 @triton.jit
@@ -141,7 +142,7 @@ def _kept_mass(
 
 
 @triton.jit
-def _draw_kept(
+def _sample_kept(
     threshold, ties, key_low, key_high,
     ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
@@ -168,7 +169,7 @@ def _draw_kept(
 
 
 @triton.jit(do_not_specialize_on_alignment=("tokens_ptr", *UNALIGNED))
-def _draw_kernel(
+def _sample_kernel(
     tokens_ptr, ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, edited_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, noise_ptr, stride_logits,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr,
@@ -220,7 +221,7 @@ def _draw_kernel(
                 ties = tl.where(threshold == bottom, tl.minimum(ties, found), found)
         key_low = tl.load(noise_ptr + row * 2).to(tl.uint32, bitcast=True)
         key_high = tl.load(noise_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
-        token = _draw_kept(
+        token = _sample_kept(
             threshold, ties, key_low, key_high,
             ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
             VOCAB, TILE,
@@ -301,7 +302,7 @@ def sample_tokens(
     survey_rows(given, work, config, out)
     # The survey has copied `source` into the workspace, so one variant of this kernel serves with and without edits.
     # fmt: off
-    _draw_kernel[(rows,)](
+    _sample_kernel[(rows,)](
         out, work.ids, work.values, work.stats, work.marks, logits, work.values if edited is None else edited,
         temperature, top_k, top_p, min_p, noise_keys.view(torch.int32), logits.stride(0),
         VOCAB=vocab, PARTS=parts, PADDED=triton.next_power_of_2(parts), CHUNKS=config.part_chunks,

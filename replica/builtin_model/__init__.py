@@ -1,4 +1,4 @@
-"""The embedded model: a small Llama with its tokenizer, trained by `train` on text from `corpus`.
+"""The built-in model: a small Llama with its tokenizer. `README.md` says how it was trained.
 
 It is the default model of `quire serve`, and the tests use it as a real checkpoint.
 """

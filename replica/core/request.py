@@ -55,7 +55,7 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ParkedBlock:
+class OffloadedBlock:
     """One block of an offloaded request (preempted, with its KV in host memory)."""
 
     index: int  # index in the request's block table of this group
@@ -64,11 +64,11 @@ class ParkedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class OffloadedBlocks:
     """The blocks of an offloaded request, and the number of its tokens that are computed."""
 
     num_computed: int
-    blocks: list[ParkedBlock]  # in the order of the sequence
+    blocks: list[OffloadedBlock]  # in the order of the sequence
 
 
 class Request:
@@ -153,7 +153,7 @@ class Request:
         self.num_host_cached_tokens = (
             0  # the part of `num_cached_tokens` restored from the host tier
         )
-        self.parked: Parked | None = None  # its blocks, while OFFLOADED
+        self.offloaded: OffloadedBlocks | None = None  # its blocks, while OFFLOADED
         self.is_preempted = False  # was preempted and waits to return
         self.is_paused = False
         self.grammar: GrammarState | None = None  # compiled before the scheduler sees the request

@@ -45,7 +45,7 @@ class HostPool:
 
     The memory is allocated once, by `Device.pinned`: on a GPU it is pinned, so a copy is one DMA transfer. If the
     system refuses to pin it, copies are slower and block the engine. Restores are timed; by these times,
-    `copy_speed.py` decides whether blocks are restored or recomputed.
+    `speed.py` decides whether blocks are restored or recomputed.
 
     Parameters
     ----------

@@ -122,18 +122,18 @@ class HostTier:
                 self._prefix.forget_host(host_block)
                 self.blocks.forget_content(host_block)
 
-    def check(self, parked: Iterable[int]) -> None:
+    def check(self, offloaded: Iterable[int]) -> None:
         """Raise `IntegrityError` unless block states, owners and the prefix index agree.
 
         Parameters
         ----------
-        parked
+        offloaded
             Host blocks of the offloaded requests, one entry per owner.
         """
         owners = [0] * self.blocks.num_blocks
         for transfers in (self._planned, *self._in_flight):
             for host_block in transfers.restores.values():
                 owners[host_block] += 1
-        for host_block in parked:
+        for host_block in offloaded:
             owners[host_block] += 1
         self.blocks.check(owners, self._prefix.has_host_block)

@@ -31,7 +31,7 @@ class DecodeRows:
 
     block_size: int
     ids: np.ndarray  # [D] int64
-    claims: np.ndarray  # [D] int64, `RowTable.claims`: number of the row's request
+    owners: np.ndarray  # [D] int64, `RowTable.owners`: number of the row's request
     cu_q: np.ndarray  # [D + 1] int32
     keys: np.ndarray  # [D] object
     sources: np.ndarray  # [D] int32

@@ -68,10 +68,10 @@ class RowTable:
         self.sources = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.source`
         self.stream_ids = np.zeros(max_rows, dtype=np.int64)  # [R] `Request.stream_id`
         self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
-        # [R] number of the row's claim (`claim` counts over all rows); 0: no request. A step keeps the claims of its
+        # [R] number of the row's request (`claim` counts over all rows); 0: no request. A step keeps the owners of its
         # rows, and compares them to find out whether a row still belongs to the same request.
-        self.claims = np.zeros(max_rows, dtype=np.int64)
-        self._num_claims = 0
+        self.owners = np.zeros(max_rows, dtype=np.int64)
+        self._num_owners = 0
         self.decoding = np.zeros(max_rows, dtype=bool)  # [R] the request's phase is DECODING
         self.paused = np.zeros(max_rows, dtype=bool)  # [R] keeps its blocks, computes nothing
         self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
@@ -126,8 +126,8 @@ class RowTable:
         self.sources[row] = request.source
         self.stream_ids[row] = request.stream_id
         self.active[row] = True
-        self._num_claims += 1
-        self.claims[row] = self._num_claims
+        self._num_owners += 1
+        self.owners[row] = self._num_owners
         self.decoding[row] = False
         self.paused[row] = request.is_paused
         self.arrival_index[row] = request.arrival_index
@@ -187,7 +187,7 @@ class RowTable:
         self.requests[row] = None
         self.keys[row] = None
         self.active[row] = False
-        self.claims[row] = 0
+        self.owners[row] = 0
         self.decoding[row] = False
         self._num_enders[list(request.stop_ids)] -= 1
         self.block_tables[:, row, : self.num_blocks[:, row].max()] = 0
@@ -257,7 +257,7 @@ class RowTable:
         return DecodeRows(
             block_size=self.block_size,
             ids=ids,
-            claims=self.claims[ids],
+            owners=self.owners[ids],
             cu_q=np.arange(len(ids) + 1, dtype=np.int32),
             keys=self.keys[ids],
             sources=self.sources[ids],

@@ -22,13 +22,34 @@ from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.output_head import split_model
 from quire.replica.runner.cpu_forward import CpuForward
-from quire.replica.runner.cpu_step_outputs import CpuStepOutputs
-from quire.replica.runner.device_sampler import DeviceSampler
-from quire.replica.runner.device_table import DrawColumns
-from quire.replica.sampling.sampler import Draw, draw
+from quire.replica.runner.device_table import SamplerArguments
+from quire.replica.runner.model_kernels import ModelKernels
+from quire.replica.runner.step_outputs import StepOutputs, TokenSlot
+from quire.replica.sampling.sampler import SamplingOptions, sample_tokens
 
 
-class CpuKernels:
+class CpuStepOutputs(StepOutputs):
+    """`StepOutputs` with numpy, which saves about 0.1 ms per step compared with torch."""
+
+    def known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `StepOutputs.known`."""
+        ids, last = token_ids.numpy(), self.last_token.numpy()
+        if ids.min(initial=0) >= 0:
+            return token_ids
+        return torch.from_numpy(np.where(ids < 0, last[np.maximum(-1 - ids, 0)], ids))
+
+    def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """See `StepOutputs.keep`."""
+        slot.tokens.numpy()[: len(tokens)] = tokens.numpy()
+        self.remember(tokens, rows)
+
+    def remember(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """See `StepOutputs.remember`."""
+        if len(rows):
+            self.last_token.numpy()[rows.numpy()] = np.maximum(tokens.numpy(), 0)
+
+
+class CpuKernels(ModelKernels):
     """`ModelKernels` of a CPU.
 
     Parameters
@@ -92,13 +113,9 @@ class CpuKernels:
         """See `ModelKernels.outputs`."""
         return CpuStepOutputs(device, max_rows)
 
-    def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
-        """Return None: on the CPU, `StepSampler` samples all rows."""
-        return None
-
-    def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
-        """See `ModelKernels.draw`."""
+    def sample(self, logits: torch.Tensor, columns: SamplerArguments) -> torch.Tensor:
+        """See `ModelKernels.sample`."""
         keys = columns.noise_keys.numpy().view(np.uint64)
         temperature, top_k, top_p, min_p, _ = (column.numpy() for column in columns)
         limits = (temperature, top_k, top_p, min_p)
-        return draw(logits.float(), Draw(*limits, lambda random: keys[random]))
+        return sample_tokens(logits.float(), SamplingOptions(*limits, lambda random: keys[random]))

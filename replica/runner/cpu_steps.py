@@ -9,15 +9,15 @@ import torch
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.warmup_plans import TrashPlans
 from quire.replica.device.cpu_prefault import PoolPrefault
 from quire.replica.device.device import Device, Stream
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.runner.device_steps import Draw
+from quire.replica.runner.device_steps import Sample
 from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import direct_inputs
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
-from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
 # Upper bound of the time of a warm-up step, estimated from a step of `_WARM_UP_TOKENS` tokens.
@@ -56,7 +56,7 @@ class CpuSteps:
         """Stop the prefault thread until the engine is idle again."""
         self.prefault.forbid()
 
-    def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
+    def forward(self, plan: StepPlan, in_flight: InFlight) -> Sample:
         """Compute the forward pass; the returned function samples."""
         inputs, tables = direct_inputs(plan), torch.from_numpy(plan.block_tables)
         logits: list[torch.Tensor] = []
@@ -64,22 +64,22 @@ class CpuSteps:
         def compute() -> None:
             logits.append(self._ragged.logits(plan, inputs, tables, in_flight))
 
-        def draw(sampling: SamplingBatch, masks: Masks) -> None:
+        def sample(sampling: SamplingBatch, masks: Masks) -> None:
             self._device.run(
                 Stream.COMPUTE,
-                lambda: self._ragged.draw_and_keep(
+                lambda: self._ragged.sample_and_keep(
                     logits.pop(), inputs.sample_rows, sampling, in_flight, masks
                 ),
-                name=f"draw of step {plan.step}",
+                name=f"sampling of step {plan.step}",
             )
 
         self._device.run(Stream.COMPUTE, compute, name=f"step {plan.step}")
-        return draw
+        return sample
 
     def hold(self, in_flight: InFlight) -> None:
         """Does nothing: only GPU steps measure this time."""
 
-    def begin_draw(self, in_flight: InFlight) -> None:
+    def begin_sampling(self, in_flight: InFlight) -> None:
         """Does nothing: only GPU steps measure this time."""
 
     def end(self, in_flight: InFlight) -> None:

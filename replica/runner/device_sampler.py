@@ -2,7 +2,7 @@
 
 ```
  host      arrays ──▶ pinned staging                                   does not wait for the device
- compute              └─ copy ▸ histories ▸ edited rows ▸ draw ▸ counts ▸ log-probs
+ compute              └─ copy ▸ histories ▸ edited rows ▸ sample ▸ counts ▸ log-probs
 ```
 
 The logits are not changed. Rows with masks, bias or penalties are sampled from float32 copies
@@ -19,7 +19,7 @@ import torch
 from quire.replica.core.step_plan import NO_TOKEN, SamplingBatch
 from quire.replica.device.device import Device
 from quire.replica.device.staging import Staged, Staging
-from quire.replica.runner.device_table import DrawColumns
+from quire.replica.runner.device_table import SamplerArguments
 from quire.replica.sampling.sampling_arrays import EditArrays, SamplingArrays
 from quire.replica.sampling.step_sampler import Masks
 from quire.replica.sampling.token_counts import TokenCounts
@@ -51,7 +51,7 @@ class DeviceSampler:
         self._counts = TokenCounts(vocab_size, device.torch_device)
 
     def stage(self, batch: SamplingBatch, masks: Masks, *, has_columns: bool) -> StagedSampling:
-        """Copy the sampling options of a batch to pinned memory. Call `queued` after `draw` is queued.
+        """Copy the sampling options of a batch to pinned memory. Call `queued` after `sample` is queued.
 
         Parameters
         ----------
@@ -70,11 +70,11 @@ class DeviceSampler:
         """Record that the sampling with the last staged options is queued; their memory is reused after it has run."""
         self._staging.queued()
 
-    def draw(
+    def sample(
         self,
         logits: torch.Tensor,
         staged: StagedSampling,
-        columns: DrawColumns | None,
+        columns: SamplerArguments | None,
         scores: torch.Tensor,
     ) -> torch.Tensor:
         """Sample one token per row. Part of a step's queued work.
@@ -106,7 +106,7 @@ class DeviceSampler:
             edited = edit_logits(logits, Edits(**edits._asdict(), counts=self._counts.table))
             source = other.source
         if staged.has_columns:
-            columns = DrawColumns(*other[-len(DrawColumns._fields) :])
+            columns = SamplerArguments(*other[-len(SamplerArguments._fields) :])
         assert columns is not None
         tokens = sample_tokens(logits, *columns, edited=edited, source=source)
         if len(other.constrained):

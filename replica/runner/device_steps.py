@@ -8,20 +8,20 @@ from typing import Protocol
 import torch
 
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.warmup_plans import TrashPlans
 from quire.replica.runner.graphs.graph_cache import GraphCache
 from quire.replica.runner.step_outputs import InFlight
-from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
-Draw = Callable[[SamplingBatch, Masks], None]
+Sample = Callable[[SamplingBatch, Masks], None]
 
 
 class DeviceSteps(Protocol):
     """The interface of `CpuSteps` and `GpuSteps`.
 
     Order of the calls for a step: `begin`, `forward`, the function that `forward` returned, `end`, `note`. If sampling
-    needs tokens of the step in flight (launched, not collected), `hold` follows `forward`, and `begin_draw` precedes
-    the returned function.
+    needs tokens of the step in flight (launched, not collected), `hold` follows `forward`, and `begin_sampling`
+    precedes the returned function.
     """
 
     @property
@@ -33,7 +33,7 @@ class DeviceSteps(Protocol):
         """Called before a step is launched."""
         ...
 
-    def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
+    def forward(self, plan: StepPlan, in_flight: InFlight) -> Sample:
         """Run or queue the forward pass of a step; the returned function samples. Call `end` before the next step."""
         ...
 
@@ -41,7 +41,7 @@ class DeviceSteps(Protocol):
         """Called after `forward` if sampling has to wait for tokens of the step in flight."""
         ...
 
-    def begin_draw(self, in_flight: InFlight) -> None:
+    def begin_sampling(self, in_flight: InFlight) -> None:
         """Called before the sampling of a step for which `hold` was called."""
         ...
 

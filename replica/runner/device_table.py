@@ -39,7 +39,7 @@ class Differences(NamedTuple):
     columns: np.ndarray | torch.Tensor  # [4, c] int32
 
 
-class DrawColumns(NamedTuple):
+class SamplerArguments(NamedTuple):
     """Sampling options of S rows, as arguments of `quire.kernels.sampling.sampling_kernel.sample_tokens`."""
 
     temperature: torch.Tensor  # [S] float32
@@ -60,8 +60,8 @@ class DeviceTable:
         Number of layer groups G, of requests R, and of blocks that a row may have in one group, as in `RowTable`.
     trash_block
         Id of the block that padding writes to.
-    draw
-        Samples tokens with the given options: `ModelKernels.draw`.
+    sample
+        Samples tokens with the given options: `ModelKernels.sample`.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class DeviceTable:
         num_rows: int,
         max_blocks: int,
         trash_block: int,
-        draw: Callable[[torch.Tensor, DrawColumns], torch.Tensor],
+        sample: Callable[[torch.Tensor, SamplerArguments], torch.Tensor],
     ):
         self.padding_row = num_rows
-        self._draw = draw
+        self._sample = sample
         self.blocks = device.empty((num_groups, num_rows + 1, max_blocks), torch.int32)
         # Entries that are read before they are written must be valid: trash block, greedy.
         self.blocks.fill_(trash_block)
@@ -124,11 +124,11 @@ class DeviceTable:
         """Gather block tables [G, n, width] int32 of rows [n] int64."""
         return self.blocks[:, :, :width].index_select(1, rows)
 
-    def draw_columns(self, rows: torch.Tensor, noise_keys: torch.Tensor) -> DrawColumns:
+    def sampler_arguments(self, rows: torch.Tensor, noise_keys: torch.Tensor) -> SamplerArguments:
         """Gather the sampling options of rows [S] int64, with noise keys [S] int64."""
         words = self.columns.index_select(1, rows)
         temperature, top_p, min_p = words[:3].view(torch.float32)
-        return DrawColumns(temperature, words[3], top_p, min_p, noise_keys)
+        return SamplerArguments(temperature, words[3], top_p, min_p, noise_keys)
 
     def choose(
         self, logits: torch.Tensor, rows: torch.Tensor, noise_keys: torch.Tensor
@@ -146,7 +146,7 @@ class DeviceTable:
         -------
         [S] int64.
         """
-        return self._draw(logits, self.draw_columns(rows, noise_keys))
+        return self._sample(logits, self.sampler_arguments(rows, noise_keys))
 
 
 def _words(claimed: ClaimedRows) -> np.ndarray:

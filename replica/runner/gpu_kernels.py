@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -12,28 +10,20 @@ from quire.kernels.sampling.sampling_kernel import sample_tokens
 from quire.replica.config import EngineConfig
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.model.deterministic.gpu_fixed_products import fix_products, warm_products
 from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.fusion.gpu_fusion import GpuFusion
 from quire.replica.model.output_head import split_model
 from quire.replica.runner.device_sampler import DeviceSampler
-from quire.replica.runner.device_table import DrawColumns
-from quire.replica.runner.forward import Forward
-from quire.replica.runner.step_outputs import StepOutputs
+from quire.replica.runner.device_table import SamplerArguments
+from quire.replica.runner.model_kernels import ModelKernels
 
 
-class GpuKernels:
+class GpuKernels(ModelKernels):
     """`ModelKernels` of a GPU."""
 
     backend: Backend = "triton"
-
-    def attention_options(
-        self, config: EngineConfig, group: LayerGroup, pool: KVPool, num_heads: int
-    ) -> dict[str, Any]:
-        """Return {}: attention on a GPU needs no extra arguments."""
-        return {}
 
     def fuse(
         self, config: EngineConfig, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]
@@ -53,24 +43,10 @@ class GpuKernels:
         with torch.inference_mode():
             warm_products(model, max_batch_tokens)
 
-    def forward(
-        self,
-        model: nn.Module,
-        pool: KVPool,
-        attentions: list[PagedAttention],
-        max_logits_rows: int,
-    ) -> Forward:
-        """See `ModelKernels.forward`."""
-        return Forward(model, pool, attentions, max_logits_rows)
-
-    def outputs(self, device: Device, max_rows: int) -> StepOutputs:
-        """See `ModelKernels.outputs`."""
-        return StepOutputs(device, max_rows)
-
     def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
         """See `ModelKernels.sampler`."""
         return DeviceSampler(device, vocab_size)
 
-    def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
-        """See `ModelKernels.draw`."""
+    def sample(self, logits: torch.Tensor, columns: SamplerArguments) -> torch.Tensor:
+        """See `ModelKernels.sample`."""
         return sample_tokens(logits, *columns)

@@ -22,10 +22,11 @@ import torch
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.warmup_plans import TrashPlans
 from quire.replica.device.device import Device, Event, Stream, Tensors, Work
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.time_counters import DeviceTime
-from quire.replica.runner.device_steps import Draw
+from quire.replica.runner.device_steps import Sample
 from quire.replica.runner.device_table import DeviceTable, Differences
 from quire.replica.runner.forward import Forward
 from quire.replica.runner.graphs.graph_cache import CachedGraph, GraphCache
@@ -37,7 +38,6 @@ from quire.replica.runner.padded_step import FixedInputs, PaddedStep, sampling_r
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import InputRing, StepInputs, input_bytes, pieces
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
-from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
 # Block table entries of one upload; larger changes take several uploads.
@@ -88,7 +88,7 @@ class GpuSteps:
             config.num_rows,
             config.max_row_blocks,
             pool.trash_block,
-            kernels.draw,
+            kernels.sample,
         )
         self.inputs = InputRing(
             device,
@@ -127,7 +127,7 @@ class GpuSteps:
     def begin(self) -> None:
         """Does nothing: no work of this engine competes with a step."""
 
-    def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
+    def forward(self, plan: StepPlan, in_flight: InFlight) -> Sample:
         """See `DeviceSteps.forward`."""
         is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
         is_plain = plan.sampling.is_plain and not plan.awaits_tokens
@@ -149,14 +149,14 @@ class GpuSteps:
         """See `DeviceSteps.note`."""
         between, before = self._device.seconds_between, in_flight.done_before
         begun, done = in_flight.begun, in_flight.done
-        forward_done, draw_begun = in_flight.forward_done, in_flight.draw_begun
+        forward_done, sampling_begun = in_flight.forward_done, in_flight.sampling_begun
         assert begun is not None and done is not None
         self.time.add(
             between(begun, done),
             None if before is None else between(before, begun),
             None
-            if forward_done is None or draw_begun is None
-            else between(forward_done, draw_begun),
+            if forward_done is None or sampling_begun is None
+            else between(forward_done, sampling_begun),
         )
 
     def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
@@ -212,9 +212,11 @@ class GpuSteps:
         """See `DeviceSteps.hold`."""
         in_flight.forward_done = self._device.record(Stream.COMPUTE, "logits", timed=True)
 
-    def begin_draw(self, in_flight: InFlight) -> None:
-        """See `DeviceSteps.begin_draw`."""
-        in_flight.draw_begun = self._device.record(Stream.COMPUTE, "draw begins", timed=True)
+    def begin_sampling(self, in_flight: InFlight) -> None:
+        """See `DeviceSteps.begin_sampling`."""
+        in_flight.sampling_begun = self._device.record(
+            Stream.COMPUTE, "sampling begins", timed=True
+        )
 
     def _begin(self, in_flight: InFlight) -> None:
         """Record the start of a step, after the upload of its inputs is queued."""
@@ -261,7 +263,7 @@ class GpuSteps:
             work = partial(self.table.apply, new)
             self._device.run(Stream.COMPUTE, work, name="differences", reads=new)
 
-    def _queue_ragged(self, plan: StepPlan, in_flight: InFlight) -> Draw:
+    def _queue_ragged(self, plan: StepPlan, in_flight: InFlight) -> Sample:
         has_columns = len(plan.sampling.rows) == len(plan.sampling.token_index)
         plan, inputs, new = self._stage(plan)
         self._begin(in_flight)
@@ -274,18 +276,18 @@ class GpuSteps:
 
         self._device.run(Stream.COMPUTE, compute, name=f"step {plan.step}", reads=(*inputs, *new))
         rows = inputs.sample_rows
-        return self._draw(
+        return self._sample(
             plan, in_flight, logits.pop, rows, inputs.noise_keys if has_columns else None
         )
 
-    def _draw(
+    def _sample(
         self,
         plan: StepPlan,
         in_flight: InFlight,
         logits: Callable[[], torch.Tensor],
         rows: torch.Tensor,
         noise_keys: torch.Tensor | None,
-    ) -> Draw:
+    ) -> Sample:
         """Return the function that queues the sampling of a step.
 
         Parameters
@@ -307,19 +309,21 @@ class GpuSteps:
 
             def compute() -> None:
                 if staged is None:
-                    self._ragged.draw_and_keep(
+                    self._ragged.sample_and_keep(
                         logits()[:count], rows, sampling, in_flight, masks, choose
                     )
                     return
-                columns = None if noise_keys is None else self.table.draw_columns(rows, noise_keys)
+                columns = (
+                    None if noise_keys is None else self.table.sampler_arguments(rows, noise_keys)
+                )
                 assert sampler is not None
-                tokens = sampler.draw(logits()[:count], staged, columns, slot.scores)
+                tokens = sampler.sample(logits()[:count], staged, columns, slot.scores)
                 self._outputs.keep(slot, tokens, rows)
 
             self._device.run(
                 Stream.COMPUTE,
                 compute,
-                name=f"draw of step {plan.step}",
+                name=f"sampling of step {plan.step}",
                 reads=(rows,) if noise_keys is None else (rows, noise_keys),
                 writes=(slot.tokens, slot.scores),
             )
@@ -330,7 +334,7 @@ class GpuSteps:
 
     # -- steps on fixed addresses ------------------------------------------------------------------------
 
-    def _queue_decode(self, plan: StepPlan, in_flight: InFlight, part: GraphPart) -> Draw:
+    def _queue_decode(self, plan: StepPlan, in_flight: InFlight, part: GraphPart) -> Sample:
         """Queue a step in which every row decodes."""
         graph = self.graphs.find(plan.num_rows, part)
         num_rows = plan.num_rows if graph is None else graph.key.num_rows
@@ -340,7 +344,7 @@ class GpuSteps:
         self._apply(new)
         if graph is not None:
             self.graphs.replay(graph)
-            return self._draw_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
+            return self._sample_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
         logits: list[torch.Tensor] = []
         work: Work = partial(self._fixed.whole, inputs)
         written: Tensors = (self._fixed.sampled[:num_rows],)
@@ -349,7 +353,7 @@ class GpuSteps:
         self._device.run(
             Stream.COMPUTE, work, name=f"step {plan.step}", reads=inputs, writes=written
         )
-        return self._draw_fixed(plan, in_flight, inputs, part, logits.pop)
+        return self._sample_fixed(plan, in_flight, inputs, part, logits.pop)
 
     def _find_mixed(self, plan: StepPlan, part: GraphPart) -> CachedGraph | None:
         has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
@@ -357,7 +361,7 @@ class GpuSteps:
             return None
         return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
 
-    def _queue_mixed(self, plan: StepPlan, in_flight: InFlight, graph: CachedGraph) -> Draw:
+    def _queue_mixed(self, plan: StepPlan, in_flight: InFlight, graph: CachedGraph) -> Sample:
         new = self._differences(plan)  # first, because it computes the noise keys of new rows
         keys = self.table.noise_keys(plan.sampling.rows, plan.sampling.position)
         inputs, new = self.inputs.send_mixed(plan, graph.key, keys, new)
@@ -365,22 +369,22 @@ class GpuSteps:
         self._apply(new)
         self.graphs.replay(graph)
         part = graph.key.part
-        return self._draw_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
+        return self._sample_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
 
-    def _draw_fixed(
+    def _sample_fixed(
         self,
         plan: StepPlan,
         in_flight: InFlight,
         inputs: FixedInputs,
         part: GraphPart,
         logits: Callable[[], torch.Tensor],
-    ) -> Draw:
+    ) -> Sample:
         """Return the function that queues the sampling; if the graph has sampled, it only copies the tokens."""
         if part is GraphPart.WHOLE:
             return lambda sampling, masks: self._keep_sampled(plan, in_flight)
         count = len(plan.sampling.token_index)
         rows, keys = sampling_rows(inputs)[:count], inputs.noise_keys[:count]
-        return self._draw(plan, in_flight, logits, rows, keys)
+        return self._sample(plan, in_flight, logits, rows, keys)
 
     def _keep_sampled(self, plan: StepPlan, in_flight: InFlight) -> None:
         """Copy the sampled tokens to the slot, because the next step overwrites them."""

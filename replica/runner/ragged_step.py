@@ -72,7 +72,7 @@ class RaggedStep:
             hidden = hidden.index_select(0, inputs.token_index)
         return self._forward.logits(hidden)
 
-    def draw_and_keep(
+    def sample_and_keep(
         self,
         logits: torch.Tensor,
         rows: torch.Tensor,

@@ -30,6 +30,8 @@ from quire.kernels.attention.paged_attention import Backend, PagedAttention
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.warmup_plans import TrashPlans
+from quire.replica.device.compile_count import CompileCount
 from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
@@ -38,15 +40,13 @@ from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.model.loader import load_model
-from quire.replica.runner.compile_count import CompileCount
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
 from quire.replica.runner.gpu_steps import GpuSteps
 from quire.replica.runner.graphs.graph_cache import GraphCache
-from quire.replica.runner.model_kernels import choose_kernels
+from quire.replica.runner.model_kernels import ModelKernels
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_outputs import InFlight
-from quire.replica.runner.warmup_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks, StepSampler
 
 _NO_BLOCKS = np.empty(0, np.int64)
@@ -96,7 +96,7 @@ class Runner:
         )
         self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
         self._sampler = StepSampler(config.vocab_size)
-        self.kernels = choose_kernels(config, attention_backend)
+        self.kernels = _choose_kernels(config, attention_backend)
         # One row more than requests: the padding row.
         self._outputs = self.kernels.outputs(self._device, config.num_rows + 1)
         self._busy_until_s = 0.0  # end of the last collected step
@@ -184,11 +184,11 @@ class Runner:
         self._move_blocks(plan)
         # Start the masks before the forward pass, so that both run concurrently.
         masks = None if plan.awaits_tokens else self._sampler.begin(plan.sampling)
-        in_flight.draw = self.steps.forward(plan, in_flight)
+        in_flight.sample = self.steps.forward(plan, in_flight)
         if plan.awaits_tokens:
             self.steps.hold(in_flight)
         else:
-            self._draw(in_flight, plan.sampling, masks)
+            self._sample(in_flight, plan.sampling, masks)
         self.host_pool.move_rest()
         return in_flight
 
@@ -214,17 +214,17 @@ class Runner:
             masks = self._sampler.begin(sampling)
             if masks is not None:
                 masks.result()  # wait here, so that `hold_us` in the telemetry includes the masks
-            self.steps.begin_draw(in_flight)
-            self._draw(in_flight, sampling, masks)
+            self.steps.begin_sampling(in_flight)
+            self._sample(in_flight, sampling, masks)
         except Exception:
             self._device.synchronize()  # queued operations may still use blocks, as in `launch`
             raise
 
-    def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
+    def _sample(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
         in_flight.slot.asked = sampling.logprobs
-        assert in_flight.draw is not None
-        in_flight.draw(sampling, masks)
-        in_flight.draw = None
+        assert in_flight.sample is not None
+        in_flight.sample(sampling, masks)
+        in_flight.sample = None
         self.steps.end(in_flight)
 
     def collect(self, in_flight: InFlight) -> StepResult:
@@ -235,7 +235,7 @@ class Runner:
         RuntimeError
             The step needed tokens of the previous step, which failed, so it has sampled nothing.
         """
-        if in_flight.draw is not None:
+        if in_flight.sample is not None:
             self._device.synchronize()
             raise RuntimeError("the step has not sampled: the one before it failed")
         tokens = in_flight.slot.collect()
@@ -298,3 +298,16 @@ class Runner:
     def num_compiles(self) -> int:
         """Graphs that torch.compile traced and kernels that Triton built in this process since `mark_ready`."""
         return self._compiles.num_compiles
+
+
+def _choose_kernels(config: EngineConfig, backend: Backend | None) -> ModelKernels:
+    """Create the kernels of a backend; None chooses by the configuration's device."""
+    if backend is None:
+        backend = "cpu" if config.device == "cpu" else "triton"
+    if backend == "cpu":
+        from quire.replica.runner.cpu_kernels import CpuKernels
+
+        return CpuKernels(config.num_threads)
+    from quire.replica.runner.gpu_kernels import GpuKernels
+
+    return GpuKernels()

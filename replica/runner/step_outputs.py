@@ -67,10 +67,10 @@ class InFlight:
     # Only on a GPU, and only if sampling waited for the previous step's tokens: end of the forward pass, and start of
     # sampling.
     forward_done: Event | None = None
-    draw_begun: Event | None = None
+    sampling_begun: Event | None = None
     # Queues the sampling of the step's tokens; arguments: sampling options, and masks of the grammars. None once it is
     # queued.
-    draw: Callable[[SamplingBatch, Masks], None] | None = None
+    sample: Callable[[SamplingBatch, Masks], None] | None = None
     # Log-probs of prompt tokens; set by the step's queued work.
     prompts: tuple[StepPromptLogprobs, ...] = ()
 

@@ -24,7 +24,7 @@ _NEVER = float("-inf")
 _NO_ROWS = np.empty(0, np.int64)
 
 
-class Draw(NamedTuple):
+class SamplingOptions(NamedTuple):
     """Options of sampling after masks, bias and penalties, for S rows."""
 
     temperature: np.ndarray  # [S] float32, 0 = greedy
@@ -34,7 +34,7 @@ class Draw(NamedTuple):
     noise_keys: Callable[[np.ndarray], np.ndarray]  # rows [r] to noise keys [r] uint64
 
     @classmethod
-    def of(cls, batch: SamplingBatch) -> Draw:
+    def of(cls, batch: SamplingBatch) -> SamplingOptions:
         return cls(
             batch.temperature,
             batch.top_k,
@@ -77,7 +77,7 @@ def sample(
         if counts is None:
             raise ValueError("the batch has penalties, so counts must not be None")
         _penalise(logits, batch.penalties, counts)
-    tokens = draw(logits, Draw.of(batch)) if choose is None else choose(logits)
+    tokens = sample_tokens(logits, SamplingOptions.of(batch)) if choose is None else choose(logits)
     if len(constrained):
         rows = torch.from_numpy(constrained)
         # Sampling works on copies of the logits, so masked logits are still -inf here.
@@ -161,16 +161,16 @@ def _index(
     return tuple(torch.from_numpy(x) for x in (rows, ids))
 
 
-def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
+def sample_tokens(logits: torch.Tensor, how: SamplingOptions) -> torch.Tensor:
     """Sample one token per row, [S] int64, from logits [S, vocab] float32, which are not changed."""
     if not how.temperature.any():
         return likeliest(logits)
     random = np.flatnonzero(how.temperature > 0)
-    drawn = _draw_random(_rows(logits, random), how, random)
+    sampled = _sample_random(_rows(logits, random), how, random)
     if len(random) == len(logits):
-        return drawn
+        return sampled
     tokens = likeliest(logits)
-    tokens[torch.from_numpy(random)] = drawn
+    tokens[torch.from_numpy(random)] = sampled
     return tokens
 
 
@@ -183,7 +183,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return logits.max(dim=-1).indices
 
 
-def _draw_random(logits: torch.Tensor, how: Draw, random: np.ndarray) -> torch.Tensor:
+def _sample_random(logits: torch.Tensor, how: SamplingOptions, random: np.ndarray) -> torch.Tensor:
     """Sample the R rows with a temperature above 0: apply temperature, min-p, top-k, top-p and noise.
 
     `random` [R] are their indices in `how`; their logits [R, vocab] are overwritten.

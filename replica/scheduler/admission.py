@@ -4,7 +4,7 @@ A request starts only if it fits in all layer groups. In the full-attention grou
 known tokens. In a sliding-window group it gets the blocks of a chunk when the chunk is scheduled, and the next plan
 frees the blocks that have fallen out of the window. So a long prompt needs no more blocks there than for one window and
 one chunk, and admission reserves that many. Cached blocks that are only in the host tier (host memory) are copied back
-in the request's first step, if that is faster than computing them again (`copy_speed.py`).
+in the request's first step, if that is faster than computing them again (`speed.py`).
 
 While requests run, two thresholds on the available blocks hold admissions back::
 
@@ -35,8 +35,8 @@ from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.prefix_entries import Entry, Hit
-from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
+from quire.replica.scheduler.speed import CopySpeed
 
 
 @dataclass(frozen=True, slots=True)

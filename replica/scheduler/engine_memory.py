@@ -149,7 +149,7 @@ class EngineMemory:
         owners = table_checks.num_owners(self.rows, self._num_blocks)
         held = self.deferred_frees.num_owners()
         self.blocks.check((owners + held).tolist(), self.prefix.__contains__)
-        self.host.check(b.host_block for r in requests if r.parked for b in r.parked.blocks)
+        self.host.check(b.host_block for r in requests if r.offloaded for b in r.offloaded.blocks)
         table_checks.check(self.rows, owners, num_ahead)
         tips = Counter(id(r.tip) for r in requests if r.tip is not None)
         for request in requests:

@@ -21,21 +21,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.replica.config import EngineConfig
-from quire.replica.core.request import Parked, ParkedBlock, Request
+from quire.replica.core.request import OffloadedBlock, OffloadedBlocks, Request
 from quire.replica.core.step_plan import StepPlan
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.host_tier import Transfers
 from quire.replica.kv_cache.prefix_entries import Entry
 from quire.replica.scheduler.admission import Admission
-from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
+from quire.replica.scheduler.speed import CopySpeed
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
     """The blocks that an offloaded request gets if it returns now."""
 
-    # For each of `Parked.blocks` the device block that still has its content; None: it must be copied back.
+    # For each of `OffloadedBlocks.blocks` the device block that still has its content; None: it must be copied back.
     known: list[int | None]
     # Number of further blocks to allocate in each full-attention group.
     num_lacking: int
@@ -60,7 +60,7 @@ class Offload:
         self._admission = admission
         self._copies = copies
 
-    def save(self, request: Request) -> Parked | None:
+    def save(self, request: Request) -> OffloadedBlocks | None:
         """Plan to copy a running request's computed blocks to the host tier. The request keeps its row and blocks.
 
         Returns
@@ -87,13 +87,13 @@ class Offload:
             self._host.blocks.release(reversed(known))
             return None
         unused = iter(fresh)
-        parked = []
+        offloaded = []
         for (i, g), copy in zip(places, copies, strict=True):
             if copy is None:
                 copy = next(unused)
                 self._save_block(int(rows.block_tables[g, row, i]), copy, entries[i], g)
-            parked.append(ParkedBlock(i, g, copy))
-        return Parked(num_computed, parked)
+            offloaded.append(OffloadedBlock(i, g, copy))
+        return OffloadedBlocks(num_computed, offloaded)
 
     def _save_block(self, block: int, copy: int, entry: Entry | None, g: int) -> None:
         self._host.save(block, copy)
@@ -113,21 +113,21 @@ class Offload:
 
     def prefers_copy(self, request: Request) -> bool:
         """Whether copying an offloaded request's blocks back is faster than computing them again."""
-        parked = _parked(request)
+        offloaded = _offloaded(request)
         known = self._known(request)
-        missing = [b.index for b, k in zip(parked.blocks, known, strict=True) if k is None]
+        missing = [b.index for b, k in zip(offloaded.blocks, known, strict=True) if k is None]
         if not missing:
             return True
         start = min(missing) * self._block_size
-        return self._copies.prefers_copy(len(missing), start, parked.num_computed - start)
+        return self._copies.prefers_copy(len(missing), start, offloaded.num_computed - start)
 
     def _known(self, request: Request) -> list[int | None]:
-        """For each of the request's parked blocks the device block that still has its content, or None."""
-        parked = _parked(request)
-        entries = self._entries(request, -(-parked.num_computed // self._block_size))
+        """For each of the request's offloaded blocks the device block that still has its content, or None."""
+        offloaded = _offloaded(request)
+        entries = self._entries(request, -(-offloaded.num_computed // self._block_size))
         return [
             None if (e := entries[block.index]) is None else e.blocks[block.group]
-            for block in parked.blocks
+            for block in offloaded.blocks
         ]
 
     def offer(self, request: Request, prefilling: Iterable[Request]) -> Return | None:
@@ -138,8 +138,8 @@ class Offload:
         prefilling
             The running prefills; sliding-window blocks for their later chunks are reserved, as in `Admission.offer`.
         """
-        parked = _parked(request)
-        end = -(-parked.num_computed // self._block_size)
+        offloaded = _offloaded(request)
+        end = -(-offloaded.num_computed // self._block_size)
         known = self._known(request)
         lacking = -(-request.num_tokens // self._block_size) - end
         num_full = self._num_groups - len(self._rows.sliding)
@@ -148,28 +148,28 @@ class Offload:
             request.num_tokens,
             on_device,
             lacking * num_full + len(known) - len(on_device),
-            [sum(block.group == g for block in parked.blocks) for g in self._rows.sliding],
+            [sum(block.group == g for block in offloaded.blocks) for g in self._rows.sliding],
             prefilling,
         )
         return Return(known, lacking) if fits else None
 
     def take(self, request: Request, offer: Return) -> None:
         """Give the request a row and its blocks; the next step copies the blocks that are only in the host tier."""
-        parked = _parked(request)
-        end = -(-parked.num_computed // self._block_size)
+        offloaded = _offloaded(request)
+        end = -(-offloaded.num_computed // self._block_size)
         entries = self._entries(request, end)
         self._blocks.retain(block for block in offer.known if block is not None)
         fresh = iter(self._admission.allocate(offer.known.count(None)))
         tables: list[list[int]] = [[] for _ in range(self._num_groups)]
         unneeded = []
-        for parked_block, known in zip(parked.blocks, offer.known, strict=True):
-            g, copy = parked_block.group, parked_block.host_block
+        for offloaded_block, known in zip(offloaded.blocks, offer.known, strict=True):
+            g, copy = offloaded_block.group, offloaded_block.host_block
             if known is not None:
                 block = known
                 unneeded.append(copy)
             else:
                 block = next(fresh)
-                entry = entries[parked_block.index]
+                entry = entries[offloaded_block.index]
                 if entry is not None:
                     self._admission.restore(entry, g, copy, block)
                 else:
@@ -181,19 +181,21 @@ class Offload:
         for g in range(num_full):
             tables[g] += more[g * lacking : (g + 1) * lacking]
         self._host.blocks.release(reversed(unneeded))
-        request.parked = None
-        self._rows.claim(request, tables, parked.num_computed)
+        request.offloaded = None
+        self._rows.claim(request, tables, offloaded.num_computed)
 
     def drop(self, request: Request) -> None:
         """Release the host blocks of an offloaded request, which ends or computes its tokens again."""
-        self._host.blocks.release(block.host_block for block in reversed(_parked(request).blocks))
-        request.parked = None
+        self._host.blocks.release(
+            block.host_block for block in reversed(_offloaded(request).blocks)
+        )
+        request.offloaded = None
 
 
-def _parked(request: Request) -> Parked:
-    if request.parked is None:
+def _offloaded(request: Request) -> OffloadedBlocks:
+    if request.offloaded is None:
         raise IntegrityError(f"request {request.key!r} is not offloaded")
-    return request.parked
+    return request.offloaded
 
 
 class PendingRestores:

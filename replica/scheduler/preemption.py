@@ -71,7 +71,7 @@ class ReturnQueue:
         self.num_tokens += _num_missing(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out; `Request.parked` must not have changed since `append`."""
+        """Take a request out; `Request.offloaded` must not have changed since `append`."""
         i = bisect.bisect_left(self._requests, request.arrival_index, key=_arrival_index)
         del self._requests[i]
         self.num_tokens -= _num_missing(request)
@@ -89,4 +89,4 @@ class ReturnQueue:
 
 
 def _num_missing(request: Request) -> int:
-    return request.num_tokens - (request.parked.num_computed if request.parked else 0)
+    return request.num_tokens - (request.offloaded.num_computed if request.offloaded else 0)

@@ -28,7 +28,6 @@ from quire.replica.core.request import FinishReason, Phase, Request
 from quire.replica.core.step_plan import RequestDelta
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.scheduler.admission import Admission
-from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.forks import Sharing, WaitingForks, find_parent
 from quire.replica.scheduler.isolated_requests import IsolatedRequests
@@ -36,7 +35,7 @@ from quire.replica.scheduler.offload import Offload, PendingRestores
 from quire.replica.scheduler.order import POLICIES
 from quire.replica.scheduler.preemption import ReturnQueue
 from quire.replica.scheduler.queues import Deadlines, KeyedRequests, RequestCollection
-from quire.replica.scheduler.speed import StepSpeed
+from quire.replica.scheduler.speed import CopySpeed, StepSpeed
 
 
 class Stage(enum.Enum):
@@ -244,7 +243,7 @@ class RequestBook:
         if request.row >= 0:
             self._vacate(request)
         else:
-            if request.parked is not None:
+            if request.offloaded is not None:
                 self.offload.drop(request)
             self._memory.blocked_head.unblock()
         self._memory.release_tip(request)
@@ -337,20 +336,20 @@ class RequestBook:
         may_offload
             Whether the blocks may be copied.
         """
-        parked = None
+        offloaded = None
         # Blocks that are not filled yet cannot be copied: a step makes its copies before it computes.
         if may_offload and request.key not in self._unfilled:
-            parked = self.offload.save(request)
+            offloaded = self.offload.save(request)
         self._vacate(request)
-        if parked is None:
+        if offloaded is None:
             self._memory.release_tip(request)
-        request.parked = parked
-        request.enter(Phase.PENDING if parked is None else Phase.OFFLOADED)
+        request.offloaded = offloaded
+        request.enter(Phase.PENDING if offloaded is None else Phase.OFFLOADED)
         request.is_preempted = True
         self._move(request, Stage.PAUSED if request.is_paused else Stage.RETURNING)
         self.admission.hold()
         self.counters.num_preemptions += 1
-        self.counters.num_offloads += parked is not None
+        self.counters.num_offloads += offloaded is not None
 
     def recompute(self, request: Request) -> None:
         """Drop the copies of an offloaded request, which must compute its tokens again."""
@@ -436,12 +435,12 @@ class RequestBook:
             for phase, own in (
                 (Phase.PREFILLING, stage is Stage.PREFILLING),
                 (Phase.DECODING, stage is Stage.DECODING),
-                (Phase.OFFLOADED, request.parked is not None),
+                (Phase.OFFLOADED, request.offloaded is not None),
             ):
                 if (request.phase is phase) != own:
                     raise IntegrityError(
                         f"request {key!r} is {request.phase}, its stage is {stage}, "
-                        f"it has parked: {request.parked}"
+                        f"its offloaded blocks: {request.offloaded}"
                     )
             if stage is Stage.PAUSED and not request.is_paused:
                 raise IntegrityError(f"request {key!r} is in stage PAUSED but is not paused")
@@ -450,7 +449,7 @@ class RequestBook:
 def _describe(request: Request) -> dict[str, object]:
     """A request without a row as plain data."""
     entry: dict[str, object] = {"key": request.key, "length": request.num_tokens}
-    if request.parked is not None:
-        entry["num_computed"] = request.parked.num_computed
-        entry["host_blocks"] = [block.host_block for block in request.parked.blocks]
+    if request.offloaded is not None:
+        entry["num_computed"] = request.offloaded.num_computed
+        entry["host_blocks"] = [block.host_block for block in request.offloaded.blocks]
     return entry

@@ -38,10 +38,9 @@ from quire.replica.core.step_plan import RequestDelta, SamplingBatch, StepPlan, 
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.request_table import table_checks
 from quire.replica.scheduler.chunking import Chunking
-from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.request_book import RequestBook
-from quire.replica.scheduler.speed import StepSpeed
+from quire.replica.scheduler.speed import CopySpeed, StepSpeed
 from quire.replica.scheduler.step_committer import StepCommitter
 from quire.replica.scheduler.step_composer import StepComposer
 from quire.replica.scheduler.steps_in_flight import StepIndexer, StepsInFlight

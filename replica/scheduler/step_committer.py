@@ -13,9 +13,9 @@ from quire.replica.core.step_plan import NO_TOKEN, RequestDelta, StepPlan, StepR
 from quire.replica.kv_cache.host_tier import Transfers
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.scheduler.chunking import Chunking
-from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.request_book import RequestBook
+from quire.replica.scheduler.speed import CopySpeed
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
 
 
@@ -122,8 +122,8 @@ class StepCommitter:
             if not transfers.restores.keys().isdisjoint(self._rows.blocks(row)):
                 self._book.preempt(self._rows.request(row), may_offload=False)
         for request in list(self._book.requests.values()):
-            if request.parked is not None:
-                host_blocks = (block.host_block for block in request.parked.blocks)
+            if request.offloaded is not None:
+                host_blocks = (block.host_block for block in request.offloaded.blocks)
                 if not transfers.saves.keys().isdisjoint(host_blocks):
                     self._book.recompute(request)
 

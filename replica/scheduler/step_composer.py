@@ -292,7 +292,7 @@ class StepComposer:
         ):
             if self._head.is_blocked(request):
                 return
-            if request.parked is not None and not self._offload.prefers_copy(request):
+            if request.offloaded is not None and not self._offload.prefers_copy(request):
                 self._book.recompute(request)
                 continue
             if before is not None and urgency(request) > urgency(before):
@@ -324,7 +324,7 @@ class StepComposer:
         A request gets copies from the host tier, blocks of its parent, or cached and new blocks.
         """
         prefilling = self._book.prefilling.values()
-        if request.parked is not None:
+        if request.offloaded is not None:
             return self._offload.offer(request, prefilling)
         share = self._sharing.offer(request)
         if share is None:
@@ -362,7 +362,7 @@ class StepComposer:
             return offer.num_computed
         if isinstance(offer, Offer):
             return offer.num_hit_tokens
-        return 0 if request.parked is None else request.parked.num_computed
+        return 0 if request.offloaded is None else request.offloaded.num_computed
 
     def _count_hit(
         self, request: Request, num_hit: int, num_host_entries: int, now_s: float
@@ -391,7 +391,7 @@ class StepComposer:
         plan, step.rows, step.sample_rows = self._writer.write(
             step.number, decodes, step.chunks, step.copies
         )
-        step.claims = decodes.claims if not step.chunks else self._rows.claims[step.rows]
+        step.owners = decodes.owners if not step.chunks else self._rows.owners[step.rows]
         step.decodes = None if step.chunks else decodes
         if self._steps and self._needs_tokens(decodes):
             plan = plan._replace(awaits_tokens=True)

@@ -37,8 +37,8 @@ class Step:
     # Rows that decode.
     num_decodes: int = 0
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n] int64
-    # [n] int64, `RowTable.claims` of the rows at the plan; a row with another claim now belongs to another request
-    claims: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    # [n] int64, `RowTable.owners` of the rows at the plan; a row with another owner belongs to another request
+    owners: np.ndarray = field(default_factory=lambda: _NO_ROWS)
     sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S] int64
     # The rows, if the step has no chunks.
     decodes: DecodeRows | None = None
@@ -46,7 +46,7 @@ class Step:
     # token.
     decodes_then: DecodeRows | None = None
     # If the step was planned before its input tokens were known: the rows with a next token that fills its block, the
-    # blocks' table indices, and the rows' claims, [m] each.
+    # blocks' table indices, and the rows' owners, [m] each.
     fills: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     transfers: Transfers = field(default_factory=Transfers)
     # (row, number of tokens) of each prefill chunk
@@ -60,11 +60,11 @@ class Step:
 
     def is_alive(self, table: RowTable, rows: np.ndarray) -> np.ndarray:
         """[m] bool, whether each of these rows of the step still belongs to the request that it was planned for."""
-        claims = self.claims
+        owners = self.owners
         if len(rows) < len(self.rows):
             # Both arrays are in the order of the step.
-            claims = claims[np.isin(self.rows, rows)]
-        is_alive: np.ndarray = table.claims[rows] == claims
+            owners = owners[np.isin(self.rows, rows)]
+        is_alive: np.ndarray = table.owners[rows] == owners
         return is_alive
 
 
@@ -131,14 +131,14 @@ class StepIndexer:
         if are_known:
             self._register_fills(step, rows, index)
         else:
-            step.fills = (rows, index, decodes.claims[decodes.filling])
+            step.fills = (rows, index, decodes.owners[decodes.filling])
 
     def register_known(self, step: Step) -> None:
         """Index the blocks that `register_decodes` postponed. Call it once the step before this one is committed."""
         if step.fills is None:
             return
-        (rows, index, claims), step.fills = step.fills, None
-        alive = self._rows.claims[rows] == claims
+        (rows, index, owners), step.fills = step.fills, None
+        alive = self._rows.owners[rows] == owners
         self._register_fills(step, rows[alive], index[alive])
 
     def _register_fills(self, step: Step, rows: np.ndarray, index: np.ndarray) -> None:

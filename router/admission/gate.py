@@ -394,14 +394,14 @@ class AdmissionGate:
 
     def _view(self, ranking: Ranking) -> _View:
         """Return the state of the fleet. If the policy estimates no wait, only counts of requests close a replica."""
-        fleet = ranking.fleet
-        best = ranking[0]
+        fleet, best = ranking.fleet, ranking[0]
         wait_s = ranking.wait_s
         if wait_s is None:
             wait_s = np.zeros(len(fleet))
-        few = fleet.num_waiting <= self.limits.max_replica_waiting_requests
+        num_waiting = fleet.columns.num_waiting
+        few = num_waiting <= self.limits.max_replica_waiting_requests
         # A replica without places would refuse the request.
-        few &= fleet.num_places >= 1
+        few &= fleet.columns.num_places >= 1
         has_time = wait_s <= self.limits.dispatch_window_s
         is_open = bool((few & has_time).any())
         # While some replica is open, keep the last value. Not derived from prefill time: while rows are lacking, many
@@ -413,5 +413,5 @@ class AdmissionGate:
             best.prefill_s,
             len(fleet),
             lacks_places,
-            float(fleet.num_waiting.sum()),
+            float(num_waiting.sum()),
         )

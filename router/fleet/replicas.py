@@ -380,7 +380,8 @@ class ReplicaTable:
         return FleetView(
             replicas=names,
             columns=columns,
-            held=held,
+            gpu_tokens=held[0],
+            host_tokens=held[1],
             prefill_s_per_work=speeds,
             now_s=now_s,
             work_per_token=self._demand.work_per_token,

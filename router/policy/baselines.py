@@ -31,7 +31,7 @@ class LeastLoaded:
     def choose(
         self, request: RouteRequest, fleet: FleetView, now_s: float, rng: random.Random
     ) -> Ranking:
-        return rank("least_loaded", fleet, fleet.num_requests.copy(), rng)
+        return rank("least_loaded", fleet, fleet.columns.num_requests.copy(), rng)
 
 
 class PowerOfTwo:
@@ -42,11 +42,11 @@ class PowerOfTwo:
     ) -> Ranking:
         n = len(fleet)
         if n <= 2:
-            return rank("power_of_two", fleet, fleet.num_requests.copy(), rng)
+            return rank("power_of_two", fleet, fleet.columns.num_requests.copy(), rng)
         drawn = rng.sample(range(n), 2)
         # The other replicas rank behind these two, as fall-backs if both refuse the request.
-        cost = fleet.num_requests + (1.0 + fleet.num_requests.max())
-        cost[drawn] = fleet.num_requests[drawn]
+        cost = fleet.columns.num_requests + (1.0 + fleet.columns.num_requests.max())
+        cost[drawn] = fleet.columns.num_requests[drawn]
         return rank("power_of_two", fleet, cost, rng)
 
 
@@ -57,6 +57,6 @@ class PrefixAffinity:
         self, request: RouteRequest, fleet: FleetView, now_s: float, rng: random.Random
     ) -> Ranking:
         held = fleet.gpu_tokens
-        below_a_token = 1.0 + (fleet.num_requests.max() if len(fleet) else 0.0)
-        cost = fleet.num_requests / below_a_token - held
+        below_a_token = 1.0 + (fleet.columns.num_requests.max() if len(fleet) else 0.0)
+        cost = fleet.columns.num_requests / below_a_token - held
         return rank("prefix_affinity", fleet, cost, rng)

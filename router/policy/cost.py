@@ -168,7 +168,7 @@ class CostPolicy:
 
     def _put_stale_last(self, fleet: FleetView, cost: np.ndarray, rng: random.Random) -> None:
         """Raise the costs of all but two replicas with stale reports above all others, keeping their order."""
-        reports_s = fleet.report_s
+        reports_s = fleet.columns.report_s
         if fleet.now_s - reports_s[reports_s.argmin()] <= self.stale_after_s:
             return
         stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]

@@ -101,13 +101,13 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
     cached = fleet.gpu_tokens
     if largest(fleet.host_tokens) > 0:
         cached = cached + fleet.host_tokens
-        host_copy = fleet.host_tokens * fleet.host_copy_s_per_token
+        host_copy = fleet.host_tokens * fleet.columns.host_copy_s_per_token
     missing = prices.prompt_tokens - cached
     prefill = prefill_work(missing, cached, fleet.attention_context_tokens)
     prefill *= s_per_work
     wait = _wait(fleet, s_per_work, prices)
     interference = prices.interference * prefill
-    interference *= fleet.num_requests
+    interference *= fleet.columns.num_requests
     return Terms(
         wait_s=wait,
         prefill_s=prefill,
@@ -126,13 +126,13 @@ def _wait(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> np.ndarra
     reported = fleet.reported_work * s_per_work
     reported -= np.minimum(fleet.report_age_s, prices.max_decay_s)
     np.maximum(reported, 0.0, out=reported)
-    reported += fleet.booked_work * s_per_work
+    reported += fleet.columns.booked_work * s_per_work
     # Replicas prefill prompts one after the other, mostly in order. So only the oldest request's prefill can be partly
     # done.
-    head_done = fleet.head_work * s_per_work
+    head_done = fleet.columns.head_work * s_per_work
     head_done *= _HEAD_DONE
     np.minimum(head_done, fleet.head_age_s, out=head_done)
-    ours = fleet.unanswered_work * s_per_work
+    ours = fleet.columns.unanswered_work * s_per_work
     ours -= head_done
     wait: np.ndarray = np.maximum(reported, ours, out=ours)
     return wait
@@ -151,8 +151,8 @@ def _later(wait: np.ndarray, prefill: np.ndarray, prices: Prices) -> np.ndarray:
 
 def _decode(fleet: FleetView, prices: Prices) -> np.ndarray:
     """delta D: this request's steps read the others' KV, and theirs read its own."""
-    read: np.ndarray = fleet.num_requests * (0.5 * prices.prompt_tokens)
-    read += fleet.mean_kv_tokens
+    read: np.ndarray = fleet.columns.num_requests * (0.5 * prices.prompt_tokens)
+    read += fleet.columns.mean_kv_tokens
     read *= prices.decode_s_per_token
     return read
 
@@ -161,7 +161,7 @@ def _eviction(
     fleet: FleetView, missing: np.ndarray, s_per_work: np.ndarray, prices: Prices
 ) -> np.ndarray | None:
     """E: prefill lost with the evicted blocks, weighted by the chance that they would have been used again."""
-    age_s = fleet.cache_age_s
+    age_s = fleet.columns.cache_age_s
     if age_s[age_s.argmin()] == math.inf:
         return None
     reuse = age_s * (-1.0 / prices.reuse_s)
@@ -173,12 +173,12 @@ def _eviction(
 
 def _memory(fleet: FleetView, missing: np.ndarray, prices: Prices) -> np.ndarray | None:
     """M: wait for the missing KV memory, which running requests free evenly over the time of one output."""
-    short = missing - fleet.free_tokens
+    short = missing - fleet.columns.free_tokens
     if largest(short) <= 0:
         return None
     np.maximum(short, 0.0, out=short)
-    output_s = prices.output_s_per_token * fleet.kv_tokens
-    wait: np.ndarray = prices.memory * short / np.maximum(fleet.used_tokens, 1.0) * output_s
+    output_s = prices.output_s_per_token * fleet.columns.kv_tokens
+    wait: np.ndarray = prices.memory * short / np.maximum(fleet.columns.used_tokens, 1.0) * output_s
     return wait
 
 

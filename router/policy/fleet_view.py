@@ -11,7 +11,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from quire.router.policy.replica_columns import COLUMN, NUM_COLUMNS, PerColumn
+from quire.router.policy.replica_columns import PerColumn
+
+# Values of a view that are not a column, but computed or arrays of their own.
+_COMPUTED = (
+    *("gpu_tokens", "host_tokens", "prefill_s_per_work"),
+    *("reported_work", "report_age_s", "head_age_s"),
+)
+# `seen_s` is left out: all replicas of a view take requests. The values computed from the other three are above.
+_STORED = tuple(
+    name
+    for name in PerColumn._fields
+    if name not in ("seen_s", "report_s", "head_s", "queued_tokens")
+)
+COLUMN_NAMES = (*_COMPUTED, *_STORED)
+"""All that a policy may know of each replica."""
 
 
 class Demand(NamedTuple):
@@ -51,9 +65,11 @@ class FleetView:
     replicas
         [n] names.
     columns
-        The values of the replicas (`PerColumn`), [n] float64 each, contiguous. The properties below read them.
-    held
-        [2, n] float64, contiguous: the prompt tokens that each replica holds, `gpu_tokens` and `host_tokens`.
+        The values of the replicas (`PerColumn`), [n] float64 each, contiguous.
+    gpu_tokens
+        [n] float64, prompt tokens that the replica holds, or will hold, on its device.
+    host_tokens
+        [n] float64, further prompt tokens that the replica holds in its host memory.
     prefill_s_per_work
         [n] float64, measured speeds, moved towards the prior as they age (`router/fleet/prefill_speeds.py`);
         0: not yet known.
@@ -73,7 +89,8 @@ class FleetView:
 
     replicas: Sequence[str]
     columns: PerColumn[np.ndarray]
-    held: np.ndarray
+    gpu_tokens: np.ndarray
+    host_tokens: np.ndarray
     prefill_s_per_work: np.ndarray
     now_s: float = 0.0
     work_per_token: float = 1.0
@@ -107,13 +124,15 @@ class FleetView:
                 raise ValueError(f"{name} must have shape [{n}], got {list(values.shape)}")
         if not -1 <= facts.get("session_row", -1) < n:
             raise ValueError(f"session_row must be from -1 to {n - 1}, got {facts['session_row']}")
-        matrix = np.zeros((NUM_COLUMNS, n))
-        for name, column in _COLUMN_OF.items():
-            matrix[column] = named[name]
-        for name, column in _MOMENT_OF.items():
-            matrix[column] = 0.0 - named[name]
-        held = np.stack([named["gpu_tokens"], named["host_tokens"]])
-        return cls(replicas, PerColumn(*matrix), held, named["prefill_s_per_work"], **facts)
+        columns = PerColumn(
+            seen_s=np.zeros(n),
+            report_s=0.0 - named["report_age_s"],
+            head_s=0.0 - named["head_age_s"],
+            queued_tokens=named["reported_work"],
+            **{name: named[name] for name in _STORED},
+        )
+        own = named["gpu_tokens"], named["host_tokens"], named["prefill_s_per_work"]
+        return cls(replicas, columns, *own, **facts)
 
     def only(self, row: int) -> FleetView:
         """Return a view of one replica; the values that concern the whole fleet stay the same."""
@@ -122,31 +141,17 @@ class FleetView:
             self,
             replicas=self.replicas[one],
             columns=PerColumn(*(values[one] for values in self.columns)),
-            held=self.held[:, one].copy(),
+            gpu_tokens=self.gpu_tokens[one].copy(),
+            host_tokens=self.host_tokens[one].copy(),
             prefill_s_per_work=self.prefill_s_per_work[one],
             session_row=0 if is_session else -1,
         )
 
     def named(self) -> dict[str, np.ndarray]:
         """Return copies of all values of the replicas by name, [n] float64 each."""
-        return {name: np.array(getattr(self, name), np.float64) for name in COLUMN_NAMES}
-
-    @property
-    def gpu_tokens(self) -> np.ndarray:
-        """Prompt tokens that the replica holds, or will hold, on its device."""
-        tokens: np.ndarray = self.held[0]
-        return tokens
-
-    @property
-    def host_tokens(self) -> np.ndarray:
-        """Further prompt tokens that the replica holds in its host memory."""
-        tokens: np.ndarray = self.held[1]
-        return tokens
-
-    @property
-    def report_s(self) -> np.ndarray:
-        """Time of the last report; -inf: never."""
-        return self.columns.report_s
+        values = {name: getattr(self, name) for name in _COMPUTED}
+        values |= {name: getattr(self.columns, name) for name in _STORED}
+        return {name: np.array(value, np.float64) for name, value in values.items()}
 
     @property
     def report_age_s(self) -> np.ndarray:
@@ -154,86 +159,14 @@ class FleetView:
         return self.now_s - self.columns.report_s
 
     @property
-    def reported_work(self) -> np.ndarray:
-        """Prefill work queued at the replica, by its last report."""
-        return self.columns.queued_tokens * self.work_per_token
-
-    @property
-    def booked_work(self) -> np.ndarray:
-        """Prefill work of our own requests that were sent too late for the report to contain them."""
-        return self.columns.booked_work
-
-    @property
-    def unanswered_work(self) -> np.ndarray:
-        """Prefill work of all our own requests without a first token."""
-        return self.columns.unanswered_work
-
-    @property
-    def head_work(self) -> np.ndarray:
-        """Prefill work of our oldest request without a first token."""
-        return self.columns.head_work
-
-    @property
     def head_age_s(self) -> np.ndarray:
         """Seconds for which our oldest request without a first token has been the oldest."""
         return self.now_s - self.columns.head_s
 
     @property
-    def num_requests(self) -> np.ndarray:
-        """Requests in flight: running and waiting by the report, and our own that it cannot contain."""
-        return self.columns.num_requests
-
-    @property
-    def kv_tokens(self) -> np.ndarray:
-        """KV tokens of the decoding requests, and of our own without a first token."""
-        return self.columns.kv_tokens
-
-    @property
-    def mean_kv_tokens(self) -> np.ndarray:
-        """KV tokens of the decoding requests, mean of the last half minute."""
-        return self.columns.mean_kv_tokens
-
-    @property
-    def host_copy_s_per_token(self) -> np.ndarray:
-        """Seconds to copy one token's KV from host memory to the device."""
-        return self.columns.host_copy_s_per_token
-
-    @property
-    def cache_age_s(self) -> np.ndarray:
-        """Time for which a block stays cached; inf: no evictions."""
-        return self.columns.cache_age_s
-
-    @property
-    def free_tokens(self) -> np.ndarray:
-        """Tokens of KV memory that are free or evictable; inf: not known."""
-        return self.columns.free_tokens
-
-    @property
-    def used_tokens(self) -> np.ndarray:
-        """Tokens of KV memory of running requests."""
-        return self.columns.used_tokens
-
-    @property
-    def num_waiting(self) -> np.ndarray:
-        """Requests that wait for a row, by the last report."""
-        return self.columns.num_waiting
-
-    @property
-    def num_places(self) -> np.ndarray:
-        """Further requests of ours until the replica refuses one; inf: no bound."""
-        return self.columns.num_places
-
-
-_OWN_ARRAYS = ("gpu_tokens", "host_tokens", "prefill_s_per_work")
-_MOMENT_OF = {"report_age_s": COLUMN.report_s, "head_age_s": COLUMN.head_s}
-# `seen_s` is left out: all replicas of a view take requests.
-_COLUMN_OF = {"reported_work": COLUMN.queued_tokens} | {
-    name: column
-    for name, column in COLUMN._asdict().items()
-    if name not in ("seen_s", "report_s", "head_s", "queued_tokens")
-}
-COLUMN_NAMES = (*_OWN_ARRAYS, *_COLUMN_OF, *_MOMENT_OF)
-"""All that a policy may know of each replica."""
+    def reported_work(self) -> np.ndarray:
+        """Prefill work queued at the replica, by its last report."""
+        return self.columns.queued_tokens * self.work_per_token
 
 
 Tokens = TypeVar("Tokens", float, np.ndarray)

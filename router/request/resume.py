@@ -14,7 +14,7 @@ has, and continues with the next one. An id contains
 * the *fingerprint* of prompt, resolved parameters and model. The server refuses a request with another fingerprint:
   another request, or the same request at a server with another model or other defaults;
 * the number of *tokens* of each choice that the client has, and their checksum. The regenerated tokens must match it.
-  They may differ if the engine is not deterministic (DESIGN §6.2); then the client gets an error, never two halves of
+  They may differ if the engine is not deterministic; then the client gets an error, never two halves of
   different answers.
 
 Ids are not signed, because an id grants no access and refers to no state. With a forged id, a client gets a part of the

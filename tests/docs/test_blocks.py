@@ -31,7 +31,7 @@ def here(path: Path) -> list[Block]:
 def interpreter() -> None:
     """The kernels' example runs in Triton's interpreter, as the kernels' own tests do."""
     if "TRITON_INTERPRET" in os.environ:
-        from quire.kernels.compile.interpreter import repair_interpreter
+        from tests.kernels.compile.interpreter import repair_interpreter
 
         repair_interpreter()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels import reference
+from tests.kernels import reference
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `sampling_calls`
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `sampling_calls`
 def pytest_configure(config):
     """Set up the device that the root conftest has chosen for the kernels."""
     if "TRITON_INTERPRET" in os.environ:
-        from quire.kernels.compile.interpreter import repair_interpreter
+        from tests.kernels.compile.interpreter import repair_interpreter
 
         repair_interpreter()
 
@@ -62,7 +62,7 @@ class PagedBatch:
         shared=0,
     ):
         """Random batch; the first `shared` blocks are the same for all rows."""
-        from quire.kernels.compile import interpreter  # not before `pytest_configure`
+        from tests.kernels.compile import interpreter  # not before `pytest_configure`
 
         generator = torch.Generator().manual_seed(seed)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.sampling.logit_edits import Edits, edit_logits
 from quire.kernels.sampling.noise import noise_keys
 from quire.kernels.sampling.row_survey import SamplingConfig
 from quire.kernels.sampling.sampling_kernel import sample_tokens
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 # Small parts, and lists that are often too short, so that small vocabularies take every path.

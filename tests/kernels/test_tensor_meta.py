@@ -8,9 +8,9 @@ import torch
 from quire.kernels.attention import attention_call
 from quire.kernels.attention.attention_decode import decode_attention
 from quire.kernels.attention.decode_plan import allocate_decode_workspace, plan_decode
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.rows import activation, kv_write, norm
 from quire.kernels.tensor_meta import meta_of
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 

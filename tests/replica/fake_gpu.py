@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from quire.kernels import tuning
-from quire.kernels.compile.offline_compile import read_cubin
+from tests.kernels.compile.offline_compile import read_cubin
 
 CAPABILITY = 90
 PROCESSORS = 132  # of an H100

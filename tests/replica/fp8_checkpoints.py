@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.kernels import reference
+from tests.kernels import reference
 
 FLOAT8 = dict(num_bits=8, type="float", symmetric=True)
 COMPRESSED = dict(

@@ -16,12 +16,12 @@ from typing import Any
 from interpreted_runner import interpreted_runner
 from test_bit_equality import fresh, prompt, run
 
-from quire.kernels.compile.interpreter import repair_interpreter
 from quire.kernels.rows import matmul_fixed
 from quire.kernels.rows.matmul_fixed import MatmulConfig, Tile
 from quire.protos.wire import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.runner.runner import Runner
+from tests.kernels.compile.interpreter import repair_interpreter
 
 LENGTH, MAX_TOKENS = 21, 4
 LIMITS = dict(max_running_requests=8, max_batch_tokens=48)

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from step_driver import Driver, engine_config
 
-from quire.kernels.compile.interpreter import repair_interpreter
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.model.loader import load_model
 from quire.replica.runner.runner import Runner
+from tests.kernels.compile.interpreter import repair_interpreter
 
 LENGTHS = (20, 1, 7)
 CHUNK = 10

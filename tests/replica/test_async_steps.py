@@ -25,7 +25,7 @@ from quire.replica.runner.gpu_steps import GpuSteps
 from quire.replica.runner.runner import Runner
 from quire.replica.runner.step_inputs import InputRing
 from quire.replica.runner.step_outputs import StepOutputs
-from quire.replica.scheduler import copy_speed
+from quire.replica.scheduler import speed
 
 SEEDS = 20
 
@@ -208,7 +208,7 @@ def test_blocks_that_are_written_while_they_are_saved_behind_a_step_are_found(ha
 @pytest.mark.parametrize("restore", ["auto", "always"])
 def test_copying_back_and_computing_again_give_the_same_tokens(harness, monkeypatch, restore):
     """This device's copies take seconds, so `auto` computes once it knows, and tries a copy again some time."""
-    monkeypatch.setattr(copy_speed, "_LEAST_MEASURED", 1)
+    monkeypatch.setattr(speed, "_LEAST_MEASURED", 1)
     model = harness("llama")
     config = tight(model.spec, restore=restore)
     expected = model.serve(config, CpuDevice(), long_crowd(), plans_ahead=False)

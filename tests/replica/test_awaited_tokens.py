@@ -175,7 +175,7 @@ def test_masks_of_a_token_too_early_are_found(harness, monkeypatch):
 
     def launch(self, plan):
         real(self, plan)
-        if plan.awaits_tokens and self._in_flight and self._in_flight[-1][1].draw is not None:
+        if plan.awaits_tokens and self._in_flight and self._in_flight[-1][1].sample is not None:
             self._runner.sample(self._in_flight[-1][1], plan.sampling)
 
     monkeypatch.setattr(EngineLoop, "_launch", launch)
@@ -230,7 +230,7 @@ def test_a_failure_between_the_halves_ends_their_rows_and_no_others(
         return sampling
 
     def end(self, in_flight):
-        if not failed and in_flight.draw_begun is not None:
+        if not failed and in_flight.sampling_begun is not None:
             failed.append(keys_in_flight(loops[-1]._scheduler))
             raise RuntimeError("the draw is queued, its end is not")
         real_end(self, in_flight)

@@ -6,46 +6,26 @@ results of a token's experts are added in ascending order of the experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
 from torch import nn
 
 from quire.replica.model.deterministic.cpu_tiles import fitting_tile_rows, tiled_linear
-from quire.replica.model.deterministic.stacked_experts import StackedExperts
+from quire.replica.model.deterministic.stacked_experts import ExpertRouter, StackedExperts
 
 
-class TiledRouter(nn.Module):
-    """Scores and chooses experts. Shares the weight [experts, hidden] of the router that it replaces.
+def tiled_router(router: nn.Module, *, softmax_first: bool) -> ExpertRouter:
+    """Return a router whose product runs in tiles; `ExpertRouter` describes the arguments."""
+    tile_rows = fitting_tile_rows(router.weight)
+    bias = getattr(router, "bias", None)
 
-    Parameters
-    ----------
-    router
-        Router of Qwen3-MoE (softmax, then top k) or gpt-oss (top k, then softmax).
-    softmax_first
-        True for Qwen3-MoE, False for gpt-oss.
-    """
+    def product(x: torch.Tensor) -> torch.Tensor:
+        logits = tiled_linear(x, router.weight, tile_rows)
+        return logits if bias is None else logits + bias
 
-    def __init__(self, router: nn.Module, *, softmax_first: bool):
-        super().__init__()
-        self.weight = router.weight
-        self.bias = getattr(router, "bias", None)
-        self.top_k = router.top_k
-        self.softmax_first = softmax_first
-        self.normalize = getattr(router, "norm_topk_prob", False)
-        self.tile_rows = fitting_tile_rows(self.weight)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[..., hidden] to logits [tokens, experts], and weights and ids [tokens, top_k]."""
-        logits = tiled_linear(x.reshape(-1, x.shape[-1]), self.weight, self.tile_rows)
-        if self.bias is not None:
-            logits += self.bias
-        if self.softmax_first:
-            weights, ids = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
-            if self.normalize:
-                weights = weights / weights.sum(dim=-1, keepdim=True)
-        else:
-            best, ids = torch.topk(logits, self.top_k, dim=-1)
-            weights = torch.softmax(best, dim=-1)
-        return logits, weights, ids
+    return ExpertRouter(router, product, softmax_first=softmax_first)
 
 
 class TiledExperts(StackedExperts):
@@ -99,9 +79,9 @@ class TiledGptOssExperts(TiledExperts):
 
 
 # Keys are names of transformers' classes, so that the classes need not be imported.
-EXPERT_MODULES = {
-    "Qwen3MoeTopKRouter": lambda module: TiledRouter(module, softmax_first=True),
-    "GptOssTopKRouter": lambda module: TiledRouter(module, softmax_first=False),
+EXPERT_MODULES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    "Qwen3MoeTopKRouter": partial(tiled_router, softmax_first=True),
+    "GptOssTopKRouter": partial(tiled_router, softmax_first=False),
     "Qwen3MoeExperts": TiledExperts,
     "GptOssExperts": TiledGptOssExperts,
 }

@@ -20,14 +20,15 @@ module with parameters is therefore an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import nn
 
 from quire.kernels.rows.experts_fixed import combine_experts, experts_product, plan_experts
 from quire.kernels.rows.matmul_fixed import FixedProduct
-from quire.replica.model.deterministic.stacked_experts import StackedExperts
+from quire.replica.model.deterministic.stacked_experts import ExpertRouter, StackedExperts
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
 
@@ -50,37 +51,11 @@ class FixedLinear(nn.Module):
         return out if residual is None else out + residual
 
 
-class FixedRouter(nn.Module):
-    """Scores and chooses experts. Shares the parameters of the router that it replaces.
-
-    Parameters
-    ----------
-    router
-        Router of Qwen3-MoE (softmax, then top k) or gpt-oss (top k, then softmax).
-    softmax_first
-        True for Qwen3-MoE, False for gpt-oss.
-    """
-
-    def __init__(self, router: nn.Module, *, softmax_first: bool):
-        super().__init__()
-        self.weight = router.weight
-        self.bias = getattr(router, "bias", None)
-        self.top_k = router.top_k
-        # Softmax over all experts followed by normalising the top k equals softmax over the top k.
-        self.of_best = not softmax_first or router.norm_topk_prob
-        self.product = FixedProduct(
-            self.weight.detach(), None if self.bias is None else self.bias.detach()
-        )
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[..., hidden] to logits [tokens, experts], and weights and ids [tokens, top_k]."""
-        logits = self.product(x.reshape(-1, x.shape[-1]))
-        best, ids = torch.topk(logits, self.top_k, dim=-1)
-        if self.of_best:
-            weights = torch.softmax(best, dim=-1, dtype=torch.float32)
-        else:
-            weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, ids)
-        return logits, weights.to(logits.dtype), ids
+def fixed_router(router: nn.Module, *, softmax_first: bool) -> ExpertRouter:
+    """Return a batch-invariant router; `ExpertRouter` describes the arguments."""
+    bias = getattr(router, "bias", None)
+    product = FixedProduct(router.weight.detach(), None if bias is None else bias.detach())
+    return ExpertRouter(router, product, softmax_first=softmax_first)
 
 
 class FixedExperts(StackedExperts):
@@ -118,13 +93,13 @@ class FixedGptOssExperts(FixedExperts):
 
 
 # Keys are names of transformers' classes, so that the classes need not be imported.
-_EXPERT_MODULES = {
-    "Qwen3MoeTopKRouter": lambda module: FixedRouter(module, softmax_first=True),
-    "GptOssTopKRouter": lambda module: FixedRouter(module, softmax_first=False),
+_EXPERT_MODULES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    "Qwen3MoeTopKRouter": partial(fixed_router, softmax_first=True),
+    "GptOssTopKRouter": partial(fixed_router, softmax_first=False),
     "Qwen3MoeExperts": FixedExperts,
     "GptOssExperts": FixedGptOssExperts,
 }
-_KNOWN = (FixedLinear, FixedRouter, FixedExperts, nn.Embedding)
+_KNOWN = (FixedLinear, ExpertRouter, FixedExperts, nn.Embedding)
 
 
 def fix_products(model: nn.Module) -> None:
@@ -175,5 +150,6 @@ def warm_products(model: nn.Module, max_rows: int) -> None:
 
 def _products(model: nn.Module) -> Iterator[FixedProduct]:
     for module in model.modules():
-        if isinstance(module, (FixedLinear, FixedRouter)):
-            yield module.product
+        product = getattr(module, "product", None)
+        if isinstance(product, FixedProduct):
+            yield product

@@ -11,18 +11,16 @@ are not read afterwards.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from quire.kernels.cpu import cpu_attention_native
 from quire.kernels.cpu.cpu_decoder_layer import LayerParts, PreparedLayer, Selection
 from quire.kernels.cpu.cpu_layer_stack import LayerStack
 from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.attention import RanAhead, Rotation, Tables
+from quire.replica.model.attention import RanAhead, Tables
 from quire.replica.model.cpu_step_context import CpuStepContext
 from quire.replica.model.fusion.cpu_fused_parts import PackedProduct, norm_part
 from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
-from quire.replica.model.fusion.fused_parts import FusedAttention, FusedMLP, FusedNorm
 
 # Tokens are skipped only if this saves at least this number of multiplications. They take about 0.3 ms, and so do the
 # additional attention plan and two calls that skipping needs.
@@ -32,19 +30,11 @@ _MIN_WORK_SAVED = 2**28
 class CpuLayer(FusedLayer):
     """`FusedLayer` on the CPU."""
 
-    def __init__(
-        self,
-        attention_norm: FusedNorm,
-        attention: FusedAttention,
-        mlp_norm: FusedNorm,
-        mlp: FusedMLP,
-    ):
-        super().__init__(attention_norm, attention, mlp_norm, mlp)
-        # A KV pool, and the layer as one call on this pool; None in place of the call if some part does not allow it.
-        self._sequence: tuple[KVPool, PreparedLayer | None] | None = None
-        # Whether all later operations work on each token separately, so that tokens which are not read may be skipped.
-        self.is_last = False
-        self._stack: LayerStack | None = None
+    # A KV pool, and the layer as one call on this pool; None in place of the call if some part does not allow it.
+    _sequence: tuple[KVPool, PreparedLayer | None] | None = None
+    # Whether all later operations work on each token separately, so that tokens which are not read may be skipped.
+    is_last = False
+    _stack: LayerStack | None = None
 
     def run(self, x: torch.Tensor, tables: Tables, step: CpuStepContext) -> torch.Tensor:
         """See `FusedLayer.run`."""
@@ -151,16 +141,7 @@ class CpuDecoder(FusedDecoder):
         Last norm and output head as one call, for results of `before_norm`; None if they cannot be one call.
     """
 
-    def __init__(
-        self,
-        decoder: nn.Module,
-        embedding: nn.Module,
-        rotation: Rotation,
-        first: FusedLayer,
-        norm: nn.Module,
-    ):
-        super().__init__(decoder, embedding, rotation, first, norm)
-        self.head: NormedProduct | None = None
+    head: NormedProduct | None = None
 
     def runs_whole(self, step: CpuStepContext) -> bool:
         """See `FusedDecoder.runs_whole`."""

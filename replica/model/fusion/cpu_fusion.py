@@ -29,12 +29,12 @@ from quire.replica.model.fusion.cpu_fused_parts import (
 from quire.replica.model.fusion.fuse_report import MAX_DEVIATION, deviation, same_tensor
 from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.model.fusion.fused_parts import FusedNorm, NormWeight, Product
-from quire.replica.model.fusion.fusion_backend import ContextFactory, ReplaceProduct
+from quire.replica.model.fusion.fusion_backend import ContextFactory, FusionBackend, ReplaceProduct
 from quire.replica.model.fusion.trial_pass import TrialPass
 from quire.replica.model.output_head import split_model
 
 
-class CpuFusion:
+class CpuFusion(FusionBackend):
     """`FusionBackend` of a CPU. Needs the compiled library.
 
     Parameters
@@ -63,17 +63,9 @@ class CpuFusion:
         """Pad the weight; add the 1 if `plus_one`."""
         return cpu_norm_weight(weight, eps, plus_one)
 
-    def sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        """Return the model's own sinks."""
-        return sinks
-
     def mark_last(self, layer: CpuLayer, trial: TrialPass) -> None:
         """Set `is_last` if all operations after the layer work on each token separately."""
         layer.is_last = _is_last(layer, trial)
-
-    def takes_last_norm(self, norm: nn.Module) -> bool:
-        """Return True: any norm may be the last one."""
-        return True
 
     def rotations(
         self, rotation: nn.Module, like: torch.Tensor, trial: TrialPass

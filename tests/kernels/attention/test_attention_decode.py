@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from quire.kernels.attention import attention_call
 from quire.kernels.attention.attention_decode import decode_attention
 from quire.kernels.attention.decode_plan import allocate_decode_workspace, plan_decode
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.tuning import DecodeConfig
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 CONFIG = DecodeConfig(
@@ -22,7 +22,7 @@ CONFIG = DecodeConfig(
     tile_tokens=16,
     num_warps=4,
     num_stages=2,
-    programs_per_processor=2,
+    programs_per_sm=2,
     merge_splits=3,
     merge_unroll=2,
 )

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from quire.kernels.attention.attention_prefill import prefill_attention
 from quire.kernels.attention.prefill_plan import plan_prefill
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.tuning import PrefillConfig
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 CONFIG = PrefillConfig(block_m=32, tile_tokens=16, num_warps=4, num_stages=2)

@@ -56,7 +56,7 @@ def test_slots_cost_little_of_the_cache():
 def test_long_rows_of_a_full_cache_are_split(share_prefixes):
     """The memory that `PagedAttention` allocates has the size that sizing counts."""
     from quire.kernels.attention.paged_attention import PagedAttention
-    from quire.kernels.compile.interpreter import kernel_device
+    from tests.kernels.compile.interpreter import kernel_device
 
     lengths = [65_000] * 13 + [1000] * 3  # 3317 splits
     num_blocks = -(-sum(lengths) // 64)

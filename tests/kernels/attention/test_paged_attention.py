@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from quire.kernels.attention.paged_attention import PagedAttention
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.cpu.cpu_attention import has_native
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
@@ -21,6 +20,7 @@ from quire.replica.core.step_plan import SamplingBatch, StepPlan
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.loader import load_model
 from quire.replica.runner.runner import Runner
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 BACKENDS = ["triton", "cpu"] if DEVICE == "cpu" else ["triton"]
@@ -71,9 +71,9 @@ def test_uniform_attention_gives_a_decode_the_bits_of_a_prefill(paged_batch, dty
 _COMPARE_HEIGHTS = """
 from dataclasses import replace
 import torch
-from quire.kernels.compile import compile_attention
+from tests.kernels.compile import compile_attention
 from quire.kernels import tuning
-from quire.kernels.compile.offline_compile import compile_entry, matrix_instructions
+from tests.kernels.compile.offline_compile import compile_entry, matrix_instructions
 for entry in compile_attention._attention("sm_90", torch.bfloat16, 128):
     if "/prefill/" in entry.name:
         low = tuning.low_prefill_config("sm_90", 128, torch.bfloat16)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from quire.kernels import tuning
-from quire.kernels.compile import compile_table, offline_compile
+from tests.kernels.compile import compile_table, offline_compile
 
 TABLE = Path(__file__).parents[1] / "compile_table.json"
 ATTENTION = (
@@ -80,7 +80,7 @@ def test_a_sample_compiles_as_the_table_says(tmp_path):
         [
             sys.executable,
             "-m",
-            "quire.kernels.compile.compile_table",
+            "tests.kernels.compile.compile_table",
             "--check",
             str(TABLE),
             "--match",

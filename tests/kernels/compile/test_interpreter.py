@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from quire.kernels.compile.interpreter import kernel_device, repair_interpreter, to_bfloat16
+from tests.kernels.compile.interpreter import kernel_device, repair_interpreter, to_bfloat16
 
 DEVICE = kernel_device()
 

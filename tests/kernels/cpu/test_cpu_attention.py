@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import reference
 from quire.kernels.cpu.cpu_attention import has_native, paged_attention, plan_attention
 from quire.kernels.cpu.cpu_attention_torch import (
     TILE_TOKENS,
     choose_query_tokens,
     tile_tokens,
 )
+from tests.kernels import reference
 
 torch.set_num_threads(1)
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import reference
 from quire.kernels.cpu import cpu_attention_native, cpu_attention_work, native_library
 from quire.kernels.cpu.cpu_attention import has_native, paged_attention, plan_attention
+from tests.kernels import reference
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
 

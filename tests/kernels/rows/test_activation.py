@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import reference
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.rows.activation import gelu_tanh_mul, silu_mul
+from tests.kernels import reference
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

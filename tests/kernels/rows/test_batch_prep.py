@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.rows.batch_prep import (
     BLOCK,
     apply_differences,
     gather_last_tokens,
     prepare_batch,
 )
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 UNTOUCHED = -77

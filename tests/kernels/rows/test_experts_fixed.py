@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.rows.experts_fixed import combine_experts, experts_product, plan_experts
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 EXPERTS, CHOICES = 5, 2

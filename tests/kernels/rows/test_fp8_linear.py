@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import reference
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.rows import fp8_linear, fp8_rows
+from tests.kernels import reference
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -141,7 +141,7 @@ def test_a_gpu_that_has_no_fp8_units_is_told_apart(monkeypatch):
 
 
 COMPILE = """
-from quire.kernels.compile import compile_entries, offline_compile
+from tests.kernels.compile import compile_entries, offline_compile
 for entry in compile_entries.fp8_entries():
     record = offline_compile.compile_entry(entry)
     print(entry.name, record)

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.rows import matmul_fixed as module
 from quire.kernels.rows.matmul_fixed import (
     FixedProduct,
@@ -22,6 +21,7 @@ from quire.kernels.rows.matmul_fixed import (
     matmul_config,
     matmul_fixed,
 )
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -171,8 +171,8 @@ def test_bad_arguments_are_named():
 
 _READ_INSTRUCTIONS = """
 import json
-from quire.kernels.compile.compile_entries import matmul_entries
-from quire.kernels.compile.offline_compile import matrix_instructions
+from tests.kernels.compile.compile_entries import matmul_entries
+from tests.kernels.compile.offline_compile import matrix_instructions
 entries = [e for e in matmul_entries("sm_90") if "/matmul/bf16/" in e.name and "rest" not in e.name]
 print(json.dumps({entry.name: sorted(matrix_instructions(entry)) for entry in entries}))
 """

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.sampling.log_probs import log_probs
 from quire.kernels.sampling.row_survey import SamplingConfig
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 CONFIG = SamplingConfig(chunk=16, part_chunks=2, part_slots=8, tile=64, num_warps=4)

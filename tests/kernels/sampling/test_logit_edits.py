@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import reference
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.sampling.logit_edits import IN_PROMPT, Edits, edit_logits
+from tests.kernels import reference
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels import reference
 from quire.kernels.sampling.noise import gumbel, noise_keys, uniform
+from tests.kernels import reference
 
 torch.set_num_threads(1)
 DRAWS = 100_000

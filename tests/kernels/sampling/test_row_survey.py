@@ -9,9 +9,9 @@ import torch
 from sampling_calls import choose, draw_rows, ids, keys_of
 from triton.runtime.interpreter import InterpreterBuilder
 
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.sampling.log_probs import log_probs
 from quire.kernels.sampling.row_survey import DEFAULT_CONFIG, SamplingConfig, full_chunks
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 VOCAB = 20_000

@@ -11,12 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sampling_calls import choose, draw_rows, keys_of, packed
 
-from quire.kernels import reference
-from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.sampling.noise import gumbel, uniform
 from quire.kernels.sampling.row_survey import SamplingConfig, Workspace
 from quire.kernels.sampling.sampling_kernel import NO_TOKEN, sample_tokens
 from quire.kernels.sampling.sampling_tile import uniform_noise
+from tests.kernels import reference
+from tests.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

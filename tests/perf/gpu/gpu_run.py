@@ -130,7 +130,7 @@ def open_session(rehearsal: bool) -> Session:
     from tests.perf.gpu.gpu_session import Session
 
     if rehearsal:
-        from quire.kernels.compile.interpreter import repair_interpreter
+        from tests.kernels.compile.interpreter import repair_interpreter
 
         repair_interpreter()
     elif not torch.cuda.is_available():

@@ -29,7 +29,7 @@ class Stack:
     Parameters
     ----------
     policy
-        A name for `quire.router.policy.policy.make_policy`.
+        A name for `quire.router.policy.by_name.make_policy`.
     """
 
     wants_kv = True

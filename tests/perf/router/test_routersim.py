@@ -69,7 +69,7 @@ def test_bookings_spread_a_burst_between_reports_and_come_back():
         plug_in.on_first(i, one)
         plug_in.on_finish(i, one)
     fleet = plug_in._table.fleet([], 1, 3.0)
-    assert not fleet.unanswered_work.any() and not plug_in._bookings
+    assert not fleet.columns.unanswered_work.any() and not plug_in._bookings
     # The measured speed is the simulated hardware's without the decode steps in between.
     assert fleet.prefill_s_per_work[0] == 0  # not yet in a report
     plug_in.choose(request(99, [1]), replicas(4.0), 4.0)

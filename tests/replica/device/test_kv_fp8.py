@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from step_driver import engine_config, make_runner
 
-from quire.kernels import reference
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.host_pool import HostPool
@@ -27,6 +26,7 @@ from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.model.loader import load_model
 from quire.replica.runner.runner import Runner
+from tests.kernels import reference
 
 CODES = torch.float8_e4m3fn
 LAYERS = 3
@@ -234,7 +234,8 @@ def steps(request, tmp_path_factory):
     path = with_scales(plain, folder / "scaled", heads)
     jobs = [dict(name=name, path=str(path), config=config) for name, config in JOBS.items()]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    modules = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": modules}
     script = Path(interpreted_runner.__file__)
     run = subprocess.run(
         [sys.executable, script, folder / "jobs.json", folder / "found.npz"],

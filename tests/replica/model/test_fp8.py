@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from step_driver import Driver, make_runner
 from torch import nn
 
-from quire.kernels import reference
 from quire.kernels.cpu.cpu_attention import has_native
 from quire.kernels.rows import fp8_linear
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
@@ -26,6 +25,7 @@ from quire.replica.model.fusion.cpu_fused_parts import PackedEmbedding, PackedPr
 from quire.replica.model.fusion.fused_parts import FusedMLP, Product
 from quire.replica.model.loader import load_model
 from quire.replica.startup.sizing import resolve
+from tests.kernels import reference
 from tests.replica.model.fusion.test_fuse_pass import EXPECTED
 
 pytestmark = [

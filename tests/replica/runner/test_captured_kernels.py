@@ -86,7 +86,7 @@ OUTSIDE = {
     "_survey_kernel": 1,
     "_combine_kernel": 1,
     "_gather_kernel": 1,
-    "_draw_kernel": 1,
+    "_sample_kernel": 1,
     "copy_": 1,  # sampled tokens
     "clamp": 1,
     "index_copy_": 1,  # last tokens

@@ -65,9 +65,11 @@ def run(jobs: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
     """What a child process finds."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder / "triton")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     child = subprocess.run(
         [sys.executable, fake_gpu_runner.__file__, folder / "jobs.json", folder / "found.json"],
-        env=environment | {"TRITON_CACHE_DIR": str(folder / "triton")},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=500,

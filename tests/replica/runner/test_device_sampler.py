@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from quire.kernels.compile.interpreter import repair_interpreter
 from quire.protos.wire import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import PromptTargets, SamplingBatch
@@ -46,6 +45,7 @@ from quire.replica.sampling.logprobs import (
 )
 from quire.replica.sampling.sampler import sample
 from quire.replica.sampling.token_counts import TokenCounts
+from tests.kernels.compile.interpreter import repair_interpreter
 from tests.replica.sampling.test_sampler import ANY, ROW, VOCAB, columns
 
 WORDS = -(-VOCAB // 32)
@@ -80,7 +80,7 @@ def queue(device, sampler: DeviceSampler, logits, batch: SamplingBatch, found: l
     staged = sampler.stage(batch, filled(batch), has_columns=False)
     device.run(
         Stream.COMPUTE,
-        lambda: found.append((sampler.draw(logits, staged, None, scores), scores)),
+        lambda: found.append((sampler.sample(logits, staged, None, scores), scores)),
         name="draw",
     )
     sampler.queued()
@@ -189,7 +189,7 @@ def test_staging_grows_to_what_is_asked_for():
 
 def draws_by_kernels(runner: Runner) -> None:
     """Attention stays the CPU's, since the interpreter takes its time; everything behind the logits is a GPU's."""
-    runner.steps.table._draw = GpuKernels().draw
+    runner.steps.table._sample = GpuKernels().sample
     runner.steps._sampler = DeviceSampler(runner._device, runner.config.vocab_size)
 
 
@@ -370,7 +370,7 @@ def test_no_array_of_a_step_is_copied_from_memory_that_is_not_pinned(monkeypatch
         grammars=((2, Mask(1)),), logprobs=((1, 5), (3, 0))
     )
     with without_waits(device):
-        table = DeviceTable(device, 1, 8, 4, 0, GpuKernels().draw)
+        table = DeviceTable(device, 1, 8, 4, 0, GpuKernels().sample)
         outputs = StepOutputs(device, 9)
         sampler = DeviceSampler(device, VOCAB)
         logits = device.empty((4, VOCAB), torch.bfloat16)
@@ -379,8 +379,8 @@ def test_no_array_of_a_step_is_copied_from_memory_that_is_not_pinned(monkeypatch
             slot = outputs.take(4)
             slot.asked = batch.logprobs
             staged = sampler.stage(batch, filled(batch), has_columns=has_columns)
-            own = table.draw_columns(places, places) if has_columns else None
-            tokens = sampler.draw(logits, staged, own, slot.scores)
+            own = table.sampler_arguments(places, places) if has_columns else None
+            tokens = sampler.sample(logits, staged, own, slot.scores)
             sampler.queued()
             outputs.keep(slot, tokens, places)
             outputs.send(slot, device.record(Stream.COMPUTE, "step done"))

@@ -17,11 +17,11 @@ from step_driver import Driver, engine_config, make_runner
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from quire.kernels.compile.interpreter import repair_interpreter
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.runner import Runner
+from tests.kernels.compile.interpreter import repair_interpreter
 
 pytestmark = [
     pytest.mark.timeout(300),  # some 2 s a model on an idle core
@@ -103,7 +103,7 @@ def test_captured_steps_need_nothing_of_the_host(served):
         kernels = Counter(cached.graph.launches)
         assert kernels["_decode_kernel"] == spec.num_layers, key
         assert kernels["_prefill_kernel"] == spec.num_layers * key.is_mixed, key
-        assert kernels["_draw_kernel"] == (key.part is GraphPart.WHOLE), key
+        assert kernels["_sample_kernel"] == (key.part is GraphPart.WHOLE), key
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import torch
 from step_driver import Driver, engine_config, make_runner
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kernels import reference
 from quire.kernels.cpu.cpu_attention import paged_attention
 from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.checkpoint.model_spec import ModelSpec
@@ -22,6 +21,7 @@ from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.runner import cpu_steps
 from quire.replica.runner.runner import Runner
+from tests.kernels import reference
 
 
 @pytest.fixture(scope="module")

@@ -64,12 +64,12 @@ def test_the_oldest_goes_to_the_host_tier_and_returns_for_one_token():
     requests, plan = until_offloaded(scheduler, "a", "b", "c")
     preempted = requests["a"]
     assert preempted.phase is Phase.OFFLOADED
-    blocks = preempted.parked.blocks
+    blocks = preempted.offloaded.blocks
     assert plan.saves[:, 1].tolist() == [block.host_block for block in blocks]
     (entry,) = scheduler.snapshot()["returning"]
     assert (entry["key"], entry["host_blocks"]) == ("a", plan.saves[:, 1].tolist())
     assert scheduler.load().host_blocks_in_use == len(blocks)
-    missing = preempted.num_tokens - preempted.parked.num_computed
+    missing = preempted.num_tokens - preempted.offloaded.num_computed
     assert missing == 1
     while preempted.phase is Phase.OFFLOADED:
         plan, deltas = step(scheduler)
@@ -132,7 +132,7 @@ def test_an_offloaded_request_ends_or_goes_on_wherever_it_is(how):
         assert all(isinstance(d.error, DeadlineExceeded) for d in ended)
     else:
         scheduler.clear_cache()
-        assert scheduler.memory.host.blocks.num_in_use == len(requests["a"].parked.blocks)
+        assert scheduler.memory.host.blocks.num_in_use == len(requests["a"].offloaded.blocks)
     scheduler.check()
     ended = run(scheduler)
     assert set(ended) == {"abort": {"b", "c"}, "deadline": set(), "clear": {"a", "b", "c"}}[how]

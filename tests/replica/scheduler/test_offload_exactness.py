@@ -86,10 +86,10 @@ def poison_what_nobody_may_read(scheduler, plan, runner):
     for block in range(scheduler.config.num_blocks):
         if block not in kept and not scheduler.memory.blocks.has_content(block):
             runner.pool.data[block] = float("nan")
-    parked = {b for entry in snapshot["returning"] for b in entry.get("host_blocks", ())}
-    parked |= set(plan.restores[:, 0].tolist())
+    offloaded = {b for entry in snapshot["returning"] for b in entry.get("host_blocks", ())}
+    offloaded |= set(plan.restores[:, 0].tolist())
     for block in range(scheduler.config.num_host_blocks):
-        if block not in parked and not scheduler.memory.host.blocks.has_content(block):
+        if block not in offloaded and not scheduler.memory.host.blocks.has_content(block):
             runner.host_pool.data[block] = float("nan")
 
 

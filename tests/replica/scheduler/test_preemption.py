@@ -13,7 +13,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, unique
 
 def request(arrival_index, num_tokens=10):
     return SimpleNamespace(
-        key=f"r{arrival_index}", arrival_index=arrival_index, num_tokens=num_tokens, parked=None
+        key=f"r{arrival_index}", arrival_index=arrival_index, num_tokens=num_tokens, offloaded=None
     )
 
 

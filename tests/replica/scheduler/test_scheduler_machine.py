@@ -613,17 +613,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(blocks.ref_count(block) == count for block, count in owned.items())
         host = self.scheduler.memory.host.blocks
         assert host.num_free + host.num_cached + host.num_in_use == self.config.num_host_blocks
-        parked = Counter(
+        offloaded = Counter(
             block
             for queue in ("returning", "paused")
             for entry in snapshot[queue]
             for block in entry.get("host_blocks", ())
         )
         for plan in self.plans:  # held until it has run
-            parked.update(h for h, _ in plan.restores.tolist())
+            offloaded.update(h for h, _ in plan.restores.tolist())
         if not self.scheduler.memory.host._planned.restores:  # which wait for a step
-            assert len(parked) == host.num_in_use
-            assert all(host.ref_count(block) == count for block, count in parked.items())
+            assert len(offloaded) == host.num_in_use
+            assert all(host.ref_count(block) == count for block, count in offloaded.items())
         if not self.config.prefix_caching:
             assert blocks.num_cached == host.num_cached == 0
         rows = self.scheduler.rows

@@ -52,8 +52,12 @@ def test_a_log_returns_the_inputs_of_the_decisions(tmp_path_factory, rows, polic
         assert decision.request == RouteRequest(num_tokens)
         assert decision.fleet.replicas == fleet.replicas
         facts = ("demand", "longest_prefix", "followers", "session_row", "prior_s_per_work")
-        for name in (*COLUMN_NAMES, *facts, "attention_context_tokens"):
-            np.testing.assert_array_equal(getattr(decision.fleet, name), getattr(fleet, name))
+        for name in (*facts, "attention_context_tokens"):
+            assert getattr(decision.fleet, name) == getattr(fleet, name)
+        recorded, given = decision.fleet.named(), fleet.named()
+        assert recorded.keys() == given.keys() == set(COLUMN_NAMES)
+        for name, values in given.items():
+            np.testing.assert_array_equal(recorded[name], values)
     # The same policy with the same random numbers makes the same decisions.
     again = replay(decisions, make_policy(policy), policy)
     assert [one.replayed.replica for one in again.redecisions] == chosen
@@ -105,7 +109,7 @@ def test_outcomes_join_their_decisions_and_the_log_holds_no_words(tmp_path):
     assert first.outcome is None
     assert (second.outcome["cached_tokens"], second.outcome["ttft_s"]) == (64, 0.75)
     assert b"somebody" not in path.read_bytes()
-    assert first.fleet.cache_age_s[0] == math.inf
+    assert first.fleet.columns.cache_age_s[0] == math.inf
 
 
 def test_the_log_is_bounded_and_keeps_the_newest(tmp_path):

@@ -185,9 +185,9 @@ def test_a_new_epoch_forgets_blocks_and_bookings_at_once():
     assert action.new_epoch and action.resync_from is None
     assert matched(table, [1]) == matched(table, [7]) == {"r": 0}
     assert matched(table, [9]) == {"r": 1}
-    assert table.fleet([], 1, 0.1).unanswered_work.tolist() == [0.0]
+    assert table.fleet([], 1, 0.1).columns.unanswered_work.tolist() == [0.0]
     table.end(booking, 0.2)
-    assert table.fleet([], 1, 0.2).num_requests.tolist() == [0.0]
+    assert table.fleet([], 1, 0.2).columns.num_requests.tolist() == [0.0]
 
 
 def test_a_new_attach_stream_of_a_lost_replica_starts_over():
@@ -237,7 +237,7 @@ def test_unknown_replicas_are_ignored():
 def test_requests_that_wait_for_the_next_step_do_not_wait_for_a_row(startable, waiting):
     table, _ = attached(FakeReplica(load=Load(num_waiting=40, num_startable=startable)))
     fleet = table.fleet([], 1, 1.0)
-    assert (fleet.num_waiting[0], fleet.num_requests[0]) == (waiting, 40)
+    assert (fleet.columns.num_waiting[0], fleet.columns.num_requests[0]) == (waiting, 40)
 
 
 def test_load_is_the_report_and_the_bookings_it_cannot_contain():
@@ -248,8 +248,8 @@ def test_load_is_the_report_and_the_bookings_it_cannot_contain():
 
     def seen(now_s):
         fleet = table.fleet([1, 2], 1000, now_s)
-        work = (fleet.booked_work, fleet.unanswered_work, fleet.head_work)
-        return [round(column[0]) for column in (*work, fleet.num_requests)]
+        work = (fleet.columns.booked_work, fleet.columns.unanswered_work, fleet.columns.head_work)
+        return [round(column[0]) for column in (*work, fleet.columns.num_requests)]
 
     early = book(table, [1], 164, 1.0)
     late = book(table, [1, 2], 94, 1.095)  # 64 of its tokens are already booked
@@ -270,25 +270,27 @@ def test_load_is_the_report_and_the_bookings_it_cannot_contain():
 
 def test_the_places_left_are_those_of_the_report_less_what_was_sent_since():
     table, replica = attached(FakeReplica(load=Load(num_places=2)), submit_lag_s=0.01)
-    assert table.fleet([], 1, 1.0).num_places[0] == 2
+    assert table.fleet([], 1, 1.0).columns.num_places[0] == 2
     booking = book(table, [1], 64, 1.0)
-    assert table.fleet([], 1, 1.0).num_places[0] == 1
+    assert table.fleet([], 1, 1.0).columns.num_places[0] == 1
     table.on_frame("r", replica.frame(), 1.005)  # cannot contain the booking
-    assert table.fleet([], 1, 1.0).num_places[0] == 1
+    assert table.fleet([], 1, 1.0).columns.num_places[0] == 1
     table.on_frame("r", replica.frame(), 1.1)
-    assert table.fleet([], 1, 1.1).num_places[0] == 1, (
+    assert table.fleet([], 1, 1.1).columns.num_places[0] == 1, (
         "the report may lack it: the replica takes in requests between steps"
     )
     replica.load = Load(num_waiting=1, num_places=1)
     table.on_frame("r", replica.frame(), 1.2)
-    assert table.fleet([], 1, 1.2).num_places[0] == 1, "the report contains our own request"
+    assert table.fleet([], 1, 1.2).columns.num_places[0] == 1, "the report contains our own request"
     replica.load = replica.load._replace(num_routers=2)
     table.on_frame("r", replica.frame(), 1.2)
-    assert table.fleet([], 1, 1.2).num_places[0] == 0, "our share is half of two, and it is used"
+    assert table.fleet([], 1, 1.2).columns.num_places[0] == 0, (
+        "our share is half of two, and it is used"
+    )
     table.end(booking, 1.2)
     replica.load = Load()
     table.on_frame("r", replica.frame(), 1.3)
-    assert table.fleet([], 1, 1.3).num_places[0] == float("inf"), "the engine has no bound"
+    assert table.fleet([], 1, 1.3).columns.num_places[0] == float("inf"), "the engine has no bound"
 
 
 def test_as_many_routers_share_as_a_replica_has_attached():
@@ -375,12 +377,12 @@ def test_every_booking_comes_back(data):
             ours = [
                 b for b in open_ if b.replica == name and b.epoch == epoch_now and not b.answered
             ]
-            assert fleet.unanswered_work[row] == pytest.approx(sum(b.work for b in ours))
-            assert fleet.booked_work[row] <= fleet.unanswered_work[row]
+            assert fleet.columns.unanswered_work[row] == pytest.approx(sum(b.work for b in ours))
+            assert fleet.columns.booked_work[row] <= fleet.columns.unanswered_work[row]
     for booking in open_:
         table.end(booking, now)
     fleet = table.fleet([1], 500, now)
-    assert not fleet.num_requests.any() and not fleet.unanswered_work.any()
+    assert not fleet.columns.num_requests.any() and not fleet.columns.unanswered_work.any()
     assert not fleet.gpu_tokens.any()
 
 
@@ -397,7 +399,7 @@ def test_removing_a_replica_leaves_the_others_where_they_are():
     fleet = table.fleet([1, 105], 1000, 0.0)
     assert len(fleet) == 37
     for name, tokens, running in zip(
-        fleet.replicas, fleet.gpu_tokens, fleet.num_requests, strict=True
+        fleet.replicas, fleet.gpu_tokens, fleet.columns.num_requests, strict=True
     ):
         assert running == int(name) and tokens == (128 if name == "5" else 64)
 
@@ -534,7 +536,7 @@ def test_a_sessions_last_replica_is_known_while_it_can_take_requests():
 
 def test_the_time_that_blocks_stay_is_their_number_over_their_eviction_rate():
     table, replica = attached()
-    assert table.fleet([], 1, 0.0).cache_age_s[0] == math.inf
+    assert table.fleet([], 1, 0.0).columns.cache_age_s[0] == math.inf
     table.on_frame("r", replica.step(range(1, 1001)), 1.0)
     # Each second ten blocks are evicted and ten are stored.
     for second in range(2, 60):
@@ -544,7 +546,7 @@ def test_the_time_that_blocks_stay_is_their_number_over_their_eviction_rate():
         )
         table.on_frame("r", replica.step(new, removed=old), float(second))
     table.on_frame("r", replica.frame(), 60.0)
-    assert table.fleet([], 1, 60.0).cache_age_s[0] == pytest.approx(100, rel=0.1)
+    assert table.fleet([], 1, 60.0).columns.cache_age_s[0] == pytest.approx(100, rel=0.1)
 
 
 def test_statuses_show_every_replica():
@@ -572,7 +574,7 @@ def test_the_mean_load_is_that_of_the_last_half_minutes_reports():
     def report(now_s, kv_tokens):
         load = Load(num_running=1, num_decode_tokens=kv_tokens)
         table.on_frame("r", replica.frame(load=load), now_s)
-        return table.fleet([], 1, now_s).mean_kv_tokens[0]
+        return table.fleet([], 1, now_s).columns.mean_kv_tokens[0]
 
     first = report(0.1, 1000)
     assert first == report(0.1, 1000)  # no time has passed

@@ -254,10 +254,10 @@ def plain_terms(policy, fleet, num_tokens):
     missing = num_tokens - cached
     prefill = prefill_work(missing, cached, fleet.attention_context_tokens) * speed
     decayed = fleet.reported_work * speed - np.minimum(fleet.report_age_s, policy.max_decay_s)
-    head_done = np.minimum(fleet.head_work * speed * 0.9, fleet.head_age_s)
+    head_done = np.minimum(fleet.columns.head_work * speed * 0.9, fleet.head_age_s)
     wait = np.maximum(
-        np.maximum(decayed, 0.0) + fleet.booked_work * speed,
-        fleet.unanswered_work * speed - head_done,
+        np.maximum(decayed, 0.0) + fleet.columns.booked_work * speed,
+        fleet.columns.unanswered_work * speed - head_done,
     )
     window, later = wait + prefill, np.zeros(len(fleet))
     busy = 1.0 - min(0.95, demand.prefill_share)
@@ -267,9 +267,9 @@ def plain_terms(policy, fleet, num_tokens):
         later = window / bounded * prefill * price
     output_s = demand.output_tokens * demand.decode_s_per_kv_token
     overlap_s = policy.delta * demand.output_tokens * demand.decode_s_per_kv_token
-    read = fleet.num_requests * (0.5 * num_tokens) + fleet.mean_kv_tokens
-    short = np.maximum(missing - fleet.free_tokens, 0.0)
-    freed = np.maximum(fleet.used_tokens, 1.0)
+    read = fleet.columns.num_requests * (0.5 * num_tokens) + fleet.columns.mean_kv_tokens
+    short = np.maximum(missing - fleet.columns.free_tokens, 0.0)
+    freed = np.maximum(fleet.columns.used_tokens, 1.0)
     longest, copy_value = cached.max(), np.zeros(len(fleet))
     if fleet.followers > 0 and longest > 0:
         k = np.count_nonzero(cached == longest)
@@ -279,14 +279,14 @@ def plain_terms(policy, fleet, num_tokens):
     return {
         "wait_s": wait,
         "prefill_s": prefill,
-        "host_copy_s": fleet.host_tokens * fleet.host_copy_s_per_token,
-        "interference_s": fleet.num_requests * (policy.eta * prefill),
+        "host_copy_s": fleet.host_tokens * fleet.columns.host_copy_s_per_token,
+        "interference_s": fleet.columns.num_requests * (policy.eta * prefill),
         "later_s": later,
         "decode_s": read * overlap_s,
-        "eviction_s": np.exp(fleet.cache_age_s * (-1.0 / policy.reuse_s))
+        "eviction_s": np.exp(fleet.columns.cache_age_s * (-1.0 / policy.reuse_s))
         * (missing * speed)
         * policy.eviction,
-        "memory_s": policy.memory * short / freed * (output_s * fleet.kv_tokens),
+        "memory_s": policy.memory * short / freed * (output_s * fleet.columns.kv_tokens),
         "copy_value_s": copy_value,
     }
 

@@ -52,7 +52,7 @@ def test_each_value_of_a_row_is_in_the_column_of_its_name():
     table = ReplicaColumns()
     row = PerColumn(*(float(100 + i) for i in range(NUM_COLUMNS)))
     table.write(table.add("r"), row)
-    fleet = FleetView(table.names, table.columns, np.zeros((2, 1)), np.zeros(1), now_s=1000.0)
+    fleet = FleetView(table.names, table.columns, *np.zeros((3, 1)), now_s=1000.0)
     values = fleet.named() | {"seen_s": table.matrix[COLUMN.seen_s]}
     for name, value in row._asdict().items():
         if name in ("report_s", "head_s"):

@@ -50,7 +50,7 @@ GROUPS = {
     "kv_write": r"^_kv_write_",
     "norm": r"^_rms_norm_",
     "activation": r"^_gated_",
-    "sampling": r"^_sample|^_top_|^_chosen_|^_survey|^_draw",
+    "sampling": r"^_sample|^_top_|^_chosen_|^_survey",
     "fixed_products": r"^_matmul_",
     "other_triton": r"^_\w+_kernel",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|wgmma|xmma",

@@ -39,13 +39,13 @@ PREFILL: dict[str, Changes] = {
 }
 DECODE: dict[str, Changes] = {
     "7 stages": dict(num_stages=7),
-    "4 programs": dict(programs_per_processor=4),
-    "tile 64": dict(tile_tokens=64, num_warps=8, num_stages=4, programs_per_processor=2),
+    "4 programs": dict(programs_per_sm=4),
+    "tile 64": dict(tile_tokens=64, num_warps=8, num_stages=4, programs_per_sm=2),
     "split 512": dict(split_tokens=512),
     "merge 4": dict(merge_unroll=4),
     "merge 8": dict(merge_unroll=8),
-    "merge 4, 16 programs": dict(merge_unroll=4, merge_programs_per_processor=16),
-    "merge 8, 16 programs": dict(merge_unroll=8, merge_programs_per_processor=16),
+    "merge 4, 16 programs": dict(merge_unroll=4, merge_programs_per_sm=16),
+    "merge 8, 16 programs": dict(merge_unroll=8, merge_programs_per_sm=16),
 }
 _SHAPE = ("block_size", "tokens", "batch", "context")  # keys of a row that describe the point
 # The interpreter takes about a millisecond per operation.

@@ -10,8 +10,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from quire.replica.model.deterministic.cpu_tiled_experts import TiledExperts, TiledRouter
+from quire.replica.model.deterministic.cpu_tiled_experts import TiledExperts
 from quire.replica.model.deterministic.cpu_tiled_linear import make_deterministic
+from quire.replica.model.deterministic.stacked_experts import ExpertRouter
 
 HIDDEN = 48
 
@@ -58,7 +59,7 @@ def test_equals_transformers_and_does_not_depend_on_the_batch(block):
     reference = output(block, x)
     make_deterministic(block)
     kinds = {type(module) for module in block.modules()}
-    assert TiledRouter in kinds and any(issubclass(kind, TiledExperts) for kind in kinds)
+    assert ExpertRouter in kinds and any(issubclass(kind, TiledExperts) for kind in kinds)
     expected = output(block, x)
     torch.testing.assert_close(expected, reference, atol=2e-4, rtol=2e-4)
     for start, end in [(0, 1), (7, 8), (3, 20), (1, 150), (0, 64), (149, 150)]:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from quire.kernels.compile.interpreter import repair_interpreter
 from quire.kernels.rows.matmul_fixed import matmul_fixed
 from quire.replica.model.deterministic.gpu_fixed_products import FixedLinear, fix_products
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
+from tests.kernels.compile.interpreter import repair_interpreter
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TRITON_INTERPRET"), reason="the kernels are not interpreted"
@@ -40,6 +40,7 @@ def compare(folder: Path, name: str, dtype: str, deterministic: bool) -> dict:
     program = Path(__file__).parents[2] / "interpreted_order.py"
     done = subprocess.run(
         [sys.executable, str(program), str(folder / "job.json"), str(folder / "out.json")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
     )

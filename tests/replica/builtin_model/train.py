@@ -1,7 +1,7 @@
 """Train the embedded model from scratch: corpus, tokenizer, weights.
 
-    python -m quire.replica.builtin_model.train --out DIR    # rebuild it: about ten minutes on one core
-    python -m quire.replica.builtin_model.train --check      # rebuild it and compare with the committed files
+    python -m tests.replica.builtin_model.train --out DIR    # rebuild it: about ten minutes on one core
+    python -m tests.replica.builtin_model.train --check      # rebuild it and compare with the committed files
 
 The run is deterministic: one seed, one thread, generated text. The tokenizer files are equal on all machines. The
 weights are bit-equal on the same type of processor with the same torch version, and differ on others, because the order
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from quire.replica.builtin_model import CHECKPOINT
-from quire.replica.builtin_model.corpus import END_OF_TEXT, TURN_END, TURN_START, documents
+from tests.replica.builtin_model.corpus import END_OF_TEXT, TURN_END, TURN_START, documents
 
 # The form of calls is that of Qwen 2.5 (the family `hermes` of `router/chat`). Without tools it is plain ChatML.
 CHAT_TEMPLATE = r"""{%- if tools -%}

@@ -1,8 +1,8 @@
 """Offline compilation of every kernel in every configuration, without a GPU, against a committed table.
 
-    python -m quire.kernels.compile.compile_table --check tests/kernels/compile_table.json     # everything: minutes
-    python -m quire.kernels.compile.compile_table --check ... --match 'sm_90/.*/128'           # some entries
-    python -m quire.kernels.compile.compile_table --write tests/kernels/compile_table.json     # after a change
+    python -m tests.kernels.compile.compile_table --check tests/kernels/compile_table.json     # everything: minutes
+    python -m tests.kernels.compile.compile_table --check ... --match 'sm_90/.*/128'           # some entries
+    python -m tests.kernels.compile.compile_table --write tests/kernels/compile_table.json     # after a change
 
 `compile_attention` and `compile_entries` list the entries; `offline_compile` compiles them. The table has a section for
 each minor version of Triton, because the compiler's choices differ between them. `make kernels-table` checks all
@@ -22,8 +22,8 @@ from typing import Any
 
 import triton
 
-from quire.kernels.compile import compile_attention, compile_entries
-from quire.kernels.compile.offline_compile import Entry, Record, compile_entry
+from tests.kernels.compile import compile_attention, compile_entries
+from tests.kernels.compile.offline_compile import Entry, Record, compile_entry
 
 
 def entries() -> Iterator[Entry]:

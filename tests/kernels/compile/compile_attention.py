@@ -11,7 +11,7 @@ from quire.kernels.argument_checks import HEAD_DIMS
 from quire.kernels.attention import attention_decode, attention_prefill, decode_plan, prefill_plan
 from quire.kernels.attention.attention_call import AttentionShape
 from quire.kernels.attention.attention_math import FP8_BITS, FP8_NATIVE, FP8_NONE
-from quire.kernels.compile.offline_compile import Entry
+from tests.kernels.compile.offline_compile import Entry
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INT32 = "*i32"
@@ -88,10 +88,8 @@ def _attention(arch: str, dtype: torch.dtype, head_dim: int, option: str = "") -
             MERGE_SPLITS=config.merge_splits,
             **geometry,
         ),
-        tuning.launch_options(
-            arch, config.num_warps, config.num_stages, config.programs_per_processor
-        ),
-        config.programs_per_processor,
+        tuning.launch_options(arch, config.num_warps, config.num_stages, config.programs_per_sm),
+        config.programs_per_sm,
     )
     if dtype == torch.bfloat16 and option in ("", "window", "sinks"):
         yield _merge(arch, suffix, types, shape, config)
@@ -132,9 +130,9 @@ def _merge(
         tuning.launch_options(
             arch,
             attention_decode.MERGE_WARPS,
-            programs_per_processor=config.merge_programs_per_processor,
+            programs_per_sm=config.merge_programs_per_sm,
         ),
-        config.merge_programs_per_processor,
+        config.merge_programs_per_sm,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from quire.replica.builtin_model.knowledge import (
+from tests.replica.builtin_model.knowledge import (
     FACTS,
     LETTERS,
     PLACES_ABROAD,
@@ -15,8 +15,8 @@ from quire.replica.builtin_model.knowledge import (
     UNKNOWN,
     VERBS,
 )
-from quire.replica.builtin_model.stories import TOWN, story
-from quire.replica.builtin_model.world import (
+from tests.replica.builtin_model.stories import TOWN, story
+from tests.replica.builtin_model.world import (
     BIRDS,
     COLOURS,
     CREATURES,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from quire.replica.builtin_model.world import (
+from tests.replica.builtin_model.world import (
     COLOURS,
     CREATURES,
     NUMBERS,

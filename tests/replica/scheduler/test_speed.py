@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.replica.scheduler.copy_speed import CopySpeed
-from quire.replica.scheduler.speed import StepSpeed
+from quire.replica.scheduler.speed import CopySpeed, StepSpeed
 
 
 def speed_of(token_s: float) -> StepSpeed:

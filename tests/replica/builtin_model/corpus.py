@@ -13,10 +13,10 @@ import hashlib
 from collections.abc import Iterator
 from random import Random
 
-from quire.replica.builtin_model import dialogues, stories
-from quire.replica.builtin_model.dialogues import Message
-from quire.replica.builtin_model.knowledge import FACTS
-from quire.replica.builtin_model.world import DAYS, MONTHS, NUMBERS, PEOPLE, TOPICS, cap
+from tests.replica.builtin_model import dialogues, stories
+from tests.replica.builtin_model.dialogues import Message
+from tests.replica.builtin_model.knowledge import FACTS
+from tests.replica.builtin_model.world import DAYS, MONTHS, NUMBERS, PEOPLE, TOPICS, cap
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

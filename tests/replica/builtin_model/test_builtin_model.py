@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from quire.replica.builtin_model import CHECKPOINT, corpus, dialogues, train
+from quire.replica.builtin_model import CHECKPOINT
+from tests.replica.builtin_model import corpus, dialogues, train
 
 MAX_BYTES = 6 * 1024 * 1024
 CORPUS_DIGEST = "02904b036ba21414d91765de310343e81ec235e05be7648dca34d8b3ae3b26b4"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import triton
 
-from quire.kernels.compile.offline_compile import Entry
 from quire.kernels.rows import (
     activation,
     batch_prep,
@@ -20,6 +19,7 @@ from quire.kernels.rows import (
 )
 from quire.kernels.sampling import log_probs, logit_edits, row_survey, sampling_kernel
 from quire.kernels.tuning import ARCHS, BLOCK_SIZE, launch_options
+from tests.kernels.compile.offline_compile import Entry
 
 VOCAB = 151_936  # Qwen3
 _EXACT = dict(enable_fp_fusion=False)  # every wrapper passes this option
@@ -278,7 +278,7 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
     yield Entry(
         f"{arch}/draw/{name}",
         arch,
-        sampling_kernel._draw_kernel,
+        sampling_kernel._sample_kernel,
         {**rows, **limits, **_pointers("fp32", "edited")},
         dict(PIVOTS=config.pivots, **lists),
         launch_options(arch, config.num_warps, 1, sampling_kernel.RESIDENT),

@@ -1,1 +1,0 @@
-"""Compilation of the kernels without a GPU, and repairs of Triton's interpreter."""
