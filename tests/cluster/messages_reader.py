@@ -1,12 +1,32 @@
-"""Reads a stream of the Messages API and refuses everything that the API does not specify."""
+"""Asks the Messages API, and refuses everything in its answers and streams that the API does not specify."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from quire.cluster.http.messages_api.messages_answers import MessageAnswer, MessageEvent
+import httpx
 
+from quire.cluster.http.messages_api.messages_answers import (
+    MessageAnswer,
+    MessageEvent,
+    MessagesError,
+)
+from quire.cluster.http.messages_api.messages_routes import PATH
+from quire.router.types import OutputDelta
+
+VALID: dict[str, Any] = {
+    "model": "acme/tiny",
+    "max_tokens": 8,
+    "messages": [{"role": "user", "content": "hello"}],
+}
+COUNTED = {name: value for name, value in VALID.items() if name != "max_tokens"}
+TOOL: dict[str, Any] = {
+    "name": "weather",
+    "description": "Weather of a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+PLAIN = [*(OutputDelta(f"word{i} ", [i]) for i in range(7)), OutputDelta("end", [7], "length")]
 DELTAS = {
     "text": {"text_delta"},
     "thinking": {"thinking_delta", "signature_delta"},
@@ -79,3 +99,32 @@ def _blocks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 block["thinking"] += text
     assert not is_open
     return blocks
+
+
+def answer(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+    """The whole answer, of which the streamed one is the same but for its id."""
+    response = client.post(PATH, json={**VALID, **fields})
+    assert response.status_code == 200, response.text
+    whole = response.json()
+    MessageAnswer.model_validate(whole)
+    streamed = client.post(PATH, json={**VALID, **fields, "stream": True})
+    assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
+    message = message_of(events_of(streamed.text))
+    assert message.pop("id") != whole.pop("id")
+    assert message == whole
+    return whole
+
+
+def refused(client: httpx.Client, fields: dict[str, Any], path: str = PATH) -> str:
+    """The message of the refusal."""
+    valid = VALID if path == PATH else COUNTED
+    response = client.post(path, json={**valid, **fields})
+    assert response.status_code == 400, response.text
+    return error_of(response, "invalid_request_error")
+
+
+def error_of(response: httpx.Response, kind: str) -> str:
+    error = MessagesError.model_validate(response.json())
+    assert error.error.type == kind
+    assert error.request_id == response.headers["request-id"] != ""
+    return error.error.message

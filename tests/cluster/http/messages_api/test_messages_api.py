@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live_app import serving
-from messages_reader import events_of, message_of
+from messages_reader import PLAIN, TOOL, VALID, answer, events_of, message_of
 
 from quire.cluster.http.messages_api.message_events import SIGNATURE
-from quire.cluster.http.messages_api.messages_answers import (
-    MessageAnswer,
-    MessagesError,
-    TokenCount,
-)
 from quire.cluster.http.messages_api.messages_routes import COUNT_PATH, PATH, add_routes
 from quire.cluster.http.messages_api.messages_schema import IGNORED_FIELDS, REFUSED
-from quire.protos.errors import (
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    EngineError,
-    Overloaded,
-    Unavailable,
-)
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 from quire.router.types import OutputDelta
 
-VALID: dict[str, Any] = {
-    "model": "acme/tiny",
-    "max_tokens": 8,
-    "messages": [{"role": "user", "content": "hello"}],
-}
-COUNTED = {name: value for name, value in VALID.items() if name != "max_tokens"}
-TOOL: dict[str, Any] = {
-    "name": "weather",
-    "description": "Weather of a city.",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
 CALL = ToolCall(0, "call_1", "weather", '{"city": "Žilina"}')
 SCRIPT = [
     OutputDelta("", [1], reasoning="Let me"),
@@ -52,45 +26,6 @@ SCRIPT = [
     OutputDelta("", [6], tool_calls=(CALL,)),
     OutputDelta("", [7], "tool_calls", tool_calls=(ToolCall(1, "call_2", "now", "{}"),)),
 ]
-
-
-PLAIN = [*(OutputDelta(f"word{i} ", [i]) for i in range(7)), OutputDelta("end", [7], "length")]
-
-
-@pytest.fixture
-def client(service) -> Iterator[httpx.Client]:
-    service.script = PLAIN
-    with serving(service, apis=[add_routes]) as client:
-        yield client
-
-
-def answer(client: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """The whole answer, of which the streamed one is the same but for its id."""
-    response = client.post(PATH, json={**VALID, **fields})
-    assert response.status_code == 200, response.text
-    whole = response.json()
-    MessageAnswer.model_validate(whole)
-    streamed = client.post(PATH, json={**VALID, **fields, "stream": True})
-    assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
-    message = message_of(events_of(streamed.text))
-    assert message.pop("id") != whole.pop("id")
-    assert message == whole
-    return whole
-
-
-def refused(client: httpx.Client, fields: dict[str, Any], path: str = PATH) -> str:
-    """The message of the refusal."""
-    valid = VALID if path == PATH else COUNTED
-    response = client.post(path, json={**valid, **fields})
-    assert response.status_code == 400, response.text
-    return error_of(response, "invalid_request_error")
-
-
-def error_of(response: httpx.Response, kind: str) -> str:
-    error = MessagesError.model_validate(response.json())
-    assert error.error.type == kind
-    assert error.request_id == response.headers["request-id"] != ""
-    return error.error.message
 
 
 # --------------------------------------------------------------------------------------------------
@@ -359,151 +294,6 @@ def test_what_changes_nothing_is_accepted(client) -> None:
 def test_the_deadline_of_the_header_is_the_requests(client, service) -> None:
     client.post(PATH, json=VALID, headers={"X-Request-Timeout-Seconds": "7"})
     assert service.requests[-1].deadline_s == 7
-
-
-# --------------------------------------------------------------------------------------------------
-# Refusals and errors
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", [PATH, COUNT_PATH])
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"modle": "x"}, "this field is unknown: modle; did you mean 'model'?"),
-        ({"mcp_servers": [{}]}, "the server calls no tools itself: mcp_servers must be [] or null"),
-        ({"model": None}, "model is required"),
-        ({"messages": []}, "messages must be a list of at least 1 message, got a list of 0"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type must"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
-        ({"tools": [{**TOOL, "colour": 1}]}, "this field is unknown: tools[0].colour"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading must be"),
-        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be"),
-        ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name must be given with type"),
-        ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name must be given with"),
-        ({"thinking": {"type": "sometimes"}}, "thinking.type must be"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": 1}}}, "output_config.form"),
-        ({"system": 1}, "system must be a string or a list of blocks, got 1"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be"),
-    ],
-)
-def test_a_refusal_names_the_field(client, path, fields, message) -> None:
-    assert message in refused(client, fields, path)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_tokens": None}, "max_tokens is required"),
-        ({"max_tokens": 0}, "max_tokens must be"),
-        ({"stop_sequences": ["x", ""]}, "stop_sequences[1] must be a non-empty string"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences must have at most 16 strings, got 17"),
-        ({"temperature": -1}, "temperature must be a number in [0, 100], got -1"),
-        ({"metadata": {"age": 3}}, "this field is unknown: metadata.age"),
-    ],
-)
-def test_a_refusal_names_the_field_of_a_generation(client, fields, message) -> None:
-    assert message in refused(client, fields)
-
-
-def test_every_unserved_field_is_refused_by_a_sentence(client) -> None:
-    for name, field in REFUSED.items():
-        assert refused(client, {name: {"odd": 1}}).startswith(f"{field.sentence}: {name} must be ")
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind"),
-    [
-        (Overloaded("the queue is full", retry_after_s=2.5), 529, "overloaded_error"),
-        (Unavailable("no replica", retry_after_s=1), 529, "overloaded_error"),
-        (DeadlineExceeded("too late"), 504, "timeout_error"),
-        (EngineError("broken"), 500, "api_error"),
-        (RuntimeError("secret"), 500, "api_error"),
-    ],
-)
-@pytest.mark.parametrize("path", [PATH, COUNT_PATH])
-def test_errors_have_anthropics_form(client, service, path, error, status, kind) -> None:
-    service.refusal = error
-    response = client.post(path, json=VALID if path == PATH else COUNTED)
-    assert response.status_code == status
-    message = error_of(response, kind)
-    assert "secret" not in message
-    if retry_after_s := getattr(error, "retry_after_s", None):
-        assert response.headers["retry-after-ms"] == str(int(retry_after_s * 1000))
-
-
-def test_a_prompt_that_is_too_long_is_named_so_that_agents_compact_it(client, service) -> None:
-    service.refusal = ContextLengthExceeded("prompt has 9 tokens; at most 8", field="prompt")
-    for path in (PATH, COUNT_PATH):
-        message = refused(client, {}, path)
-        assert message == "prompt is too long: prompt has 9 tokens; at most 8"
-
-
-def test_an_unknown_model_and_route_are_not_found(client) -> None:
-    response = client.post(PATH, json={**VALID, "model": "other"})
-    assert response.status_code == 404
-    assert "'acme/tiny'" in error_of(response, "not_found_error")
-    response = client.post(f"{PATH}/batches", json={})
-    assert response.status_code == 404
-    assert f"POST {PATH}" in error_of(response, "not_found_error")
-    response = client.get(PATH)
-    assert response.status_code == 405 and response.headers["allow"] == "POST"
-    error_of(response, "invalid_request_error")
-    # Other paths keep OpenAI's form.
-    assert client.get("/v1/messages_of_another").json()["error"]["code"] == "not_found"
-
-
-def test_a_large_body_and_a_broken_one(client) -> None:
-    large = client.post(PATH, json={**VALID, "system": "x" * (1 << 16)})
-    assert large.status_code == 413
-    error_of(large, "request_too_large")
-    broken = client.post(PATH, content=b"{", headers={"content-type": "application/json"})
-    assert broken.status_code == 400
-    error_of(broken, "invalid_request_error")
-
-
-@pytest.mark.parametrize("failure", [EngineError("broken"), RuntimeError("secret")])
-def test_an_error_after_the_first_token_is_an_event(client, service, failure) -> None:
-    service.script, service.fail_at, service.failure = None, 2, failure
-    text = client.post(PATH, json={**VALID, "stream": True}).text
-    *events, last = events_of(text)
-    assert [event["type"] for event in events] == [
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_delta",
-    ]
-    assert last["error"]["type"] == "api_error" and "secret" not in text
-    assert client.post(PATH, json=VALID).status_code == 500
-
-
-def test_an_aborted_answer_is_an_error(client, service) -> None:
-    service.script = [OutputDelta("x", [1]), OutputDelta("", [2], "abort")]
-    assert client.post(PATH, json=VALID).status_code == 499
-    text = client.post(PATH, json={**VALID, "stream": True}).text
-    assert events_of(text)[-1]["type"] == "error"
-
-
-def test_a_refused_request_is_counted(client, service) -> None:
-    refused(client, {"speed": "fast"})
-    assert service.refused_by_front_end == ["unsupported_field"]
-
-
-# --------------------------------------------------------------------------------------------------
-# Tokens of a prompt
-# --------------------------------------------------------------------------------------------------
-
-
-def test_tokens_are_counted_without_generating(client, service) -> None:
-    response = client.post(COUNT_PATH, json={**COUNTED, "system": "Be kind.", "tools": [TOOL]})
-    assert TokenCount.model_validate(response.json()).input_tokens == len("Be kind.hello")
-    assert service.streams == [] and service.requests[-1].tools[0].name == "weather"
-
-
-def test_a_count_takes_no_options_of_a_generation(client) -> None:
-    message = refused(client, {"max_tokens": 5}, COUNT_PATH)
-    assert message.startswith("this field is unknown: max_tokens")
 
 
 # --------------------------------------------------------------------------------------------------
