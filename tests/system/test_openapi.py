@@ -28,12 +28,13 @@ from quire.cluster.bench.results.report import Bar
 pytestmark = [
     pytest.mark.system,
     pytest.mark.chaos,
-    pytest.mark.timeout(300 if SIZE == "ci" else 3600),
+    pytest.mark.timeout(600 if SIZE == "ci" else 3600),
 ]
 NUM_EXAMPLES = {"ci": 500, "long": 5000}[SIZE]
 # Greater ones are valid and answered in their time: thousands of tokens of 32 choices.
 MOST = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "n": 3}
 MESSAGES = "/v1/messages"
+TOKENIZE = "/tokenize"
 Sender = Callable[[Case], Any]
 CHECKS = [not_a_server_error, status_code_conformance]
 SCHEMA = response_schema_conformance
@@ -104,6 +105,8 @@ def test_every_operation(cluster, subtests):
         for operation in operations:
 
             def send(case: Case, of_operation: Counter[int] = statuses[operation.path]) -> Any:
+                if case.operation.path == TOKENIZE and isinstance(case.body, dict):
+                    case.body.pop("max_tokens", None)  # of `shortened`; nothing is generated
                 response = case.call(base_url=cluster.url, session=session, timeout=60)
                 of_operation[response.status_code] += 1
                 return response
