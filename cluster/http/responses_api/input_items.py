@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import Field, WithJsonSchema
 
 from quire.cluster.api_common.front_end import ROLES
@@ -172,6 +173,7 @@ def _add(conversation: _Conversation, raw: dict[str, Any], where: str) -> None:
         case InputReasoning(content=content, summary=summary):
             conversation.reasoning(_PARAGRAPH.join(part.text for part in content or summary or ()))
         case InputCall() as call:
+            _check_arguments(call.arguments, f"{where}.arguments")
             conversation.call(call.call_id, model_name(call.namespace, call.name), call.arguments)
         case InputCallOutput(call_id=call_id, output=output):
             if call_id not in conversation.call_ids:
@@ -180,6 +182,18 @@ def _add(conversation: _Conversation, raw: dict[str, Any], where: str) -> None:
                     field=f"{where}.call_id",
                 )
             conversation.output(call_id, _joined(output))
+
+
+def _check_arguments(text: str, field: str) -> None:
+    """Refuse arguments that the router would refuse, but by the client's name of the field."""
+    try:
+        is_object = not text or isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        is_object = False
+    if not is_object:
+        raise InvalidRequest(
+            f"{field} must be the JSON text of an object, got {described(text)}", field=field
+        )
 
 
 def _parse(raw: dict[str, Any], where: str) -> InputItem:

@@ -169,6 +169,8 @@ def test_an_answers_output_can_be_sent_back(client, service) -> None:
             "files are not served",
         ),
         ({**CALL, "arguments": {}}, "input[0].arguments", "a string, got an object"),
+        ({**CALL, "arguments": "[1]"}, "input[0].arguments", "the JSON text of an object, got '[1]'"),
+        ({**CALL, "arguments": '{"a'}, "input[0].arguments", "the JSON text of an object"),
         ({**CALL, "caller": {"type": "program", "caller_id": "x"}}, "input[0].caller.type", "'direct', got 'program'"),
         (
             {"type": "reasoning", "summary": [{"type": "text", "text": ""}]},
