@@ -62,7 +62,7 @@ class _Message(Strict):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
 
 
-class InputMessage(_Message):
+class TextMessage(_Message):
     """A message of the system (developer is served as system) or the user."""
 
     role: Literal["system", "developer", "user"]
@@ -91,7 +91,7 @@ class ToolResult(_Message):
     tool_call_id: str = Field(description="Id of the call in an earlier message.", min_length=1)
 
 
-_MESSAGES = (InputMessage, EarlierAnswer, ToolResult)
+_MESSAGES = (TextMessage, EarlierAnswer, ToolResult)
 # Models that the OpenAPI document of the body refers to by name only.
 DOCUMENTED = (*_MESSAGES, ChatTool, NamedTool, AllowedToolChoice)
 _MESSAGE_SCHEMA = {"oneOf": [{"$ref": f"#/components/schemas/{m.__name__}"} for m in _MESSAGES]}

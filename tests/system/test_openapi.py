@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.chaos,
     pytest.mark.timeout(600 if SIZE == "ci" else 3600),
 ]
-# Of each operation. With 18 operations this is as much as 500 of 10 were.
+# Of each operation; 15 operations times 300 are what 9 times 500 were.
 NUM_EXAMPLES = {"ci": 300, "long": 5000}[SIZE]
 # Greater ones are valid and answered in their time: thousands of tokens of 32 choices.
 MOST = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "n": 3}

@@ -47,7 +47,7 @@ ROUTES = routes_of(build_app(lambda: None, max_body_bytes=1000, apis=APIS))
 @pytest.fixture
 def http(service, keys) -> Iterator[httpx.Client]:
     access = keys.access()
-    with serving(service, get_access=lambda: access, echo_request_id=True) as client:
+    with serving(service, apis=APIS, get_access=lambda: access, echo_request_id=True) as client:
         client.access = access
         yield client
 
@@ -163,7 +163,7 @@ def test_without_a_key_health_and_readiness_have_no_detail(http, keys, service):
 def test_a_preflight_needs_no_key_and_refusals_can_be_read_by_pages(service, keys):
     access = keys.access()
     origin = "https://chat.example.com"
-    with serving(service, get_access=lambda: access, cors_origins=[origin]) as http:
+    with serving(service, apis=APIS, get_access=lambda: access, cors_origins=[origin]) as http:
         asked = {
             "origin": origin,
             "access-control-request-method": "POST",

@@ -731,7 +731,8 @@ def test_every_method_has_a_rule() -> None:
 async def outcome(channel: grpc.aio.Channel, method: Any, *metadata: tuple[str, str]) -> Any:
     """The status of one call of a method: OK if it gets an answer."""
     path = f"/{method.containing_service.full_name}/{method.name}"
-    asked = request() if method.input_type.name == "GenerateRequest" else None
+    text = generation_pb2.TokenizeRequest(prompt="once upon")
+    asked = {"GenerateRequest": request(), "TokenizeRequest": text}.get(method.input_type.name)
     kind = channel.unary_stream if method.server_streaming else channel.unary_unary
     call = kind(path, request_serializer=lambda _: asked.SerializeToString() if asked else b"")(
         b"", metadata=metadata, timeout=10
