@@ -26,7 +26,7 @@ TOO_LONG = "prompt is too long"
 def error_form(
     status: int, code: str, message: str, request_id: str
 ) -> tuple[int, dict[str, str], dict[str, Any]]:
-    """Return Anthropic's status, headers and body of an error; an `http_api.ErrorForm`."""
+    """Return Anthropic's status, headers and body of an error; an `error_response.ErrorForm`."""
     status = 529 if code == Overloaded.code else _STATUSES.get(status, status)
     if code == ContextLengthExceeded.code:
         message = f"{TOO_LONG}: {message}"

@@ -20,6 +20,8 @@ from quire.cluster.app import APIS
 from quire.cluster.auth.access_rules import HTTP_RULES, Right
 from quire.cluster.http.http_answers import ErrorAnswer
 from quire.cluster.http.http_api import build_app
+from quire.cluster.http.messages_api import messages_routes
+from quire.cluster.http.messages_api.messages_answers import MessagesError
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}
@@ -57,8 +59,12 @@ def check_error(response: httpx.Response, status: int, code: str) -> str:
     assert response.status_code == status, (response.request, response.text)
     if response.request.method == "HEAD":
         return ""
-    error = ErrorAnswer.model_validate(response.json()).error
-    assert error.code == code
+    if response.url.path.startswith(messages_routes.PATH):
+        error = MessagesError.model_validate(response.json()).error
+        assert error.type == {401: "authentication_error", 403: "permission_error"}[status]
+    else:
+        error = ErrorAnswer.model_validate(response.json()).error
+        assert error.code == code
     assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
     assert response.headers["x-request-id"]
     return error.message
