@@ -92,7 +92,7 @@ def test_grpc(cluster, generation, fields, code, words, streaming):
 
 
 def test_a_path_and_a_method_that_are_not_served_get_those_that_are(cluster):
-    status, answer = post(f"{cluster.url}/v1/responses", b"{}")
+    status, answer = post(f"{cluster.url}/v1/embeddings", b"{}")
     assert (status, answer["error"]["code"]) == (404, "not_found")
     assert "POST /v1/chat/completions" in answer["error"]["message"]
     with cluster.channel() as channel, pytest.raises(grpc.RpcError) as caught:
