@@ -68,6 +68,35 @@ SCHEMAS = st.sampled_from(
         {"pattern": "("},
     ]
 )
+FUNCTION_NAMES = st.sampled_from(["weather", "", "a b"]) | TEXT
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "id": TEXT | JUNK,
+            "type": st.just("function") | JUNK,
+            "function": st.fixed_dictionaries(
+                {"name": FUNCTION_NAMES, "arguments": st.just('{"city": "Oslo"}') | TEXT | JUNK}
+            ),
+        }
+    ),
+    max_size=2,
+)
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "type": st.just("function") | JUNK,
+            "function": st.fixed_dictionaries(
+                {"name": FUNCTION_NAMES},
+                optional={
+                    "description": TEXT | JUNK,
+                    "parameters": SCHEMAS,
+                    "strict": st.booleans() | JUNK,
+                },
+            ),
+        }
+    ),
+    max_size=3,
+)
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {},
@@ -77,6 +106,9 @@ MESSAGES = st.lists(
             | st.lists(st.fixed_dictionaries({"type": TEXT | st.just("text"), "text": TEXT}))
             | JUNK,
             "name": TEXT,
+            "tool_calls": CALLS | JUNK,
+            "tool_call_id": TEXT | JUNK,
+            "reasoning_content": TEXT | JUNK,
         },
     ),
     max_size=4,
@@ -85,6 +117,10 @@ PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["embedded", "other", ""]),
     "prompt": TEXT | TOKEN_IDS | st.lists(TEXT, max_size=2) | st.lists(TOKEN_IDS, max_size=2),
     "messages": MESSAGES,
+    "tools": TOOLS,
+    "tool_choice": st.sampled_from(["auto", "none", "required", "x"])
+    | st.just({"type": "function", "function": {"name": "weather"}}),
+    "reasoning_effort": st.sampled_from(["none", "low", "high", "max", "x"]),
     "max_tokens": st.integers(-1, 6),
     "max_completion_tokens": st.integers(-1, 6),
     "n": st.integers(-1, 4),
@@ -260,6 +296,9 @@ def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         return st.floats() | st.floats(-3, 3)
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return st.booleans()
+    if kind == FieldDescriptor.CPPTYPE_ENUM:
+        # Unknown numbers too: a newer client's.
+        return st.integers(0, len(field.enum_type.values))
     assert kind == FieldDescriptor.CPPTYPE_STRING, field.full_name
     texts = {
         "json_schema": SCHEMAS.map(json.dumps) | TEXT,
@@ -267,6 +306,8 @@ def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         "grammar": GRAMMARS | TEXT,
         "role": st.sampled_from(["user", "assistant", "system", "tool", ""]),
         "model": st.sampled_from(["embedded", "", "other"]),
+        "parameters": SCHEMAS.map(json.dumps) | TEXT,
+        "arguments": st.sampled_from(['{"city": "Oslo"}', "{}", "[]", ""]) | TEXT,
     }
     return texts.get(field.name, TEXT)
 
