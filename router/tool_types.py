@@ -16,7 +16,7 @@ class Tool:
     description
         Text for the model; None: none was given.
     parameters
-        JSON schema of the arguments; None: none was given, so any object is valid.
+        JSON schema of the arguments; None: the function has no parameters.
     strict
         The arguments of each call follow `parameters`; the sampler excludes tokens that would violate it.
     """

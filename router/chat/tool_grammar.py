@@ -26,6 +26,11 @@ from quire.router.tool_types import Tool
 
 # Separators that templates write, with or without a space.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# Keywords of JSON Schema whose values are schemas, and names with schemas.
+_SCHEMAS = frozenset({"anyOf", "items", "oneOf", "prefixItems"})
+_MAPS_OF_SCHEMAS = frozenset({"$defs", "definitions", "properties"})
+# Keywords that say which further properties an object may have.
+_OPENNESS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 _HEAD = r"""%llguidance {}
 TEXT: /(.|\n)*/
 SPACE: /[ \r\n\t]{0,4}/
@@ -189,7 +194,29 @@ def _answer_symbols(answer: Grammar) -> str:
 def _arguments(tool: Tool) -> dict[str, Any]:
     """Return the JSON schema of a tool's arguments. If the tool is not strict, unknown keywords are ignored."""
     options = _JSON_OPTIONS if tool.strict else {**_JSON_OPTIONS, "lenient": True}
-    return {"type": "object", **(tool.parameters or {}), "x-guidance": options}
+    schema = {"type": "object", "properties": {}, **(tool.parameters or {})}
+    return {**_closed(schema), "x-guidance": options}
+
+
+def _closed(schema: Any) -> Any:
+    """Return a JSON schema whose objects have only the properties that it declares, unless it says otherwise.
+
+    By JSON Schema any other property is valid too. A small model may then write properties without end, and a function
+    does not expect them. Parts of an `allOf` stay open: each sees the properties of the others.
+    """
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, Mapping) or "allOf" in schema:
+        return schema
+    closed: dict[str, Any] = dict(schema)
+    for key in _SCHEMAS & closed.keys():
+        closed[key] = _closed(closed[key])
+    for key in _MAPS_OF_SCHEMAS & closed.keys():
+        if isinstance(closed[key], Mapping):
+            closed[key] = {name: _closed(one) for name, one in closed[key].items()}
+    if "properties" in closed and not _OPENNESS & closed.keys():
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _quoted(text: str) -> list[str]:

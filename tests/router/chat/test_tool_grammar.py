@@ -239,6 +239,34 @@ def test_a_call_or_an_answer_in_the_response_format():
     assert caught.value.field == "guide"
 
 
+def test_arguments_have_only_declared_properties_unless_the_schema_says_otherwise():
+    """By JSON Schema any property is valid that the schema does not mention."""
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "at": {"anyOf": [point, {"type": "null"}]},
+            "more": {**point, "additionalProperties": True},
+            "way": {"type": "array", "items": point},
+        },
+    }
+    call = '<tool_call>\n{"name": "go", "arguments": %s}\n</tool_call>'
+
+    def accepts(parameters: dict[str, Any] | None, arguments: str) -> bool:
+        sampler = Sampler([], True)
+        grammar = grammar_of("hermes", sampler, [Tool("go", None, parameters)], is_parallel=False)
+        matcher, _ = sampler.matcher(grammar)
+        ids = sampler.tokenizer.encode(call % arguments, add_special_tokens=False).ids
+        return matcher.validate_tokens(ids) == len(ids)
+
+    assert accepts(schema, '{"at": {"x": 1}, "way": [{"x": 2}]}')
+    assert accepts(schema, '{"more": {"x": 1, "y": 2}}')
+    assert not accepts(schema, '{"at": {"x": 1, "y": 2}}')
+    assert not accepts(schema, '{"way": [{"y": 2}]}')
+    assert not accepts(schema, '{"where": 1}')
+    assert accepts(None, "{}") and not accepts(None, '{"where": 1}')
+
+
 def test_a_client_cannot_change_the_options_of_its_schema():
     schema = {**NOTHING, "x-guidance": {"whitespace_flexible": True}}
     sampler = Sampler([], True)
