@@ -83,6 +83,16 @@ async def stream(service: RouterService, prompt: str, begun: asyncio.Event) -> l
     return parts
 
 
+async def begins(event: asyncio.Event, task: asyncio.Task) -> None:
+    """Wait for a stream's first byte. A stream that fails before it raises here, instead of never setting the event."""
+    waiting = asyncio.ensure_future(event.wait())
+    await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
+    if not event.is_set():
+        waiting.cancel()
+        await task
+        raise AssertionError("the stream ended without a byte")
+
+
 @pytest.mark.parametrize("policy", ["slo", "round_robin"])
 def test_tokens_come_while_no_timer_fires(runner, replicas, policy):
     async def run() -> None:
@@ -102,15 +112,15 @@ def test_tokens_come_while_no_timer_fires(runner, replicas, policy):
             timer = loop.create_task(asyncio.sleep(0.001))
             alone = asyncio.Event()
             first = loop.create_task(stream(service, "A lone request", alone))
-            await alone.wait()  # on an idle engine
+            await begins(alone, first)  # on an idle engine
             begun = [asyncio.Event() for _ in range(6)]
             prompts = [f"{i} {LONG if i % 2 else 'short'}" for i in range(6)]
             others = [  # While another one runs.
                 loop.create_task(stream(service, prompt, event))
                 for prompt, event in zip(prompts, begun, strict=True)
             ]
-            for event in begun:
-                await event.wait()
+            for event, task in zip(begun, others, strict=True):
+                await begins(event, task)
             answers = await asyncio.gather(first, *others)
             assert not given_up.is_set(), "something waited on a timer"
             assert not timer.done(), "the clock did not stand still"
