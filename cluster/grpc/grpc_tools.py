@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import orjson
-
 from quire.protos import generation_pb2 as generation
-from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import at_most
 from quire.router.chat.tool_checks import MAX_TOOLS, MAX_TOOLS_BYTES
+from quire.router.text.template_kwargs import json_object
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 
 # Values in the schemas of all tools together. Parsing takes at most 0.4 us for each.
@@ -60,25 +58,11 @@ def _tools(tools: Sequence[generation.Tool]) -> tuple[Tool, ...]:
         Tool(
             tool.name,
             tool.description or None,
-            _schema(tool.parameters, f"tools[{i}].parameters") if tool.parameters else None,
+            json_object(tool.parameters, f"tools[{i}].parameters") if tool.parameters else None,
             tool.strict,
         )
         for i, tool in enumerate(tools)
     )
-
-
-def _schema(text: str, field: str) -> dict[str, Any]:
-    try:
-        schema = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"{field} must be the text of a JSON object: {error}", field=field
-        ) from None
-    if not isinstance(schema, dict):
-        raise InvalidRequest(
-            f"{field} must be the text of a JSON object, got {type(schema).__name__}", field=field
-        )
-    return schema
 
 
 def _tool_choice(chat: generation.ChatMessages) -> ToolChoice | None:

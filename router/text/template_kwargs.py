@@ -77,17 +77,28 @@ def parse_template_kwargs(text: str, field: str = "chat_template_kwargs") -> dic
             f"{field} must have at most {MAX_JSON_BYTES} characters of JSON, got {len(text)}",
             field=field,
         )
+    return json_object(text, field)
+
+
+def json_object(text: str, field: str) -> dict[str, Any]:
+    """Return the JSON object that a field holds as text.
+
+    Raises
+    ------
+    InvalidRequest
+        The text is not a JSON object.
+    """
     try:
-        kwargs = orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(
             f"{field} must be the text of a JSON object: {error}", field=field
         ) from None
-    if not isinstance(kwargs, dict):
+    if not isinstance(value, dict):
         raise InvalidRequest(
-            f"{field} must be the text of a JSON object, got {type(kwargs).__name__}", field=field
+            f"{field} must be the text of a JSON object, got {type(value).__name__}", field=field
         )
-    return kwargs
+    return value
 
 
 def _check_name(name: Any, field: str) -> None:
