@@ -18,6 +18,7 @@ import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from quire.cluster.auth.access_rules import Right
+from quire.protos.unique_keys import parse_json, parse_yaml
 
 # About 4,000 keys. Parsing this much JSON holds the interpreter for about 10 ms.
 MAX_FILE_BYTES = 1 << 20
@@ -122,11 +123,14 @@ def parse_keys(data: Any) -> list[KeyEntry]:
 def _decoded(raw: bytes) -> Any:
     try:
         text = raw.decode()
-        return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+        return parse_json(text) if text.lstrip().startswith("{") else parse_yaml(text)
     except UnicodeDecodeError:
         raise KeyFileError("must be UTF-8") from None
     except json.JSONDecodeError as error:
         raise KeyFileError(f"not valid JSON: line {error.lineno}: {error.msg}") from None
+    except ValueError:
+        # Without the name, which may be a key in the wrong place.
+        raise KeyFileError("not valid JSON: an object has the same name twice") from None
     except yaml.YAMLError as error:
         # The error's text quotes the file, so the message has only the line.
         mark = getattr(error, "problem_mark", None)

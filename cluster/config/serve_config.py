@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from quire.cluster.config.config_problems import (
     problems_from,
 )
 from quire.cluster.config.default_config import APP_IMPORT_PATH
+from quire.protos import unique_keys
 
 _ROUTE_PREFIX = re.compile(r"/|/[^{}]*[^{}/]")
 
@@ -63,24 +64,6 @@ class ServeConfig:
 # --------------------------------------------------------------------------------------------------
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that refuses a key given twice: YAML forbids this, but PyYAML silently keeps the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        first_line: dict[Hashable, int] = {}
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
-                continue
-            line = key_node.start_mark.line + 1
-            if key_node.value in first_line:
-                message = (
-                    f"key {key_node.value!r} was given in line {first_line[key_node.value]} already"
-                )
-                raise yaml.constructor.ConstructorError(None, None, message, key_node.start_mark)
-            first_line[key_node.value] = line
-        return super().construct_mapping(node, deep)
-
-
 def parse_yaml(text: str) -> Any:
     """Parse one YAML document: plain data only, no key twice.
 
@@ -90,11 +73,7 @@ def parse_yaml(text: str) -> Any:
         If `text` is not YAML, with the line.
     """
     try:
-        loader = _UniqueKeyLoader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+        return unique_keys.parse_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else ""

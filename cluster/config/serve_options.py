@@ -11,6 +11,7 @@ import yaml
 from quire.cluster.config.app_config import EMBEDDED_MODEL, AppConfig, names_hub_model
 from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.config.default_config import default_config
+from quire.protos.unique_keys import parse_yaml
 
 _YAML = (".yaml", ".yml", ".json")
 # Option, path in the application's args, type, help.
@@ -125,7 +126,7 @@ def _put(args: dict[str, Any], path: str, value: Any) -> None:
 def _value(item: str, text: str) -> Any:
     """Parse a value as YAML: 2, 0.5, true, null, [a, b] or a text."""
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(
             [Problem("--set", f"{item}: the value is not valid YAML: {error}")]

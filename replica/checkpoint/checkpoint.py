@@ -7,13 +7,13 @@ checked here, because a wrong header would cause reads out of range later, or lo
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import platform
 import re
 from pathlib import Path
 from typing import Any
 
+from quire.protos.unique_keys import parse_json
 from quire.replica.checkpoint.model_spec import CheckpointError, read_json
 
 _DTYPE_BYTES = {
@@ -202,7 +202,7 @@ def check_header(file: Path) -> dict[str, Any]:
                 f"{file}: header length {length} does not fit a file of {size} bytes"
             )
         try:
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
         except ValueError as error:
             raise CheckpointError(f"{file}: header is not JSON: {error}") from error
     if not isinstance(header, dict):

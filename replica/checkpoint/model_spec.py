@@ -12,11 +12,11 @@ files.
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.protos.unique_keys import parse_json
 from quire.replica.checkpoint import fp8_checkpoint
 from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
 from quire.replica.checkpoint.rope_types import check_rope_types
@@ -137,7 +137,7 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     if optional and not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing") from None
     except (OSError, ValueError) as error:

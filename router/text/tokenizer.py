@@ -7,7 +7,6 @@ AutoTokenizer imports torch, which a router does not need.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from quire.protos.errors import ContextLengthExceeded, Overloaded, UnsupportedField
 from quire.protos.field_checks import utf8_len
+from quire.protos.unique_keys import parse_json
 from quire.router.text.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.text.special_tokens import GUARD, SpecialTokens
 from quire.router.text.token_cache import TokenCache, cuts_at_words, piece_pattern, split
@@ -437,7 +437,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
