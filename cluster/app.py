@@ -18,6 +18,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.context import _get_global_client
 
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.resources import device_of, lacking, num_gpus, reservations, reserved
@@ -89,6 +90,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
     ).bind(dataclasses.asdict(_engine_args(config, device)), config.engine.heartbeat_ms)
 
     max_body_bytes, http = config.router.max_body_bytes, config.http
+    allowed_hosts = _allowed_hosts(config)
     get_access = None if config.auth is None else this_access
 
     def http_app() -> Any:
@@ -97,6 +99,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
             max_body_bytes=max_body_bytes,
             keepalive_s=http.keepalive_s,
             cors_origins=http.cors_origins,
+            allowed_hosts=allowed_hosts,
             apis=APIS,
             get_access=get_access,
         )
@@ -117,6 +120,13 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         ray_actor_options=_actor_options(config.router_resources),
     )
     return router.bind(replica, config.model_dump())
+
+
+def _allowed_hosts(config: AppConfig) -> list[str]:
+    """Return the host names that requests may give: by default only this machine's if nothing else can connect."""
+    if config.http.allowed_hosts is not None:
+        return config.http.allowed_hosts
+    return [] if _get_global_client().http_config.host in LOOPBACK else ["*"]
 
 
 def _replica_class(config: AppConfig) -> type[Replica]:

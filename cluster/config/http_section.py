@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from quire.cluster.config.config_problems import shortened
 from quire.cluster.config.section import Section
 
+_HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 # The Origin header of a browser: scheme and host, and the port unless it is the scheme's default.
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
 
@@ -31,6 +32,15 @@ class HttpArgs(Section):
         "https://chat.example.com. '*' allows all pages. Browsers send no cookies. Default: none.",
     )
 
+    allowed_hosts: list[str] | None = Field(
+        default=None,
+        max_length=256,
+        description="Host names of this server, such as llm.example.com: a request that names another one in its "
+        "header Host is refused, so that no web page can pass this server off as its own (DNS rebinding). localhost "
+        "and IP addresses are always allowed. '*' allows all names. Default: no others if http_options.host is a "
+        "loopback address, else all.",
+    )
+
     @field_validator("cors_origins")
     @classmethod
     def _as_browsers_send_them(cls, origins: list[str]) -> list[str]:
@@ -41,3 +51,14 @@ class HttpArgs(Section):
                     f"one, such as 'https://chat.example.com', got {shortened(origin)}"
                 )
         return origins
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _names_without_port(cls, hosts: list[str] | None) -> list[str] | None:
+        for host in hosts or ():
+            if host != "*" and not _HOST.fullmatch(host):
+                raise ValueError(
+                    f"each host must be '*' or a name in lower case without a port, such as 'llm.example.com', got "
+                    f"{shortened(host)}"
+                )
+        return hosts

@@ -62,7 +62,7 @@ from quire.cluster.http.http_body import parse_body, refusal
 from quire.cluster.http.http_chats import DOCUMENTED, ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
-from quire.cluster.http.http_middleware import Boundary
+from quire.cluster.http.http_middleware import Boundary, HostCheck
 from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.cluster.http.http_tokenize import add_tokenize_routes
 from quire.cluster.http.json_body import read_json
@@ -101,6 +101,7 @@ def build_app(
     echo_request_id: bool = False,
     keepalive_s: float = 0.0,
     cors_origins: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = ("*",),
     apis: Sequence[AddRoutes] = (),
     get_access: Callable[[], AccessControl] | None = None,
 ) -> FastAPI:
@@ -118,6 +119,8 @@ def build_app(
         Interval of the comments that a stream sends until its first token; 0: no comments.
     cors_origins
         Origins of web pages that may use the API from scripts; `*`: all.
+    allowed_hosts
+        Names of this server in the header Host, besides localhost and IP addresses; `*`: all.
     apis
         Further APIs. A function that adds routes may also add to `app.state`: to `body_models` the models of its
         bodies, to `id_prefixes` the prefix of its answers' ids, to `error_forms` the form of its errors, by the path at
@@ -135,6 +138,8 @@ def build_app(
     if get_access is not None:
         # Below, every route gets the service as the request's key may use it.
         get_service = add_door(app, get_service, get_access)
+    if "*" not in allowed_hosts:
+        app.add_middleware(HostCheck, allowed=allowed_hosts)
     app.add_middleware(Boundary, echo_request_id=echo_request_id)
     if cors_origins:
         # Added last, so it is the outermost layer, and pages can read every response, errors included. Browsers send no

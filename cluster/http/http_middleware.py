@@ -10,6 +10,8 @@ two problems:
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -104,6 +106,43 @@ class Boundary:
             )
             if not started:
                 await answer(scope, receive, send_labelled)
+
+
+class HostCheck:
+    """Refuses requests that name an unknown host in the header Host.
+
+    A web page can make its own name resolve to this machine's address (DNS rebinding). To a browser this server then
+    belongs to the page, which may read every answer. Such a request names the page's host. IP addresses and localhost
+    belong to no page.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Iterable[str]):
+        self._app = app
+        self._allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            for name, value in scope["headers"]:
+                if name == b"host" and not self._is_known(value.decode("latin-1")):
+                    raise InvalidRequest(
+                        "the header Host must be localhost, an IP address or one of http.allowed_hosts, got "
+                        f"{value.decode('latin-1')[:64]!r}",
+                        field="host",
+                    )
+        await self._app(scope, receive, send)
+
+    def _is_known(self, value: str) -> bool:
+        host = _PORT.sub("", value).lower().rstrip(".")
+        if host in ("", "localhost") or host in self._allowed or "*" in self._allowed:
+            return True
+        try:
+            ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return False
+        return True
+
+
+_PORT = re.compile(r":[0-9]*\Z")
 
 
 def _with_one_label(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -84,7 +84,7 @@ def test_a_header_of_weights(tmp_path):
 def test_a_key_file_and_a_configuration(tmp_path, text: str):
     path = tmp_path / "keys"
     path.write_text(text)
-    with pytest.raises(KeyFileError, match="twice|not valid YAML: line 2"):
+    with pytest.raises(KeyFileError, match=r"twice|not valid YAML: line 2"):
         read_key_file(path)
     with pytest.raises(ValueError, match="'keys' was given in line 1 already"):
         serve_config.parse_yaml(text)
