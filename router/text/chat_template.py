@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import utf8_len
 from quire.router.text.chat_messages import check_messages, num_chars
-from quire.router.text.special_tokens import SpecialTokens
+from quire.router.text.special_tokens import SpecialTokens, guarded
 from quire.router.text.template_environment import iterates_content, make_environment
 from quire.router.text.template_sandbox import OutOfWork, Work
 from quire.router.text.tokenizer import load_special_tokens, read_json_object
@@ -290,7 +290,7 @@ def _with_end(message: dict[str, Any], tag: str) -> dict[str, Any]:
     """Return a message with a tag after its text."""
     content = message["content"]
     if isinstance(content, str):
-        return {**message, "content": content + tag}
+        return {**message, "content": guarded(content + tag)}
     if not content:
         raise InvalidRequest(
             "the last message has no text to continue: with continue_final_message, its content must have at least 1 "
@@ -298,7 +298,7 @@ def _with_end(message: dict[str, Any], tag: str) -> dict[str, Any]:
             field="continue_final_message",
         )
     *others, last = content
-    return {**message, "content": [*others, {**last, "text": last["text"] + tag}]}
+    return {**message, "content": [*others, {**last, "text": guarded(last["text"] + tag)}]}
 
 
 def _until_end(text: str, tag: str) -> str:
@@ -315,7 +315,9 @@ def _until_end(text: str, tag: str) -> str:
 
 def _join_parts(content: str | list[dict[str, str]]) -> str:
     """Join text parts with line breaks, as vLLM does, for a template that accepts only strings."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return guarded("\n".join(part["text"] for part in content))
 
 
 def _not_allowed(error: SecurityError) -> InvalidRequest:

@@ -28,6 +28,40 @@ from tokenizers import AddedToken, Tokenizer
 from quire.router.text.text_search import matches
 
 GUARD = "\ud800"
+# GUARD as `repr` and JSON in ASCII write it, behind an even number of backslashes.
+_ESCAPED_GUARD = re.compile(r"(?<!\\)((?:\\\\)*)\\ud800")
+
+
+class GuardedText(str):
+    """A text with GUARD, which its `repr` keeps: a template that writes a list or an object writes that."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return unescape_guards(super().__repr__())
+
+
+def guarded(text: str) -> str:
+    """Return the text as `GuardedText` if it has a GUARD. Texts in lists and objects of a template need it."""
+    return GuardedText(text) if GUARD in text else text
+
+
+def with_guards(value: Any) -> Any:
+    """Return a list or object whose guarded texts keep their guards when it is written; other values unchanged."""
+    if isinstance(value, (list, tuple)):
+        if any(type(item) is str and GUARD in item for item in value):
+            return type(value)([guarded(i) if type(i) is str else i for i in value])
+    elif isinstance(value, dict) and any(
+        type(item) is str and GUARD in item for pair in value.items() for item in pair
+    ):
+        keys, values = with_guards(list(value)), with_guards(list(value.values()))
+        return dict(zip(keys, values, strict=True))
+    return value
+
+
+def unescape_guards(text: str) -> str:
+    """Return the text with GUARD where it was escaped."""
+    return _ESCAPED_GUARD.sub(rf"\1{GUARD}", text)
 
 
 class SpecialTokens:
@@ -86,7 +120,7 @@ class SpecialTokens:
         if not places:
             return text
         cuts = [0, *sorted(places), len(text)]
-        return GUARD.join(text[start:end] for start, end in itertools.pairwise(cuts))
+        return GuardedText(GUARD.join(text[start:end] for start, end in itertools.pairwise(cuts)))
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a rendered template, [tokens] int32.

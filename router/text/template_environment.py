@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, ClassVar
@@ -14,10 +13,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from quire.router.text.special_tokens import GUARD
+from quire.router.text.special_tokens import unescape_guards
 from quire.router.text.template_sandbox import BoundedEnvironment, check_pattern
-
-_ASCII_GUARD = re.compile(r"(?<!\\)((?:\\\\)*)\\ud800")
 
 
 class _GenerationTag(Extension):
@@ -78,7 +75,7 @@ def make_environment(
             sort_keys=sort_keys,
         )
         # ASCII escapes would turn the guard character into plain text, and a guarded special token into a real one.
-        return _ASCII_GUARD.sub(rf"\1{GUARD}", text) if ensure_ascii else text
+        return unescape_guards(text) if ensure_ascii else text
 
     def bounded_range(*args: int) -> range:
         values = range(*args)

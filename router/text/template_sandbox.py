@@ -30,6 +30,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import LoopContext, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire.router.text.special_tokens import with_guards
+
 # Most bits of an integer.
 _MAX_BITS = 4096
 _MAX_EXPONENT = 64
@@ -215,6 +217,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self.work.read(len(value))
         elif isinstance(value, (list, tuple, dict)):
             self._check_text(self.work.size(value))
+            return with_guards(value)
         return value
 
     def _joined(self, values: list[Any]) -> str:
@@ -281,7 +284,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._make(_length(result))
         elif isinstance(result, (tuple, dict)):
             self._sized(result)
-        return result
+        return with_guards(result)
 
     def _bounded_arguments(
         self, name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -314,15 +317,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         num_jinjas = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             jinjas, args = args[:num_jinjas], args[num_jinjas:]
             args = self._bounded_filter(name, args, kwargs)
             result = function(*jinjas, *args, **kwargs)
             if isinstance(result, (str, list)):
                 self._make(_length(result))
-            return result
+            return with_guards(result)
 
-        return guarded
+        return counted
 
     def _bounded_filter(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -120,6 +120,48 @@ def test_all_parts_of_a_message_are_protected_and_json_in_ascii_too():
     assert json.loads(text[: text.rindex("]") + 1].replace(GUARD, ""))[0]["content"] == content
 
 
+@pytest.fixture(scope="module")
+def special() -> SpecialTokens:
+    return SpecialTokens(TextTokenizer.load(CHECKPOINT).backend)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages }}",
+        "{{ messages[0] }}",
+        "{{ messages | string }}",
+        "{{ messages ~ '' }}",
+        "{{ messages | join }}",
+        "{{ messages[0].items() | list }}",
+        "{{ messages | map(attribute='content') | list }}",
+        "{{ messages | map('string') | first }}",
+        "{{ '%s %r' % (messages, messages[0].content) }}",
+        "{{ '%s' | format(messages) }}",
+        "{{ '{} {!r}'.format(messages, messages[0].content) }}",
+        "{{ [messages[0].content | trim] }}",
+        "{{ {'a': messages[0].content ~ ' ', messages[0].content | trim: 1} }}",
+        "{{ (messages[0].content | trim, 1) }}",
+        "{{ dict(a=messages[0].content | trim) }}",
+        "{{ messages[0].content.split('&') }}",
+        "{{ messages[0].content.partition('&') }}",
+        "{{ [messages[0].content | trim] + ([messages[0].content | trim] * 2) }}",
+        "{% set ns = namespace(all=[]) %}{% for m in messages %}"
+        "{% set ns.all = ns.all + [m.content | trim] %}{% endfor %}{{ ns.all }}",
+        "{% for pair in messages[0] | dictsort %}{{ pair }}{% endfor %}",
+        "{{ messages[0].content | trim | list | batch(3) | list and messages | reverse | list }}",
+    ],
+)
+def test_a_template_that_writes_a_list_or_an_object_protects_its_texts(special, source):
+    """Python writes a guard in them as an escape, which would leave the token behind it unguarded."""
+    token = next(iter(special._ids))
+    content = f"& {token} \\{token} \\ud800 ' \" {token}"
+    for shape in (content, [{"type": "text", "text": content}] * 2):
+        text = ChatTemplate(source).render([{"role": "user", "content": shape}], special=special)
+        assert text.count(token) == text.count(GUARD + token) > 0
+        assert "\\ud800" + token not in text and not set(special.encode(text)) & {0, 1, 2}
+
+
 def test_a_lone_surrogate_in_a_message_is_refused_by_name():
     special = SpecialTokens(TextTokenizer.load(CHECKPOINT).backend)
     template = ChatTemplate("{{ messages[0].content }}")
