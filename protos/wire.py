@@ -128,6 +128,8 @@ class Submit(Message):
     alone: bool = False
     # Number of leading tokens of `prompt_ids` that the router expects in the replica's cache.
     num_expected_cached: int = 0
+    # The tenant of the caller's key, to which the cache is fair; empty without keys.
+    payer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

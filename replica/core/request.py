@@ -88,6 +88,8 @@ class Request:
         first new token has this output index.
     tenant
         Name of the tenant; tenants never share blocks.
+    payer
+        Who pays for its cached blocks (`kv_cache/block_eviction.py`); one for all tenants of a key's owner.
     source, stream_id
         Number of the router's attachment that receives the tokens, and number of its stream. The deltas of a step
         contain them as columns, so that no Python code runs per row.
@@ -124,6 +126,7 @@ class Request:
         credit_tokens: int | None = None,
         alone: bool = False,
         num_expected_cached: int = 0,
+        payer: str = "",
     ):
         self.key = key
         self.params = params
@@ -144,7 +147,7 @@ class Request:
         self.row = -1  # row of the request table while PREFILLING or DECODING
         self.arrival_index = -1  # position in the order of submission
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
-        self.chain = ContentChain(tenant)  # hashes of its full blocks
+        self.chain = ContentChain(tenant, payer)  # hashes of its full blocks
         # Number of leading prompt positions for which the log-probability of the next token has been reported.
         self.num_scored = 0
         self.num_indexed = 0  # number of leading blocks in the prefix cache, while it has a row

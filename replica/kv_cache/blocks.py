@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from quire.replica.kv_cache.block_eviction import EVICTION_ORDERS
+from quire.replica.kv_cache.block_eviction import make_order
 
 
 class IntegrityError(AssertionError):
@@ -41,9 +41,17 @@ class BlockManager:
         Called with each block before it is evicted.
     order
         Eviction order of cached blocks: `lru` or `most_recent` (`block_eviction.py`).
+    payer_of
+        Returns who pays for a block with known content, so that `lru` is fair to payers. None: one pays for all.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None], order: str = "lru"):
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int], None],
+        order: str = "lru",
+        payer_of: Callable[[int], str] | None = None,
+    ):
         if num_blocks < 0:
             raise ValueError(f"num_blocks must be >= 0, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -54,7 +62,7 @@ class BlockManager:
         self._has_content = bytearray(num_blocks)
         # A stack: the block that was freed last is allocated first.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached = EVICTION_ORDERS[order](num_blocks)
+        self._cached = make_order(order, num_blocks, payer_of)
 
     @property
     def num_free(self) -> int:

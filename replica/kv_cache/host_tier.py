@@ -58,7 +58,9 @@ class HostTier:
     """
 
     def __init__(self, num_blocks: int, prefix: PrefixCache):
-        self.blocks = BlockManager(num_blocks, on_evict=prefix.forget_host)
+        self.blocks = BlockManager(
+            num_blocks, on_evict=prefix.forget_host, payer_of=prefix.payer_of_host_block
+        )
         self._prefix = prefix
         self._planned = Transfers()
         # The copies of the steps in flight, oldest first.

@@ -91,6 +91,16 @@ class PrefixCache:
             raise IntegrityError(f"block {block} is not in the prefix index")
         return entry, entry.blocks.index(block)
 
+    def payer_of_block(self, block: int) -> str:
+        """Who pays for an indexed device block."""
+        entry = self._by_block[block]
+        return "" if entry is None else entry.payer
+
+    def payer_of_host_block(self, host_block: int) -> str:
+        """Who pays for an indexed host block."""
+        entry = self._by_host_block[host_block]
+        return "" if entry is None else entry.payer
+
     def match(
         self,
         token_ids: np.ndarray,
@@ -186,7 +196,7 @@ class PrefixCache:
         digest = digests[i] if i < len(digests) else chain.extend(token_bytes)
         entry = self._by_digest.get(digest)
         if entry is None:
-            entry = Entry(blocks, digest, token_bytes, chain.tenant, parent)
+            entry = Entry(blocks, digest, token_bytes, chain.tenant, parent, chain.payer)
             self._by_digest[digest] = entry
             for block in blocks:
                 self._by_block[block] = entry

@@ -35,10 +35,12 @@ def block_digest(parent: bytes, token_bytes: bytes, keyed: Any) -> bytes:
 class ContentChain:
     """The names of one sequence's full blocks; each is computed once."""
 
-    __slots__ = ("_keyed", "digests", "tenant")
+    __slots__ = ("_keyed", "digests", "payer", "tenant")
 
-    def __init__(self, tenant: str = ""):
+    def __init__(self, tenant: str = "", payer: str = ""):
         self.tenant = tenant
+        # Who pays for the blocks: one for all scopes of a key's tenant.
+        self.payer = payer
         # The tenant may not be validated yet, so any string must work.
         name = str(tenant).encode("utf-8", "surrogatepass")
         person = hashlib.blake2b(name, digest_size=16).digest()
@@ -67,6 +69,7 @@ class Entry:
         "num_rows",
         "on_device",
         "parent",
+        "payer",
         "routing_hashes",
         "routing_sum",
         "tenant",
@@ -81,6 +84,7 @@ class Entry:
         token_bytes: bytes,
         tenant: str,
         parent: Entry | None,
+        payer: str = "",
     ):
         # Whether the entry is in the index.
         self.alive = True
@@ -92,6 +96,7 @@ class Entry:
         # The block's token ids, block_size int32
         self.token_bytes = token_bytes
         self.tenant = tenant
+        self.payer = payer
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         # Entries that continue this one.

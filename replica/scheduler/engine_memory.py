@@ -57,7 +57,10 @@ class EngineMemory:
         )
         self.host = HostTier(config.num_host_blocks, self.prefix)
         self.blocks = BlockManager(
-            config.num_blocks, on_evict=self.host.take_evicted, order=config.demotion_order
+            config.num_blocks,
+            on_evict=self.host.take_evicted,
+            order=config.demotion_order,
+            payer_of=self.prefix.payer_of_block,
         )
         self.rows = RowTable(
             config.num_rows,

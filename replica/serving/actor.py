@@ -333,6 +333,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         credit_tokens=submit.credit_tokens,
         alone=submit.alone,
         num_expected_cached=submit.num_expected_cached,
+        payer=submit.payer,
     )
 
 

@@ -374,6 +374,8 @@ class Attempts:
             fork_of=fork_of,
             alone=self._crash_record.begin_attempt(num_emitted),
             num_expected_cached=num_cached,
+            # Without keys one pays for all: a client that sends many salts gains nothing.
+            payer="" if self._request.bill is None else self._request.bill.tenant,
         )
         self.current = router.transport.submit(submit, self.route)
         self.submitted.set()

@@ -124,6 +124,21 @@ def test_the_queue_is_fair_to_the_key_s_tenant(run):
     run(test)
 
 
+def test_the_cache_is_fair_to_the_key_s_tenant(run, transport):
+    """Not to a salt; and without keys one pays for all."""
+
+    async def test(door: Door) -> None:
+        for salt in ("", "x"):
+            await door.ask("a2", tenant=salt)
+        stream = await door.router.generate(request(tenant="salt"))
+        async for _ in stream:
+            pass
+        assert [submit.payer for submit in transport.submits] == ["team-a", "team-a", ""]
+        assert len({submit.tenant for submit in transport.submits}) == 3
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
