@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from quire.protos.unique_keys import parse_json
 from quire.replica.checkpoint import fp8_checkpoint
 from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
@@ -40,15 +42,26 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-# Entries of config.json that are not passed to transformers: they make it read or run other files, or enable its own
-# quantiser (Quire reads that entry into `ModelSpec.fp8`). Built-in classes do not need them.
+# Entries of config.json that are not passed to transformers: they make it read or run other files, enable its own
+# quantiser (Quire reads that entry into `ModelSpec.fp8`), load kernels from the hub, or are configurations that it
+# would use instead of the checked entries (`PretrainedConfig.get_text_config`). Built-in classes do not need them.
+# Neither do they need names that begin with an underscore or end with `_implementation`.
 _LEFT_OUT = (
     "auto_map",
     "configuration_files",
     "trust_remote_code",
     "quantization_config",
     "compression_config",
+    "use_kernels",
+    "kernel_config",
+    "custom_generate",
+    "text_config",
+    "decoder",
+    "generator",
+    "text_encoder",
+    "encoder",
 )
+_CHOICE = "_implementation"  # of attention, of experts: some are kernels of the hub
 
 
 class CheckpointError(ValueError):
@@ -102,7 +115,7 @@ class ModelSpec:
         architecture = _judge(raw)
         try:
             config = build_config(raw)
-        except (ValueError, TypeError, KeyError, OSError) as error:
+        except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
             raise CheckpointError(f"{path / 'config.json'}: {error}") from error
         _check_rope(config)
         heads = config.num_attention_heads
@@ -159,7 +172,11 @@ def build_config(raw: dict[str, Any]) -> PretrainedConfig:
         CONFIG_MAPPING,
     )  # takes seconds to import, so cheap checks come first
 
-    own = {name: copy.deepcopy(value) for name, value in raw.items() if name not in _LEFT_OUT}
+    own = {
+        name: copy.deepcopy(value)
+        for name, value in raw.items()
+        if name not in _LEFT_OUT and not name.startswith("_") and not name.endswith(_CHOICE)
+    }
     return CONFIG_MAPPING[raw["model_type"]].from_dict(own)
 
 

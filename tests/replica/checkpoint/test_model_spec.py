@@ -173,6 +173,7 @@ def test_rope_scaling_lengthens_the_context(checkpoint, rope, tokens):
         (dict(dtype="float64"), "float64"),
         (dict(eos_token_id=173), "eos_token_id 173"),
         (dict(num_hidden_layers=0), "num_layers"),
+        (dict(num_hidden_layers="two"), "num_hidden_layers"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(checkpoint, entries, message):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import sys
 
 import model_zoo
 import pytest
@@ -126,6 +128,54 @@ def test_code_that_is_never_read_does_not_matter(copy):
     assert resolve_checkpoint(str(copy)) == copy
     model = load_model(ModelSpec.from_checkpoint(copy), "cpu", "float32")
     assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_no_entry_of_a_configuration_runs_code_or_calls_a_server(copy, monkeypatch):
+    """Entries in which transformers looks for code or kernels, at the top and in configurations inside."""
+    calls = []
+    monkeypatch.setattr(socket.socket, "connect", lambda *args: calls.append(args) or 1 / 0)
+    code = {
+        "auto_map": {"AutoConfig": "evil/repo--modeling_x.Config", "AutoModel": "modeling_x.Model"},
+        "trust_remote_code": True,
+        "configuration_files": ["other.json"],
+        "custom_generate": "evil/repo",
+        "attn_implementation": "evil/kernels",
+        "_attn_implementation": "evil/kernels",
+        "_attn_implementation_internal": "evil/kernels",
+        "experts_implementation": "sonicmoe",  # of the hub's kernels
+        "_experts_implementation": "sonicmoe",
+        "use_kernels": True,
+        "kernel_config": {"RMSNorm": "evil/kernels:RMSNorm"},
+        "_name_or_path": "evil/repo",
+        "adapter_kwargs": {"_adapter_model_path": "evil/repo"},
+        "pretrained_backbone": "evil/repo",
+        "backbone": "evil/repo",
+        "use_timm_backbone": True,
+    }
+    inside = {**code, "model_type": "lightglue", "num_hidden_layers": 1, "hidden_act": "relu"}
+    names = (
+        "text_config",
+        "vision_config",
+        "audio_config",
+        "encoder",
+        "decoder",
+        "backbone_config",
+    )
+    config = json.loads((copy / "config.json").read_text())
+    evil = {**code, **config, **dict.fromkeys(names, inside)}
+    (copy / "config.json").write_text(json.dumps(evil))
+    (copy / "generation_config.json").write_text(json.dumps(code))
+    (copy / "tokenizer_config.json").write_text(json.dumps({**code, "tokenizer_class": "X"}))
+    (copy / "other.json").write_text("{}")
+    for name in ("modeling_x.py", "generate.py", "custom_generate.py", "conftest.py", "setup.py"):
+        (copy / name).write_text("raise SystemExit")
+    spec = ModelSpec.from_checkpoint(resolve_checkpoint(str(copy)))
+    model = load_model(spec, "cpu", "float32")
+    assert type(model).__name__ == "LlamaForCausalLM" and calls == []
+    left = {n for n in evil if "implementation" in n or "kernel" in n or "trust" in n}
+    built = model.config.to_dict()
+    assert not {n for n in left if built.get(n) == evil[n]} and model.config.hidden_act == "silu"
+    assert not [name for name in sys.modules if "modeling_x" in name]
 
 
 def test_the_configuration_that_was_judged_is_the_one_that_is_built(copy):
