@@ -41,6 +41,29 @@ def test_every_path_that_is_named_exists(path: Path):
     assert missing((ROOT / path).read_text()) == []
 
 
+TEST = re.compile(r"`(tests/[\w./]+\.py)::(\w+)")
+
+
+def missing_tests(text: str) -> list[str]:
+    """Tests that a text names as `tests/FILE.py::NAME` and that do not exist."""
+    return [
+        f"{path}::{name}"
+        for path, name in TEST.findall(text)
+        if not re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE)
+    ]
+
+
+def test_every_test_that_a_document_names_exists():
+    documents = [path for path in sources() if path.suffix == ".md"]
+    assert {
+        path: found for path in documents if (found := missing_tests((ROOT / path).read_text()))
+    } == {}
+    security = (ROOT / "docs/security.md").read_text()
+    rows = security.partition("## Known kinds of attack")[2].splitlines()[6:]
+    assert len(rows) > 20 and all(TEST.search(row) for row in rows)
+    assert missing_tests("`tests/test_named_paths.py::test_nothing`") != []
+
+
 def test_a_path_that_does_not_exist_is_found():
     assert missing("see `router/no_such_file.py`, `quire/replica/engine.py`") == [
         "router/no_such_file.py"

@@ -146,8 +146,8 @@ class MostRecentlyReleased:
 class FairLeastRecentlyUsed:
     """Evict the oldest block of the payer with most cached blocks. Operations are O(1), `pop` O(log payers) amortised.
 
-    A payer loses blocks to others only while it has as many as they, except in every `_OLDEST_EVERY`th eviction: it
-    takes the oldest block of all, so that payers that are gone do not keep their blocks for ever.
+    So a payer loses blocks to others only while no payer has more than it. Every `_OLDEST_EVERY`th eviction takes the
+    oldest block of all, so that a payer that has left loses its blocks too.
 
     Parameters
     ----------

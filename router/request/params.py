@@ -47,6 +47,9 @@ class Limits:
     max_prompt_choices: int = 256  # number of prompts in one request, multiplied by n
     max_messages: int = 4096
     max_message_parts: int = 4096  # parts of all messages together
+    # Log-probabilities of all choices of a request. An answer that is not streamed keeps each as an object of about
+    # 200 bytes.
+    max_scores: int = 4 << 20
     max_prompt_ids: int = 512 * 1024
 
 
@@ -109,6 +112,7 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
     check_sampling(request, INT32_MAX + 1, _NUMBERS)
     Range(1, limits.max_choices, is_integer=True).check("n", request.n)
     _check_prompts(request, limits)
+    _check_scores(request, limits)
     at_most("bad_words", len(request.bad_words), MAX_BAD_WORDS, "strings")
     for i, word in enumerate(request.bad_words):
         at_most(f"bad_words[{i}]", utf8_len(word, f"bad_words[{i}]"), MAX_BAD_WORD_BYTES, "bytes")
@@ -183,6 +187,8 @@ def resolve(
         "stop_token_ids", len(stop_ids), MAX_STOP_TOKEN_IDS, "ids, special tokens in stop included"
     )
     max_tokens = _resolve_max_tokens(request, defaults, num_prompt_tokens, max_model_len)
+    if request.max_tokens is None or request.fit_to_model:
+        max_tokens = min(max_tokens, max(1, limits.max_scores // _scores_per_token(request)))
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(
@@ -292,6 +298,22 @@ def _check_max_tokens(request: GenerationRequest) -> None:
             )
         return
     CLIENT_RANGES["max_tokens"].check("max_tokens", max_tokens)
+
+
+def _check_scores(request: GenerationRequest, limits: Limits) -> None:
+    max_tokens = request.max_tokens or 0
+    number = max_tokens * _scores_per_token(request) * max(1, len(request.prompts))
+    if number > limits.max_scores and request.logprobs is not None and not request.fit_to_model:
+        raise InvalidRequest(
+            "logprobs + 1, times max_tokens, times the number of choices of all prompts must be <= "
+            f"{limits.max_scores}, got {number}",
+            field="logprobs",
+        )
+
+
+def _scores_per_token(request: GenerationRequest) -> int:
+    """Return how many log-probabilities all choices of one prompt have at a position; 1 without any."""
+    return 1 if request.logprobs is None else request.n * (1 + request.logprobs)
 
 
 def _check_template_fields(request: GenerationRequest) -> None:

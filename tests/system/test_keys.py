@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,14 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2
-from live import Cluster, start_cluster, wait_until
+from live import Cluster, processes, start_cluster, wait_until
 
 from quire.cluster.app import APIS
 from quire.cluster.auth.access_rules import GRPC_RULES, HTTP_RULES, Right
 from quire.cluster.auth.key_file import new_key
 from quire.cluster.http.http_api import build_app
 from quire.cluster.local.ports import listeners
-from quire.protos import control_pb2, generation_pb2
+from quire.protos import control_pb2, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
 
@@ -46,7 +48,9 @@ def keyed(tmp_path_factory, secrets) -> Iterator[Cluster]:
     def change(config: dict) -> None:
         config["grpc_options"]["enable_reflection"] = False
         auth = {"key_file": secrets["file"], "usage_log_folder": str(folder / "usage")}
-        config["applications"][0]["args"] |= {"replicas": 1, "auth": auth}
+        router = {"decision_log_folder": str(folder / "decisions")}
+        args = {"replicas": 1, "auth": auth, "router": router}
+        config["applications"][0]["args"] |= args
 
     yield from start_cluster(folder, change, secrets["observe"])
 
@@ -175,3 +179,75 @@ def test_a_request_with_a_key_is_answered_and_logged(keyed, secrets):
         "generate",
     )
     assert line["prompt_tokens"] == usage["prompt_tokens"] and line["completion_tokens"] == 3
+
+
+def test_no_prompt_and_no_key_is_written(keyed, secrets, tmp_path):
+    """A canary in every place of every kind of request, and then all files and metrics of the cluster."""
+    prompt, key = "zq-prompt-canary", "sk-quire-key-canary"
+    part = {"type": "text", "text": prompt}
+    function = {"name": "f", "description": prompt, "parameters": {"description": prompt}}
+    chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2}
+    turn = {"model": "embedded", **chat, "system": prompt}
+    bodies = [
+        ("/v1/completions", {"prompt": prompt, "max_tokens": 2, "echo": True, "logprobs": 1}),
+        ("/v1/completions", {"prompt": prompt, "max_tokens": 2, "stop": [prompt], "user": prompt}),
+        ("/v1/completions", {"prompt": prompt, "structured_outputs": {"regex": f"{prompt}(" * 9}}),
+        ("/v1/completions", {"prompt": prompt, "structured_outputs": {"choice": [prompt]}}),
+        ("/v1/completions", {"prompt": prompt * 9000}),
+        ("/v1/completions", {"prompt": [prompt, 1]}),
+        ("/v1/completions", {"prompt": prompt, prompt: prompt}),
+        ("/v1/completions", {"prompt": prompt, "temperature": prompt}),
+        ("/v1/completions", {"prompt": prompt, "model": prompt}),
+        ("/v1/chat/completions", chat | {"tools": [{"type": "function", "function": function}]}),
+        ("/v1/chat/completions", chat | {"chat_template_kwargs": {"a": prompt}, "metadata": {"a": prompt}}),
+        ("/v1/chat/completions", {"messages": [{"role": prompt, "content": prompt, prompt: 1}]}),
+        ("/v1/chat/completions/render", chat),
+        ("/v1/messages", turn),
+        ("/v1/messages", turn | {"tools": [{"name": prompt, "input_schema": {prompt: prompt}}]}),
+        ("/v1/messages/count_tokens", {"model": "embedded", "messages": chat["messages"]}),
+        ("/v1/responses", {"input": prompt, "instructions": prompt, "store": False, "max_output_tokens": 2}),
+        ("/v1/responses", {"input": [{"type": prompt, "content": prompt}], "store": False}),
+        ("/tokenize", {"prompt": prompt}),
+    ]  # fmt: skip
+    good = {"authorization": f"Bearer {secrets['generate']}"}
+    statuses = []
+    with httpx.Client(base_url=keyed.url, timeout=60) as client:
+        for (path, body), stream in itertools.product(bodies, (False, True)):
+            asked = body | ({"stream": True} if stream and "v1" in path else {})
+            statuses.append(client.post(path, json=asked, headers=good).status_code)
+        for headers in (
+            {"authorization": f"Bearer {key}"},
+            {"x-api-key": key},
+            good | {"x-a": key},
+        ):
+            client.post("/v1/completions", json={"prompt": prompt}, headers=headers)
+            client.get(f"/v1/models/{prompt}?key={key}", headers=headers)
+        client.post("/v1/completions", content=f'{{"prompt": "{prompt}'.encode(), headers=good)
+        # A client that leaves.
+        body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body, headers=good) as response:
+            next(response.iter_lines())
+    for secret in (secrets["generate"], key):
+        with (
+            grpc.insecure_channel(f"127.0.0.1:{keyed.grpc_port}") as channel,
+            pytest.raises(grpc.RpcError),
+        ):
+            asked = generation_pb2.GenerateRequest(prompt=prompt, resume_from=prompt)
+            metadata = [("x-api-key", secret), ("x-request-id", "a")]
+            list(generation_pb2_grpc.GenerationStub(channel).Generate(asked, metadata=metadata))
+    assert statuses.count(200) >= 12 and statuses.count(400) >= 8, statuses
+    found = re.search(r"/\S*/session_[0-9_-]+", " ".join(processes(keyed).values()))
+    session = Path(found[0])
+    usage = Path(keyed.config["applications"][0]["args"]["auth"]["usage_log_folder"])
+    time.sleep(1)  # until the threads have written
+    files = [f for folder in (session, usage.parent) for f in folder.rglob("*") if f.is_file()]
+    routers = [f for f in files if "replica_quire_Router" in f.name and f.stat().st_size]
+    assert len(routers) >= 2 and any(usage in f.parents for f in files)
+    assert any("decisions" in str(f) for f in files)
+    words = [word.encode() for word in (prompt, key, *(secrets[r] for r in GRANTED))]
+    assert [(f, w) for f in files for w in words if w in f.read_bytes()] == []
+    metrics = httpx.get(
+        f"{keyed.url}/metrics", headers={"x-api-key": secrets["observe"]}, timeout=60
+    )
+    text = metrics.text + keyed.ray_metrics()
+    assert metrics.is_success and not [word for word in words if word.decode() in text]

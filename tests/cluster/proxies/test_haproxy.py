@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -321,6 +322,17 @@ def test_a_router_that_is_stopped_gets_no_request_after_3_s(two_servers):
 # --------------------------------------------------------------------------------------------------
 # What listens, what is counted
 # --------------------------------------------------------------------------------------------------
+
+
+def test_haproxy_has_no_known_hole(rendered):
+    """Ray chooses the version. QUIC (CVE-2026-33555, fixed in 2.8.20) and FastCGI (CVE-2026-55203) are not in use."""
+    told = subprocess.run([rendered.binary, "-vv"], capture_output=True, text=True).stdout
+    version = re.search(r"HAProxy version (\d+)\.(\d+)\.(\d+)", told)
+    assert tuple(map(int, version.groups())) >= (2, 8, 20)
+    assert "-QUIC" in re.search(r"Feature list : (.*)", told)[1].split()
+    for asked in rendered.asked.values():
+        text = Path(asked["path"]).read_text()
+        assert not re.search(r"quic[46]@|\bfcgi|proto fcgi", text)
 
 
 def test_haproxy_listens_on_the_loopback_alone(proxy):

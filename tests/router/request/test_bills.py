@@ -17,8 +17,15 @@ from quire.cluster.auth.key_ring import KeyRing
 from quire.cluster.auth.keyed_service import KeyedService
 from quire.cluster.auth.request_bill import Ledger
 from quire.cluster.auth.tenant_counters import TenantCounters
-from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, RateLimited
-from quire.router.types import GenerationRequest, Usage
+from quire.protos.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    RateLimited,
+)
+from quire.router.request import resume
+from quire.router.request.resume import EventIds
+from quire.router.types import GenerationRequest, Mark, Usage
 
 QUOTA = 10_000
 PROMPT = "The harbour at night, and the lighthouse above it. " * 6
@@ -105,6 +112,26 @@ def test_tenants_share_no_cache_and_keys_of_one_tenant_do(run):
         # The own salt divides a tenant's cache further.
         assert (await door.ask("a", tenant="salt")).cached_tokens == 0
         assert (await door.ask("a2", tenant="salt")).cached_tokens > 0
+
+    run(test)
+
+
+def test_an_event_id_is_of_no_use_to_another_tenant(run, transport):
+    """Not even with the same prompt, because its fingerprint covers the tenant. It names nothing to cancel."""
+
+    async def test(door: Door) -> None:
+        fields = {"prompt": PROMPT + "A secret."}
+        stream = await door.service("a").generate(request(**fields))
+        ids = EventIds(stream.origin, [Mark()])
+        events = [ids.after(delta) async for delta in stream]
+        await stream.aclose()
+        fields["resume_from"] = resume.parse(events[0], "resume_from")
+        num_submits = len(transport.submits)
+        with pytest.raises(InvalidRequest, match="this id belongs to another request"):
+            await door.ask("b", **fields)
+        assert len(transport.submits) == num_submits and door.used("b")[0] == 0
+        usage = await door.ask("a2", **fields)
+        assert usage.completion_tokens == stream.usage.completion_tokens
 
     run(test)
 

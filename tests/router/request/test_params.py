@@ -248,6 +248,24 @@ def test_a_list_of_prompts_has_a_bound_with_all_its_choices():
             check(request(**fields))
 
 
+def test_log_probabilities_have_a_bound_with_all_tokens_and_choices():
+    bound = 4 << 20
+    for fields in ({"n": 8}, {"n": 2, "prompt": None, "prompts": ("hi",) * 4}):
+        fields |= {"logprobs": 7}
+        check(request(max_tokens=bound // 64, **fields))
+        check(request(max_tokens=2**20, fit_to_model=True, **fields))
+        with pytest.raises(InvalidRequest, match=f"<= {bound}, got {bound + 64}") as caught:
+            check(request(max_tokens=bound // 64 + 1, **fields))
+        assert caught.value.field == "logprobs"
+    check(request(max_tokens=2**30, n=32))
+    # Without max_tokens an answer ends where its log-probabilities become too many.
+    asked = request(max_tokens=None, n=32, logprobs=20)
+    long = {"num_prompt_tokens": 10, "max_model_len": 1 << 20, "vocab_size": VOCAB_SIZE}
+    assert resolve(asked, GenerationDefaults(), **long).max_tokens == bound // (32 * 21)
+    without = request(max_tokens=None, n=32)
+    assert resolve(without, GenerationDefaults(), **long).max_tokens == (1 << 20) - 10
+
+
 def test_max_tokens_0_is_for_prompts_that_are_echoed():
     check(request(max_tokens=0, echo=True))
     with pytest.raises(InvalidRequest, match="or 0 together with echo, got 0"):
