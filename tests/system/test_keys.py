@@ -95,7 +95,10 @@ def test_every_route_of_every_door_needs_the_key_that_its_rule_names(keyed, secr
     for port in doors(keyed, "HTTP"):
         for (method, path), (headers, granted) in itertools.product(routes, callers(secrets)):
             url = f"http://127.0.0.1:{port}{path.partition('{')[0]}"
-            status = httpx.request(method, url, headers=headers, timeout=60).status_code
+            # Without TLS: to load the certificates for each request takes longer than the request.
+            status = httpx.request(
+                method, url, headers=headers, timeout=60, verify=False
+            ).status_code
             needed = HTTP_RULES[path]
             if needed is Right.OPEN:
                 right = status == 200
