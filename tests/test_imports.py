@@ -59,6 +59,7 @@ LAYERS = (
     "replica.runner.graphs",
     "replica.runner",
     "replica.startup",
+    "replica.proof",
     "replica",
     # Entries below may import ray.
     "replica.serving",
