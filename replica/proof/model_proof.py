@@ -21,10 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
 from quire.replica.kv_cache.groups import sequence_blocks
-from quire.replica.offline import RequestOutput
 from quire.replica.proof.tiny_config import VOCAB_SIZE, tiny_config
 
 _SEED = 5
@@ -40,12 +39,21 @@ _MAX_PARAMETERS = 20_000_000
 _TOLERANCE = {"cpu": 2e-3, "cuda": 1e-2}
 
 
+class ScoredOutput(Protocol):
+    """The part of `offline.RequestOutput` that a proof uses."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    prompt_logprobs: list[PromptLogprobs] | None
+
+
 class TinyEngine(Protocol):
     """The part of `replica.Engine` that a proof uses."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int = 1
-    ) -> list[RequestOutput]:
+    ) -> Sequence[ScoredOutput]:
         """Generate `n` outputs for each prompt."""
         ...
 
@@ -173,7 +181,7 @@ def _compare(engine: TinyEngine, model: torch.nn.Module, tolerance: float) -> st
     return None
 
 
-def _difference(output: RequestOutput, model: torch.nn.Module, tolerance: float) -> str | None:
+def _difference(output: ScoredOutput, model: torch.nn.Module, tolerance: float) -> str | None:
     """Compare the log-probabilities of one sequence, and whether each of its output tokens is the most likely one."""
     tokens = np.array(output.prompt_token_ids + output.token_ids)
     with torch.inference_mode():

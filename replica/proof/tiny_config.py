@@ -93,12 +93,12 @@ def _set_layers(tiny: dict[str, Any]) -> None:
         if isinstance(tiny.get(name), int):
             tiny[name] = min(tiny[name], 1)
     least = min(num_layers, max([_MIN_LAYERS, *(step + 1 for step in steps)]))
-    kept = {kinds.index(kind) for kind in kinds}
+    chosen = {kinds.index(kind) for kind in kinds}
     for layer in range(num_layers):
-        if len(kept) >= least:
+        if len(chosen) >= least:
             break
-        kept.add(layer)
-    kept = sorted(kept)[:_MAX_LAYERS]
+        chosen.add(layer)
+    kept = sorted(chosen)[:_MAX_LAYERS]
     for name in lists:
         tiny[name] = [tiny[name][layer] for layer in kept]
     if isinstance(tiny.get("mlp_only_layers"), list):

@@ -78,8 +78,8 @@ def _verdict(spec: ModelSpec, device: str, start: StartEngine) -> str | None:
     began = time.perf_counter()
     try:
         entries = tiny_entries(spec)
-        file = _folder() / f"{_key(entries, device)}.json"
-        known = _read(file)
+        key = _key(entries, device)
+        known = _read(key)
         if known is not None:
             return known["difference"]
         difference = find_difference(entries, device, start)
@@ -93,12 +93,14 @@ def _verdict(spec: ModelSpec, device: str, start: StartEngine) -> str | None:
         ) from error
     seconds = time.perf_counter() - began
     logger.info("proved %s on %s in %.1f s", spec.architecture, device, seconds)
-    _write(file, {"architecture": spec.architecture, "difference": difference})
+    _write(key, {"architecture": spec.architecture, "difference": difference})
     return difference
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire") / "proofs"
+def _file(key: str) -> Path:
+    """Return the file of a verdict. Raises RuntimeError if this user has no home folder."""
+    folder = os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire"
+    return Path(folder) / "proofs" / f"{key}.json"
 
 
 def _key(entries: dict[str, Any], device: str) -> str:
@@ -121,19 +123,22 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def _read(key: str) -> dict[str, Any] | None:
+    """Return a verdict, or None if there is none that can be read."""
     try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError):
+        value = json.loads(_file(key).read_text())
+    except (OSError, ValueError, RuntimeError):
         return None
     return value if isinstance(value, dict) and "difference" in value else None
 
 
-def _write(file: Path, verdict: dict[str, Any]) -> None:
+def _write(key: str, verdict: dict[str, Any]) -> None:
     try:
+        file = _file(key)
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Several replicas may write the same verdict at the same time.
         part = file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(verdict) + "\n")
         part.replace(file)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         logger.info("the verdict is not kept: %s", error)

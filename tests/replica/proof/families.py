@@ -12,7 +12,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 # All model types, in the installed version.
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 # What every checkpoint of a type states, and its class leaves open.
-_STATED = {"head_dim": 64, "n_shared_experts": 1, "eos_token_id": 2, "bos_token_id": 1}
+_STATED = {
+    "head_dim": 64,
+    "n_shared_experts": 1,
+    "n_routed_experts": 64,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
 
 
 def default_entries(model_type: str) -> dict[str, Any]:
@@ -21,6 +27,8 @@ def default_entries(model_type: str) -> dict[str, Any]:
     for name, value in _STATED.items():
         if name in config and (config[name] is None or name.endswith("token_id")):
             config[name] = value
+    if config.get("num_key_value_heads", 0) is None:
+        config["num_key_value_heads"] = config["num_attention_heads"]
     config["pad_token_id"] = None
     config |= {
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
