@@ -23,6 +23,7 @@ from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.config.default_config import to_yaml
 from quire.cluster.keys_command import add_keys
+from quire.cluster.model_command import add_model
 from quire.router.explain.decision_log import DecisionLogError
 from quire.router.policy.by_name import POLICY_NAMES
 
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     _add_router(commands)
     _add_serve(commands)
     add_keys(commands)
+    add_model(commands)
     add_bench(commands)
     arguments = parser.parse_args(argv)
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 import weakref
@@ -27,6 +28,7 @@ from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavail
 from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.wire import Hello, Load, SamplingParams
+from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import (
     LIGHT_FIELDS,
     EngineArgs,
@@ -63,6 +65,9 @@ class Engine:
         goes to `generate` and `stream`.
     flight_path
         File of the flight recorder. After a crash it names the requests that were running.
+    prove
+        Whether to compare a tiny model of the checkpoint's class with transformers first (`replica/proof`); False for
+        the engine of such a comparison.
 
     Raises
     ------
@@ -76,6 +81,7 @@ class Engine:
         *,
         on_output: Callable[[LoopOutput], None] | None = None,
         flight_path: Path | None = None,
+        prove: bool = True,
         **overrides: Any,
     ):
         if args is not None and overrides:
@@ -85,10 +91,16 @@ class Engine:
         self.startup_s: dict[str, float] = {}
         began = time.perf_counter()
         # Imports torch and transformers, which takes seconds, so `import quire.replica` does not do it.
+        from quire.replica.proof.verdicts import check_model
         from quire.replica.startup.runtime import load_runtime
 
         self.startup_s["imports"] = time.perf_counter() - began
-        runtime = load_runtime(args, self.startup_s)
+
+        def check(spec: ModelSpec, device: str) -> None:
+            if prove:
+                check_model(spec, device, functools.partial(Engine, prove=False))
+
+        runtime = load_runtime(args, self.startup_s, check)
         self.config: EngineConfig = runtime.config
         self.checkpoint: Path = runtime.checkpoint
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()

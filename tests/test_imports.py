@@ -59,6 +59,7 @@ LAYERS = (
     "replica.runner.graphs",
     "replica.runner",
     "replica.startup",
+    "replica.proof",
     "replica",
     # Entries below may import ray.
     "replica.serving",
@@ -100,6 +101,7 @@ TORCH = (
     "quire.kernels",
     "quire.replica.device",
     "quire.replica.model",
+    "quire.replica.proof",
     "quire.replica.runner",
     "quire.replica.sampling",
     "quire.replica.startup",
@@ -302,6 +304,7 @@ MAY_READ_ENVIRONMENT = {
     "quire.cluster.local.local_serve",
     "quire.cluster.local.serve_api",
     "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables
+    "quire.replica.proof.verdicts",  # the folder of a machine, not an option of an engine
 }
 
 
@@ -376,6 +379,7 @@ DEVICE_FLAGS = {"is_immediate", "is_cuda", "is_cpu", "is_on_gpu", "is_available"
 DEVICE_CHECKS = {
     "quire.replica.device.open_device": 2,  # the device, and memory of the KV pool on it
     "quire.replica.runner.runner": 3,  # the kernels; whether steps are computed or queued
+    "quire.replica.proof.verdicts": 1,  # on which devices a class is proven
     "quire.replica.startup.runtime": 1,  # whether memory is measured
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory

@@ -1,12 +1,12 @@
 """`ModelSpec`: shape and defaults of a checkpoint, read from its JSON files before any weight is loaded.
 
-Only architectures covered by the exactness tests are supported. Other architectures, and options of covered
-architectures that the tests do not cover, are rejected with an error that names them.
+A class of transformers is served if `quire.replica.proof` finds it exact. This module refuses what a proof cannot show:
+files of another form, values out of range, and options that change with the batch.
 
 transformers chooses a model's class by `model_type`, not by `architectures`, and a configuration can name other files
-to read (`configuration_files`) or code to run (`auto_map`). Therefore config.json is read once, here. `_judge` checks
-both names, and transformers builds its configuration from the same dictionary without the entries that refer to other
-files.
+to read (`configuration_files`) or code to run (`auto_map`). Therefore config.json is read once, here. transformers
+builds its configuration from the same dictionary without the entries that refer to other files, and `_judge`
+checks that the class which it will choose is the one in `architectures`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from huggingface_hub.errors import StrictDataclassError
 
 from quire.protos.unique_keys import parse_json
 from quire.replica.checkpoint import fp8_checkpoint
@@ -27,21 +25,6 @@ from quire.replica.kv_cache.groups import LayerGroup, group_layers
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Supported architectures, with their `model_type` in transformers.
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MistralForCausalLM": "mistral",
-    "Olmo2ForCausalLM": "olmo2",
-    "SmolLM3ForCausalLM": "smollm3",
-    "GraniteForCausalLM": "granite",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "GptOssForCausalLM": "gpt_oss",
-    "Phi3ForCausalLM": "phi3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
 # Entries of config.json that are not passed to transformers: they make it read or run other files, enable its own
 # quantiser (Quire reads that entry into `ModelSpec.fp8`), load kernels from the hub, or are configurations that it
 # would use instead of the checked entries (`PretrainedConfig.get_text_config`). Built-in classes do not need them.
@@ -62,6 +45,10 @@ _LEFT_OUT = (
     "encoder",
 )
 _CHOICE = "_implementation"  # of attention, of experts: some are kernels of the hub
+# Values of entries that make attention bidirectional.
+_NOT_CAUSAL = {"use_bidirectional_attention": True, "is_causal": False}
+# Names of the longest context in configurations of transformers.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 
 
 class CheckpointError(ValueError):
@@ -115,9 +102,12 @@ class ModelSpec:
         architecture = _judge(raw)
         try:
             config = build_config(raw)
-        except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
-            raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+        except Exception as error:  # each class of configuration checks its entries in its own way
+            raise CheckpointError(
+                f"{path / 'config.json'}: {type(error).__name__}: {error}"
+            ) from error
         _check_rope(config)
+        _check_names(config)
         heads = config.num_attention_heads
         generation = read_json(path / "generation_config.json", optional=True)
         top_k = generation.get("top_k")
@@ -127,7 +117,7 @@ class ModelSpec:
             raw_config=raw,
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=_intermediate_size(config),
             num_heads=heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -168,9 +158,7 @@ def build_config(raw: dict[str, Any]) -> PretrainedConfig:
     raw
         Checked config.json: `ModelSpec.raw_config`.
     """
-    from transformers import (
-        CONFIG_MAPPING,
-    )  # takes seconds to import, so cheap checks come first
+    from transformers import CONFIG_MAPPING
 
     own = {
         name: copy.deepcopy(value)
@@ -181,33 +169,35 @@ def build_config(raw: dict[str, Any]) -> PretrainedConfig:
 
 
 def _judge(raw: dict[str, Any]) -> str:
-    """Return the architecture if it is supported; uses only the entries of config.json."""
+    """Return the architecture; uses only the entries of config.json."""
+    # Imports take seconds, so `import quire.replica.checkpoint` does without.
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     named = raw.get("architectures") or []
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
-        code = (
-            "; config.json has auto_map: the model needs Python code from the checkpoint, which is never run"
-            if "auto_map" in raw
-            else ""
-        )
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+        raise CheckpointError(f"config.json: architectures is {named}, must be a list of one name")
+    model_type = raw.get("model_type")
+    code = (
+        "; config.json has auto_map: the model needs Python code from the checkpoint, which is never run"
+        if "auto_map" in raw
+        else ""
+    )
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise CheckpointError(
-            f"config.json: architectures is {named}; served, because tests prove them exact, are "
-            f"{', '.join(ARCHITECTURES)}{code}"
+            f"config.json: model_type is {model_type!r}, which the installed transformers does not have{code}"
         )
-    model_type = ARCHITECTURES[named[0]]
-    if raw.get("model_type") != model_type:
+    made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if named[0] != made:
         raise CheckpointError(
-            f"config.json: model_type is {raw.get('model_type')!r}, but {named[0]} has model_type {model_type!r}"
+            f"config.json: architectures is {named}, but the causal model of model_type {model_type!r} is {made}{code}"
         )
     _fp8(raw)
-    name, activation = "hidden_act", "silu"
-    if named[0].startswith("Gemma"):
-        name, activation = "hidden_activation", "gelu_pytorch_tanh"
-    if raw.get(name, activation) != activation:
-        raise CheckpointError(f"config.json: {name} is {raw[name]!r}, served is {activation!r}")
-    if raw.get("use_bidirectional_attention"):
-        raise CheckpointError(
-            "config.json: use_bidirectional_attention is true: only causal attention is served"
-        )
+    for name, refused in _NOT_CAUSAL.items():
+        if raw.get(name) is refused:
+            raise CheckpointError(
+                f"config.json: {name} is {str(refused).lower()}: only causal attention is served"
+            )
     return named[0]
 
 
@@ -226,6 +216,39 @@ def _check_rope(config: Any) -> None:
         check_rope_types(config)
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from error
+
+
+def _check_names(config: PretrainedConfig) -> None:
+    """Check that the configuration has the entries from which a spec is made."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError("config.json: is_encoder_decoder is true: only decoders are served")
+    for names in (
+        ("num_hidden_layers",),
+        ("hidden_size",),
+        ("num_attention_heads",),
+        ("vocab_size",),
+        _POSITIONS,
+    ):
+        if not any(isinstance(_entry(config, name), int) for name in names):
+            raise CheckpointError(
+                f"config.json: model_type {config.model_type!r} has no entry {' or '.join(names)} for all layers"
+            )
+
+
+def _entry(config: PretrainedConfig, name: str) -> Any:
+    """Return an entry that holds for all layers; None: there is none."""
+    try:
+        return getattr(config, name, None)
+    except (
+        RuntimeError
+    ):  # transformers raises a kind of it for an entry that differs between layers
+        return None
+
+
+def _intermediate_size(config: PretrainedConfig) -> int:
+    """Return the width of the feed-forward layers, for the memory of a step. Default: four times the hidden size."""
+    size = _entry(config, "intermediate_size")
+    return size if isinstance(size, int) else 4 * config.hidden_size
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
@@ -249,7 +272,7 @@ def _max_context(config: PretrainedConfig) -> int:
     Long-context recipes keep `max_position_embeddings` at the trained length and give a RoPE factor. llama3 rescales
     frequencies within the stated length. Gemma 3 states the scaled length.
     """
-    stated = config.max_position_embeddings
+    stated = next(n for n in (_entry(config, name) for name in _POSITIONS) if isinstance(n, int))
     rope = getattr(config, "rope_parameters", None) or {}
     if any(
         isinstance(value, dict) for value in rope.values()

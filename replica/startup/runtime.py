@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +35,19 @@ class Runtime:
     runner: Runner
 
 
-def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
+def load_runtime(
+    args: EngineArgs, startup_s: dict[str, float], check_model: Callable[[ModelSpec, str], None]
+) -> Runtime:
     """Load a model and warm up. Afterwards serving compiles nothing and touches no memory for the first time.
 
     Parameters
     ----------
     startup_s
-        Receives the seconds of the phases `checkpoint`, `load` (on a GPU including measurements) and `warm_up`.
+        Receives the seconds of the phases `checkpoint` (with the proof), `load` (on a GPU including measurements) and
+        `warm_up`.
+    check_model
+        Called with the checkpoint's shape and the kind of device (cpu or cuda) before weights are read; raises
+        CheckpointError for a model that the engine would compute otherwise than transformers.
 
     Raises
     ------
@@ -51,6 +58,7 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
     checkpoint = resolve_checkpoint(args.model, args.revision)
     spec = ModelSpec.from_checkpoint(checkpoint)
     config = resolve(args, spec, checkpoint)
+    check_model(spec, config.device)
     device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
     device.trim()  # frees memory cached by an earlier engine of this process

@@ -8,7 +8,8 @@ import shutil
 import model_zoo
 import pytest
 
-from quire.replica.checkpoint.model_spec import ARCHITECTURES, CheckpointError, ModelSpec
+from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
+from quire.replica.proof.verdicts import TESTED_FOR_GPU
 
 
 @pytest.fixture
@@ -50,9 +51,9 @@ def test_reads_each_layers_window(zoo, name, windows):
     assert ModelSpec.from_checkpoint(zoo(name)).windows == windows
 
 
-def test_every_served_architecture_is_covered_by_the_exactness_models(zoo):
+def test_the_classes_that_need_no_proof_on_a_gpu_are_those_of_the_zoo(zoo):
     built = {ModelSpec.from_checkpoint(zoo(name)).architecture for name in model_zoo.NAMES}
-    assert built == set(ARCHITECTURES)
+    assert built == TESTED_FOR_GPU
 
 
 def test_defaults_come_from_the_generation_config(checkpoint):
@@ -145,26 +146,20 @@ def test_rope_scaling_lengthens_the_context(checkpoint, rope, tokens):
             dict(architectures=["FooForCausalLM"], auto_map={"AutoModel": "x.Y"}),
             "FooForCausalLM.*auto_map.*never run",
         ),
-        # The class is chosen by model_type: another one would run under the served architecture's name.
+        # The class is chosen by model_type: another one would run under this architecture's name.
         (
             dict(model_type="lightglue", trust_remote_code=True),
-            "model_type is 'lightglue'.*'llama'",
+            "LlamaForCausalLM.*'lightglue' is None",
         ),
+        (dict(model_type="qwen2"), "LlamaForCausalLM.*'qwen2' is Qwen2ForCausalLM"),
+        (dict(model_type="unheard_of"), "model_type is 'unheard_of', which the installed transf"),
         (dict(model_type=None), "model_type is None"),
         (dict(architectures="LlamaForCausalLM"), "architectures is LlamaForCausalLM"),
         (dict(architectures=["BloomForCausalLM"]), "BloomForCausalLM"),
         (dict(architectures=[]), "architectures"),
         (dict(quantization_config={"quant_method": "awq"}), "quantization_config.*awq"),
-        (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (
-            dict(
-                architectures=["Gemma2ForCausalLM"],
-                model_type="gemma2",
-                hidden_activation="relu",
-            ),
-            "hidden_activation is 'relu', served is 'gelu_pytorch_tanh'",
-        ),
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (dict(is_causal=False), "is_causal is false"),
         (
             dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             "rope type 'dynamic'",

@@ -1,0 +1,166 @@
+"""The configuration of a tiny model of a checkpoint's own class: small sizes, every kind of layer and every flag kept.
+
+A tiny model shows how a class computes: which layers have a window, what rotates, what is scaled, where experts are
+chosen. It does not show whether large sizes work.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+# Sizes by the names that transformers' configurations have for them. A name that a configuration lacks is skipped.
+_WIDTHS = {
+    "intermediate_size": 96,
+    "ffn_hidden_size": 96,
+    "ffn_dim": 96,
+    "intermediate_size_mlp": 96,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 56,
+    "moe_shared_expert_intermediate_size": 56,
+    "shared_intermediate_size": 56,
+}
+_MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_WINDOWS = ("sliding_window", "window_size", "sliding_window_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_EXPERTS = (
+    "num_experts_per_tok",
+    "moe_k",
+    "moe_topk",
+    "num_experts_per_token",
+    "top_k_experts",
+)
+# Every n-th layer is of another kind.
+_STEPS = (
+    "decoder_sparse_step",
+    "moe_layer_interval",
+    "moe_layer_freq",
+    "interleave_moe_layer_step",
+)
+_FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+NUM_POSITIONS = 512
+WINDOW = 24
+VOCAB_SIZE = 173  # odd, so that the last vector of a row is not full
+_MIN_LAYERS = 3
+_MAX_LAYERS = 16
+_MAX_EXPERTS = 8
+_MAX_HEADS_PER_GROUP = 8
+
+
+def tiny_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a tiny model's configuration.
+
+    Parameters
+    ----------
+    config
+        All entries of the checkpoint's configuration, `PretrainedConfig.to_dict()`; unchanged.
+    """
+    tiny = copy.deepcopy(config)
+    _set_layers(tiny)
+    _set_heads(tiny)
+    _set_experts(tiny)
+    for name, width in _WIDTHS.items():
+        if isinstance(tiny.get(name), int):
+            tiny[name] = width
+        elif isinstance(tiny.get(name), list):
+            tiny[name] = [width] * len(tiny[name])
+    for name in _WINDOWS:
+        if tiny.get(name):
+            tiny[name] = WINDOW
+    _set_positions(tiny)
+    tiny["vocab_size"] = VOCAB_SIZE
+    for name, token in _TOKENS.items():
+        if tiny.get(name) is not None:
+            tiny[name] = token
+    tiny["dtype"] = "float32"
+    tiny.pop("torch_dtype", None)
+    return tiny
+
+
+def _set_layers(tiny: dict[str, Any]) -> None:
+    """Keep the first layer of each kind, and as many further ones as it takes for `_MIN_LAYERS` and every step."""
+    num_layers = tiny.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
+        return
+    lists = [
+        name for name, value in tiny.items() if isinstance(value, list) and len(value) == num_layers
+    ]
+    kinds = list(zip(*(map(str, tiny[name]) for name in lists), strict=True)) or [()] * num_layers
+    steps = [tiny[name] for name in _STEPS if isinstance(tiny.get(name), int)]
+    for name in _FIRST_LAYERS:
+        if isinstance(tiny.get(name), int):
+            tiny[name] = min(tiny[name], 1)
+    least = min(num_layers, max([_MIN_LAYERS, *(step + 1 for step in steps)]))
+    chosen = {kinds.index(kind) for kind in kinds}
+    for layer in range(num_layers):
+        if len(chosen) >= least:
+            break
+        chosen.add(layer)
+    kept = sorted(chosen)[:_MAX_LAYERS]
+    for name in lists:
+        tiny[name] = [tiny[name][layer] for layer in kept]
+    if isinstance(tiny.get("mlp_only_layers"), list):
+        tiny["mlp_only_layers"] = [
+            i for i, layer in enumerate(kept) if layer in tiny["mlp_only_layers"]
+        ]
+    tiny["num_hidden_layers"] = len(kept)
+    if isinstance(tiny.get("max_window_layers"), int):
+        tiny["max_window_layers"] = min(tiny["max_window_layers"], 1)
+    if isinstance(tiny.get("num_nextn_predict_layers"), int):
+        tiny["num_nextn_predict_layers"] = 0
+
+
+def _set_heads(tiny: dict[str, Any]) -> None:
+    """Keep the number of query heads per key head, and whether the heads together are as wide as the hidden state."""
+    heads = tiny.get("num_attention_heads")
+    hidden = tiny.get("hidden_size")
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return
+    kv_heads = tiny.get("num_key_value_heads") or heads
+    group = min(max(1, heads // kv_heads), _MAX_HEADS_PER_GROUP)
+    few = min(kv_heads, 2)
+    if tiny.get("num_key_value_heads") is not None:
+        tiny["num_key_value_heads"] = few
+    tiny["num_attention_heads"] = few * group
+    head_dim = tiny.get("head_dim")
+    # A quarter of it is still even, for those that rotate a part of each head.
+    small = 32 if few * group <= 8 else 16
+    is_other = isinstance(head_dim, int) and head_dim * heads != hidden
+    if isinstance(head_dim, int):
+        tiny["head_dim"] = small
+    tiny["hidden_size"] = few * group * small * (2 if is_other else 1)
+    if isinstance(tiny.get("query_pre_attn_scalar"), int | float):
+        tiny["query_pre_attn_scalar"] = small + 4
+
+
+def _set_experts(tiny: dict[str, Any]) -> None:
+    for name in _EXPERTS:
+        if isinstance(tiny.get(name), int) and tiny[name] > _MAX_EXPERTS:
+            tiny[name] = _MAX_EXPERTS
+    experts = next((tiny[name] for name in _EXPERTS if isinstance(tiny.get(name), int)), 0)
+    for name in _CHOSEN_EXPERTS:
+        if isinstance(tiny.get(name), int) and experts:
+            tiny[name] = max(1, min(tiny[name], experts // 2))
+    if isinstance(tiny.get("n_group"), int) and tiny["n_group"] > 1:
+        tiny["n_group"], tiny["topk_group"] = 2, 1
+
+
+def _set_positions(tiny: dict[str, Any]) -> None:
+    """Shorten the context, and the trained context within it by the same factor."""
+    stated = next(
+        (tiny[name] for name in _MAX_POSITIONS if isinstance(tiny.get(name), int)), NUM_POSITIONS
+    )
+    for name in _MAX_POSITIONS:
+        if isinstance(tiny.get(name), int):
+            tiny[name] = NUM_POSITIONS
+    rope = tiny.get("rope_parameters") or tiny.get("rope_scaling")
+    if not isinstance(rope, dict):
+        return
+    for entry in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        trained = entry.get("original_max_position_embeddings")
+        if isinstance(trained, int):
+            entry["original_max_position_embeddings"] = max(
+                8, NUM_POSITIONS * trained // max(stated, 1)
+            )

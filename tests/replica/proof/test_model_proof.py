@@ -1,0 +1,152 @@
+"""The proof accepts what the engine computes exactly, and refuses everything else by name."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+from families import MODEL_TYPES, default_entries, write_config
+
+from quire.cluster.cli import main
+from quire.replica import Engine
+from quire.replica.builtin_model import CHECKPOINT
+from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
+from quire.replica.proof import verdicts
+from quire.replica.proof.model_proof import find_difference, tiny_entries
+
+start = functools.partial(Engine, prove=False, num_threads=1)
+
+# One of each kind of structure: windows, soft caps, sinks, experts (grouped, shared, dense first layers), partial
+# rotation, parallel residual, biased LayerNorm, scaled logits, layers without rotation, multi-query.
+SERVED = (
+    *("llama", "gemma2", "gpt_oss", "mixtral", "glm4_moe", "cohere2", "phi", "granitemoeshared"),
+    *("exaone4", "ernie4_5_moe", "olmo3", "starcoder2", "gemma"),
+)
+
+
+def spec_of(tmp_path, model_type: str, **changes: object) -> ModelSpec:
+    entries = {**default_entries(model_type), **changes}
+    return ModelSpec.from_checkpoint(write_config(tmp_path / model_type, entries))
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_class_that_the_engine_computes_exactly_is_served(tmp_path, model_type):
+    spec = spec_of(tmp_path, model_type)
+    assert find_difference(tiny_entries(spec), "cpu", start) is None
+
+
+@pytest.mark.parametrize(
+    "model_type, changes",
+    [
+        # transformers' Llama ignores a window, and its spec believes it.
+        ("llama", dict(sliding_window=64, layer_types=["sliding_attention"] * 32)),
+        # Subtracts two attentions from each other.
+        ("diffllama", {}),
+    ],
+)
+def test_a_class_that_computes_something_else_is_refused(tmp_path, model_type, changes):
+    spec = spec_of(tmp_path, model_type, **changes)
+    difference = find_difference(tiny_entries(spec), "cpu", start)
+    assert difference is not None and "log-probability of token" in difference
+
+
+def test_cached_prompts_forks_and_preemption_are_part_of_the_proof(tmp_path):
+    """The tiny engine must really do what the proof claims to compare."""
+    seen = {}
+
+    class Watched(Engine):
+        def close(self):
+            state = self.snapshot()
+            seen["counters"] = self.call(lambda scheduler: scheduler.book.counters).result()
+            seen["copied"] = state["steps"]["tiers"]
+            super().close()
+
+    spec = spec_of(tmp_path, "llama")
+    run = functools.partial(Watched, prove=False, num_threads=1)
+    assert find_difference(tiny_entries(spec), "cpu", run) is None
+    assert seen["counters"].num_prefix_tokens_hit > 0
+    assert seen["counters"].num_preemptions > 0
+
+
+@pytest.fixture
+def checked(tmp_path, monkeypatch):
+    """A function that checks a spec and returns how many engines that started."""
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    started = []
+
+    def run(spec: ModelSpec, device: str = "cpu") -> int:
+        def count(**options):
+            started.append(options)
+            return start(**options)
+
+        before = len(started)
+        verdicts.check_model(spec, device, count)
+        return len(started) - before
+
+    return run
+
+
+def test_a_verdict_is_kept_and_belongs_to_the_flags_of_the_configuration(checked, tmp_path):
+    spec = spec_of(tmp_path, "qwen3")
+    assert checked(spec) == 1
+    assert checked(spec) == 0
+    # Another size gives the same tiny model, another flag does not.
+    sizes = dict(
+        hidden_size=8192, num_attention_heads=64, num_key_value_heads=64, num_hidden_layers=64
+    )
+    assert checked(spec_of(tmp_path / "wide", "qwen3", **sizes, layer_types=None)) == 0
+    assert checked(spec_of(tmp_path / "bias", "qwen3", attention_bias=True)) == 1
+
+
+def test_a_refusal_is_kept_too_and_names_class_and_difference(checked, tmp_path):
+    spec = spec_of(tmp_path, "diffllama")
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"DiffLlamaForCausalLM.*log-probability of token"
+        ):
+            checked(spec)
+    (file,) = (tmp_path / "cache" / "proofs").iterdir()
+    assert "log-probability" in json.loads(file.read_text())["difference"]
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_next_proof(checked, tmp_path):
+    (tmp_path / "cache").write_text("a file, not a folder")
+    spec = spec_of(tmp_path, "llama")
+    assert checked(spec) == 1
+    assert checked(spec) == 1
+
+
+def test_a_broken_verdict_is_proven_again(checked, tmp_path):
+    spec = spec_of(tmp_path, "llama")
+    assert checked(spec) == 1
+    (file,) = (tmp_path / "cache" / "proofs").iterdir()
+    file.write_text("{")
+    assert checked(spec) == 1
+    assert json.loads(file.read_text())["difference"] is None
+
+
+def test_the_built_in_model_needs_no_proof(checked):
+    assert checked(ModelSpec.from_checkpoint(CHECKPOINT)) == 0
+
+
+def test_an_engine_refuses_before_it_reads_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    folder = write_config(tmp_path / "doge", default_entries("doge"))
+    (folder / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+    with pytest.raises(CheckpointError, match="DogeForCausalLM"):
+        Engine(model=str(folder), device="cpu")
+
+
+def test_the_command_says_whether_a_model_is_served(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    served = write_config(tmp_path / "served", default_entries("olmo2"))
+    refused = write_config(tmp_path / "refused", default_entries("mamba"))
+    assert main(["model", "check", str(served)]) == 0
+    assert "Olmo2ForCausalLM: served on cpu" in capsys.readouterr().out
+    assert main(["model", "check", str(refused)]) == 1
+    assert "'mamba'" in capsys.readouterr().out
+
+
+def test_types_of_this_version_are_known():
+    assert set(SERVED) <= set(MODEL_TYPES)
