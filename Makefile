@@ -29,6 +29,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+NOT_COMPILED := /(tests?|testing|models|sympy|rllib|_inductor)/
 CONFIG ?= cluster.yaml
 ARGS ?=
 LOG ?=
@@ -36,7 +37,8 @@ SIZE ?= ci
 HERE := not gpu and not soak and not slow
 # Where tests start clusters, tests/chaos aside: collecting the others as well takes as long as starting one.
 CLUSTERS := tests/system tests/cluster/test_cli.py tests/router/request/test_disconnects.py
-ALONE := tests/perf
+# The files that have the mark: collecting all tests would take longer.
+ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -48,6 +50,7 @@ venv: $(INSTALLED)
 # with an index of CPU builds, 2.13.0+cpu satisfies ==2.13.0 and is preferred, and the second
 # command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
 # several GB. pip compiles files to bytecode in one process; compileall uses every core, and compiles Quire as well.
+# NOT_COMPILED has 40% of the libraries' code, and hardly anything of it is ever imported: Python compiles that then.
 # Some packages contain files that are no valid Python: compileall's exit status does not matter.
 $(INSTALLED): pyproject.toml setup.py $(wildcard kernels/cpu/native/* router/native/*)
 	@if ! "$(PYTHON)" -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
@@ -60,7 +63,7 @@ $(INSTALLED): pyproject.toml setup.py $(wildcard kernels/cpu/native/* router/nat
 		$(BIN)/python -m pip install --no-input --no-compile torch==2.13.0; \
 	fi
 	$(BIN)/python -m pip install --no-input --no-compile -e '.[dev,docs]'
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib cluster kernels protos replica router || true
+	$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib cluster kernels protos replica router || true
 	mkdir -p $(VENV)/source/quire && for folder in cluster kernels protos replica router; do \
 		ln -sfn "$(CURDIR)/$$folder" $(VENV)/source/quire/$$folder; done
 	echo "$(abspath $(VENV))/source" \

@@ -200,11 +200,14 @@ def test_every_folder_has_its_layer():
     assert {layer(module) for module in MODULES} - {""} <= set(LAYERS)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_imports_upward(module: str):
-    own = LAYERS.index(layer(module))
-    upward = [name for name in all_imports(module) if LAYERS.index(layer(name)) > own]
-    assert not upward
+def test_nothing_imports_upward():
+    levels = {module: LAYERS.index(layer(module)) for module in MODULES}
+    assert not [
+        f"{module} imports {name}"
+        for module in MODULES
+        for name in all_imports(module)
+        if levels[name] > levels[module]
+    ]
 
 
 def test_no_modules_import_one_another():
@@ -225,15 +228,23 @@ def test_no_two_modules_have_the_same_name():
 FOLDERS = {path.parent for path in (*MODULES.values(), *(ROOT / "tests/perf").rglob("*.py"))}
 
 
-@pytest.mark.parametrize("folder", sorted(FOLDERS), ids=lambda f: f.relative_to(ROOT).as_posix())
-def test_a_folder_has_few_modules(folder: Path):
-    modules = {path.stem for path in folder.glob("*.py") if "_pb2" not in path.name}
-    assert len(modules - {"__init__"}) <= MAX_MODULES
+def test_a_folder_has_few_modules():
+    counts = {
+        str(folder): len(
+            {path.stem for path in folder.glob("*.py") if "_pb2" not in path.name} - {"__init__"}
+        )
+        for folder in FOLDERS
+    }
+    assert not {folder: count for folder, count in counts.items() if count > MAX_MODULES}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if "_pb2" not in name])
-def test_a_module_is_short(module: str):
-    assert len(MODULES[module].read_text().splitlines()) <= MAX_LINES
+def test_a_module_is_short():
+    counts = {
+        module: len(path.read_text().splitlines())
+        for module, path in MODULES.items()
+        if "_pb2" not in module
+    }
+    assert not {module: count for module, count in counts.items() if count > MAX_LINES}
 
 
 def test_mypy_is_strict_where_policy_is():
@@ -244,10 +255,13 @@ def test_mypy_is_strict_where_policy_is():
     assert set(strict) == {f"quire.{name}.*" for name in {"protos", *policy} - NO_POLICY}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_loads_only_what_it_may(module: str):
-    too_heavy = chains(module).keys() - allowed(module)
-    assert not too_heavy, [chains(module)[library] for library in too_heavy]
+def test_a_module_loads_only_what_it_may():
+    assert not [
+        chain
+        for module in MODULES
+        for library, chain in chains(module).items()
+        if library not in allowed(module)
+    ]
 
 
 def test_the_lists_of_heavy_folders_are_not_stale():
@@ -328,9 +342,12 @@ def unsafe(tree: ast.AST) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_runs_code_from_data(module: str):
-    assert not list(unsafe(ast.parse(MODULES[module].read_text())))
+def test_no_module_runs_code_from_data():
+    assert not [
+        f"{module}: {call}"
+        for module, path in MODULES.items()
+        for call in unsafe(ast.parse(path.read_text()))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -355,17 +372,14 @@ def test_the_search_for_unsafe_code_lets_ordinary_code_pass():
     assert not list(unsafe(ast.parse(code)))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_the_environment_is_read_by_the_configuration_only(module: str):
-    if module in MAY_READ_ENVIRONMENT:
-        return
-    reads = [
-        ast.unparse(node)
+def test_the_environment_is_read_by_the_configuration_only():
+    assert not [
+        f"{module}: {ast.unparse(node)}"
+        for module in MODULES.keys() - MAY_READ_ENVIRONMENT
         for node in ast.walk(ast.parse(MODULES[module].read_text()))
         if isinstance(node, ast.Attribute | ast.Name)
         and ast.unparse(node) in ("os.environ", "os.getenv", "environ", "getenv")
     ]
-    assert not reads
 
 
 # --------------------------------------------------------------------------------------------------
@@ -407,12 +421,16 @@ def device_checks(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if ".replica." in name])
-def test_what_depends_on_the_device_is_chosen_in_few_places(module: str):
-    if module.rpartition(".")[2].startswith(("cpu_", "cuda_", "gpu_")):
-        return
-    found = device_checks(ast.parse(MODULES[module].read_text()))
-    assert len(found) == DEVICE_CHECKS.get(module, 0), found
+def test_what_depends_on_the_device_is_chosen_in_few_places():
+    found = {
+        module: device_checks(ast.parse(path.read_text()))
+        for module, path in MODULES.items()
+        if ".replica." in module
+        and not module.rpartition(".")[2].startswith(("cpu_", "cuda_", "gpu_"))
+    }
+    assert {module: len(checks) for module, checks in found.items() if checks} == DEVICE_CHECKS, (
+        found
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 NAMED = re.compile(
     r"(?<![\w./-])(?:quire/)?"
@@ -36,9 +34,9 @@ def missing(text: str) -> list[str]:
     return [match[0] for match in NAMED.finditer(text) if not (ROOT / match[1]).exists()]
 
 
-@pytest.mark.parametrize("path", sources(), ids=str)
-def test_every_path_that_is_named_exists(path: Path):
-    assert missing((ROOT / path).read_text()) == []
+def test_every_path_that_is_named_exists():
+    found = {str(path): missing((ROOT / path).read_text()) for path in sources()}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 TEST = re.compile(r"`(tests/[\w./]+\.py)::(\w+)")

@@ -37,7 +37,9 @@ done
 if [[ " $* " != *" -c "* ]]; then exec "$REAL_CC" "${options[@]}"; fi
 # Folders of headers differ, but no source includes a header of Python's.
 what=("${options[@]/$output/}")
-kept="$OBJECTS/$(printf '%s\n' "$PWD" "${what[@]/#-I*/}" | sha256sum | cut -c1-64).o"
+kept="$OBJECTS/$(printf '%s\n' "${what[@]/#-I*/}" | sha256sum | cut -c1-64).o"
+exec 9>"$kept.lock"
+flock 9
 if [[ ! -e "$kept" ]]; then
   "$REAL_CC" "${options[@]}"
   cp "$output" "$kept"
@@ -96,14 +98,15 @@ def quick_compiler(tmp_path_factory) -> dict[str, str]:
     """Environment variables for a compiler with less optimisation, which compiles each source once.
 
     The full build takes a minute, and the tests' environment has it already. The sources stay the same here, so a later
-    build with the same options gets copies of the first one's objects.
+    build with the same options gets copies of the first one's objects, also in another worker of pytest-xdist.
     """
     folder = tmp_path_factory.mktemp("compiler")
     compiler = folder / "cc"
     compiler.write_text(QUICK_COMPILER)
     compiler.chmod(0o755)
-    objects = folder / "objects"
-    objects.mkdir()
+    base = tmp_path_factory.getbasetemp()
+    objects = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled objects"
+    objects.mkdir(exist_ok=True)
     return {"CC": str(compiler), "REAL_CC": os.environ.get("CC", "cc"), "OBJECTS": str(objects)}
 
 

@@ -73,3 +73,23 @@ def test_the_language_is_patched_once_a_kernel(monkeypatch):
         assert out.tolist() == [4 * i for i in range(20)]
         assert patched.count(tl) == launches and patched.count(tl.core) == 0
         assert tl.core.is_builtin(tl.load)
+
+
+@triton.jit
+def _outer_kernel(out_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    product = (row + 1) * column + tl.program_id(0)
+    tl.store(out_ptr + row * COLUMNS + column, product, mask=(row > 0) & (column < COLUMNS - 1))
+
+
+def test_shapes_that_are_kept_still_broadcast_and_are_still_checked():
+    out = torch.full((4, 8), -1, dtype=torch.int32, device=DEVICE)
+    _outer_kernel[(1,)](out, ROWS=4, COLUMNS=8)
+    expected = torch.arange(1, 5)[:, None] * torch.arange(8)
+    expected[0], expected[:, -1] = -1, -1
+    assert torch.equal(out.cpu().long(), expected)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.int32, [4, 3])
+    assert tl.block_type(tl.int32, [4, 8]) != tl.block_type(tl.int32, [8, 4])
+    assert str(tl.block_type(tl.int32, [4, 8])) == "<['4', '8'], int32>"
