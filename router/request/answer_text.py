@@ -76,7 +76,9 @@ class AnswerText:
         if request.resume_from is not None and mark.num_tokens:
             self._known_prefix = KnownPrefix(mark, request.resume_from.field)
         self._wants_prompt_scores = sampling.prompt_logprobs is not None
-        self._prompt_parts = PromptParts(len(prompt_ids) - 1 if self._wants_prompt_scores else 0)
+        start = sampling.prompt_logprobs_start
+        num_scored = max(0, len(prompt_ids) - start) if self._wants_prompt_scores else 0
+        self._prompt_parts = PromptParts(start, num_scored)
         # Characters of the text so far, for the text offsets of log-probabilities. `next_token` does not count: its
         # deltas have none.
         self._num_chars = 0
