@@ -40,6 +40,7 @@ LAYERS = (
     "router.admission",
     "router.explain",
     "router.transport",
+    "router.scoring",
     "router.request",
     "replica.host_machine",
     "replica.builtin_model",

@@ -113,6 +113,11 @@ class AnswerText:
         first_id, parts = int(self._prompt_ids[0]), self._prompt_parts.parts
         return self._scorer.prompt_scores(first_id, parts, skip_special_tokens=self._is_text_prompt)
 
+    def prompt_logprobs(self) -> np.ndarray:
+        """Return the log-probabilities of the prompt's tokens from `prompt_logprobs_start` on, [tokens] float32."""
+        parts = [part.logprobs for part in self._prompt_parts.parts]
+        return np.concatenate([np.empty(0, np.float32), *parts])
+
     def next_token(self, event: TokenDelta) -> OutputDelta | None:
         """Take a delta that consists of the next token only. Return None, without effect, for any other delta.
 
