@@ -69,6 +69,7 @@ LAYERS = (
     "cluster.http",
     "cluster.http.messages_api",
     "cluster.http.responses_api",
+    "cluster.http.decisions_api",
     "cluster.grpc",
     "cluster.proxies",
     "cluster.config",

@@ -93,7 +93,9 @@ class PromptEncoder:
             frame = question_prompts.make_frame(
                 text, places, hello.eos_token_ids, tokenizer, special
             )
-            return question_prompts.encode_questions(frame, questions, tokenizer)
+            return question_prompts.encode_questions(
+                frame, questions, tokenizer, min(hello.max_model_len, hello.max_cache_tokens)
+            )
 
         prompts = await self._tokenizer.in_thread(encode)
         _check_len(prompts.max_len, facts)

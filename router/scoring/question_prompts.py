@@ -28,7 +28,7 @@ from quire.protos.field_checks import at_most
 from quire.router.question_types import Question
 from quire.router.text.special_tokens import GUARD, SpecialTokens
 from quire.router.text.token_cache import split
-from quire.router.text.tokenizer import TextTokenizer
+from quire.router.text.tokenizer import MAX_BYTES_PER_TOKEN, TextTokenizer
 
 MAX_QUESTIONS = 400  # OpenAI's bound
 MAX_REPLIES = 255  # of a question; OpenAI's bound of choices
@@ -36,7 +36,7 @@ MAX_REPLIES_IN_ALL = 4096
 # Tokens of all sequences together. Each sequence is sent to a replica as a whole.
 MAX_SCORED_TOKENS = 16 * 1024**2
 # Characters to encode in all. A tokenizer takes 0.2 to 0.5 us for each.
-MAX_ENCODED_CHARS = 8 * 1024**2
+MAX_ENCODED_CHARS = 4 * 1024**2
 
 _PARAGRAPH = "\n\n"
 
@@ -206,45 +206,56 @@ def make_frame(
 
 
 def encode_questions(
-    frame: PromptFrame, questions: Sequence[Question], tokenizer: TextTokenizer
+    frame: PromptFrame, questions: Sequence[Question], tokenizer: TextTokenizer, max_model_len: int
 ) -> QuestionPrompts:
     """Return the sequences of all replies. It may take seconds, so call it in a thread.
 
     Raises
     ------
     ContextLengthExceeded
-        There is too much text to encode, or there are too many tokens.
+        A sequence is longer than the model, there is too much text to encode, or there are too many tokens.
     """
     cut = _last_cut(frame.before, tokenizer)
-    num_chars = cut
     conversation_ids = _encode(tokenizer, frame.before[:cut])
+    num_before, num_chars, num_tokens = len(conversation_ids), 0, 0
     encoded = []
     for i, question in enumerate(questions):
         text = frame.before[cut:] + frame.protected(question.text) + frame.between
+        longest = len(text) + max(map(len, question.replies))
+        if longest > MAX_BYTES_PER_TOKEN * max_model_len:
+            raise _too_long(f"questions[{i}]", longest, "characters", max_model_len)
         own_cut = _last_cut(text, tokenizer)
         replies = [text[own_cut:] + frame.protected(reply) for reply in question.replies]
         num_chars += own_cut + sum(map(len, replies))
         if num_chars > MAX_ENCODED_CHARS:
             raise ContextLengthExceeded(
-                f"questions[{i}]: the questions and allowed answers have more than {MAX_ENCODED_CHARS} characters to "
-                "encode",
-                field=f"questions[{i}]",
+                f"questions must have at most {MAX_ENCODED_CHARS} characters to encode, got {num_chars} in the first "
+                f"{i + 1}",
+                field="questions",
             )
         own_ids = _encode(tokenizer, text[:own_cut])
         end = np.array([] if frame.end_id is None else [frame.end_id], np.int32)
         ids = [np.concatenate([own_ids, _encode(tokenizer, reply), end]) for reply in replies]
-        encoded.append(ReplyTokens(ids, len(conversation_ids) + common_len(ids)))
-    prompts = QuestionPrompts(conversation_ids, encoded)
-    num_tokens = sum(
-        len(conversation_ids) + len(ids) for question in encoded for ids in question.ids
-    )
+        most = num_before + max(map(len, ids))
+        if most > max_model_len:
+            raise _too_long(f"questions[{i}]", most, "tokens", max_model_len)
+        num_tokens += sum(num_before + len(of_reply) for of_reply in ids)
+        encoded.append(ReplyTokens(ids, num_before + common_len(ids)))
     if num_tokens > MAX_SCORED_TOKENS:
         raise ContextLengthExceeded(
             f"questions: the prompts of all allowed answers must have at most {MAX_SCORED_TOKENS} tokens together, "
             f"got {num_tokens}",
             field="questions",
         )
-    return prompts
+    return QuestionPrompts(conversation_ids, encoded)
+
+
+def _too_long(where: str, length: int, unit: str, max_model_len: int) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"{where}: input, question and allowed answer have {length} {unit} together; the model takes {max_model_len} "
+        "tokens",
+        field=where,
+    )
 
 
 def common_len(sequences: Sequence[np.ndarray]) -> int:

@@ -44,7 +44,7 @@ def prompts_of(
     text = template.render(framed_messages(messages, places), PLAIN, special=tokenizer.special)
     eos = [tokenizer.special.id_of("</s>") or 2]
     frame = make_frame(text, places, eos, tokenizer, tokenizer.special)
-    return encode_questions(frame, questions, tokenizer)
+    return encode_questions(frame, questions, tokenizer, 1 << 16)
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +153,9 @@ def test_too_much_text_and_too_many_tokens_are_refused(monkeypatch) -> None:
         ask()
     monkeypatch.setattr(question_prompts, "MAX_ENCODED_CHARS", 400)
     with pytest.raises(
-        ContextLengthExceeded, match=r"questions\[1\]: .* more than 400 characters"
-    ) as caught:
+        ContextLengthExceeded, match="at most 400 characters to encode, got 760 in the first 2"
+    ):
         ask()
-    assert caught.value.field == "questions[1]"
 
 
 @pytest.mark.parametrize(
