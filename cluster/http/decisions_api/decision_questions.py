@@ -169,15 +169,16 @@ def router_question(question: AnyQuestion, where: str) -> Question:
     if question.type == "predicate":
         asked = f"Statement: {text}\n\nIs the statement true? Reply with yes or no only."
         return Question(asked, replies)
-    options: Sequence[ChoiceOption | ScoreLevel]
+    options: Sequence[ChoiceOption] | Sequence[ScoreLevel]
     if question.type == "choice":
         options, intro = question.choices, "Reply with one of these choices only:"
     else:
         options = question.levels
         intro = "Reply with one of these levels only, from the lowest to the highest:"
+    descriptions = [option.description for option in options]
     lines = [
-        f"- {reply}: {option.description}" if option.description else f"- {reply}"
-        for reply, option in zip(replies, options, strict=True)
+        f"- {reply}: {description}" if description else f"- {reply}"
+        for reply, description in zip(replies, descriptions, strict=True)
     ]
     return Question("\n".join([text, "", intro, *lines]), replies)
 

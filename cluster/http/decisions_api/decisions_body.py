@@ -46,6 +46,17 @@ def _any_of(*models: type[Strict]) -> list[dict[str, Any]]:
 
 
 _ITEMS = (InputMessage, InputCall, InputCallOutput)
+_INPUT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"anyOf": _any_of(*_ITEMS)}, "minItems": 1},
+    ]
+}
+_QUESTIONS_SCHEMA: dict[str, Any] = {
+    "items": {"anyOf": _any_of(*QUESTIONS.values())},
+    "minItems": 1,
+    "maxItems": MAX_QUESTIONS,
+}
 # What the schema of a request refers to, besides the types of its fields.
 REFERENCES: tuple[type[Strict], ...] = (
     *_ITEMS,
@@ -74,21 +85,12 @@ class DecisionsRequest(RequestBody):
     input: str | Objects = Field(
         description="What the questions are about: a text, or the items of a conversation, oldest first. Parts of type "
         "`input_json` are read as text.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"anyOf": _any_of(*_ITEMS)}, "minItems": 1},
-            ]
-        },
+        json_schema_extra=_INPUT_SCHEMA,
     )
     questions: Objects = Field(
         description=f"1 to {MAX_QUESTIONS} questions, with at most {MAX_REPLIES_IN_ALL} allowed answers in all. The "
         "answers have their order.",
-        json_schema_extra={
-            "items": {"anyOf": _any_of(*QUESTIONS.values())},
-            "minItems": 1,
-            "maxItems": MAX_QUESTIONS,
-        },
+        json_schema_extra=_QUESTIONS_SCHEMA,
     )
     prompt_cache_key: str | None = Field(
         None, description="A hint: requests with the same key prefer the same replica."
