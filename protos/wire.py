@@ -96,6 +96,8 @@ class SamplingParams(Record):
     grammar: Annotated[Grammar | None, optional(named_tuple(Grammar))] = None
     # Return the same for the tokens of the prompt, except the first, which has no distribution.
     prompt_logprobs: int | None = None
+    # Position of the first prompt token for which they are returned. The tokens before it may come from the cache.
+    prompt_logprobs_start: int = 1
 
 
 # ----------------------------------------------------------------------------------------------------------

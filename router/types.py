@@ -16,6 +16,7 @@ import numpy as np
 from quire.protos.errors import QuireError
 from quire.protos.wire import Grammar, Load
 from quire.router.bill import Bill
+from quire.router.question_types import Question
 from quire.router.scored_token import TokenScores
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 
@@ -299,6 +300,26 @@ class Explain:
 
 
 @dataclass(slots=True)
+class ReplyScores:
+    """The scores of the replies to some questions.
+
+    Attributes
+    ----------
+    logprobs
+        For each question and each of its replies the natural logarithm of the reply's probability, up to a constant of
+        the question (`router/scoring/question_prompts.py`).
+    usage
+        Tokens that several prompts have in common count once.
+    explain
+        The routing of the first prompt.
+    """
+
+    logprobs: list[list[float]]
+    usage: Usage
+    explain: Explain
+
+
+@dataclass(slots=True)
 class ModelInfo:
     """The model that this application serves."""
 
@@ -413,6 +434,10 @@ class Service(Protocol):
             The request was refused: invalid, unknown model, too long, overloaded, unavailable. Later errors are raised
             by the stream's iteration.
         """
+        ...
+
+    async def score(self, request: GenerationRequest, questions: Sequence[Question]) -> ReplyScores:
+        """Score the replies to questions at the end of the request's messages; raises as `generate` does."""
         ...
 
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:

@@ -17,6 +17,7 @@ from quire.cluster.auth.key_ring import LoadedKey
 from quire.cluster.auth.quota_meter import duration
 from quire.cluster.auth.request_bill import Ledger, RequestBill
 from quire.protos.errors import PermissionDenied, QuireError, RateLimited, shown
+from quire.router.question_types import Question
 from quire.router.request.params import check_label
 from quire.router.types import (
     Decisions,
@@ -26,6 +27,7 @@ from quire.router.types import (
     ModelInfo,
     Readiness,
     ReplicaStatus,
+    ReplyScores,
     Service,
 )
 
@@ -70,20 +72,19 @@ class KeyedService:
             A quota of the key is used up.
         """
         key = self._allowed_key(request)
-        try:
-            bill = RequestBill(
-                key,
-                self._ledger,
-                request.request_id,
-                request.model or self._service.model_info().name,
-                counts_output=request.max_tokens != 0,
-            )
-        except RateLimited as error:
-            self._ledger.counters.on_rate_limited(key.label)
-            self._service.refused(error)
-            raise
+        bill = self._bill(key, request)
         try:
             return await self._service.generate(_with(request, key, bill))
+        except BaseException:
+            bill.close()
+            raise
+
+    async def score(self, request: GenerationRequest, questions: Sequence[Question]) -> ReplyScores:
+        """See `Service`; raises as `generate` does."""
+        key = self._allowed_key(request)
+        bill = self._bill(key, request)
+        try:
+            return await self._service.score(_with(request, key, bill), questions)
         except BaseException:
             bill.close()
             raise
@@ -137,6 +138,21 @@ class KeyedService:
         if self._key is None:
             raise PermissionDenied("this call needs a key")
         return self._key
+
+    def _bill(self, key: LoadedKey, request: GenerationRequest) -> RequestBill:
+        """Open the bill of a request; raises `RateLimited` if too many requests of the key run."""
+        try:
+            return RequestBill(
+                key,
+                self._ledger,
+                request.request_id,
+                request.model or self._service.model_info().name,
+                counts_output=request.max_tokens != 0,
+            )
+        except RateLimited as error:
+            self._ledger.counters.on_rate_limited(key.label)
+            self._service.refused(error)
+            raise
 
     def _allowed_key(self, request: GenerationRequest) -> LoadedKey:
         """Return the key, if it allows the request's model."""

@@ -94,7 +94,7 @@ class AnswerResponse(Response, ABC):
         """Encode the last event of a failed stream."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _until_disconnect(receive, self._answer(scope, receive, send))
+        await until_disconnect(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -177,7 +177,7 @@ async def _undo(generating: asyncio.Future[GenerationStream]) -> None:
         await generating.result().aclose()
 
 
-async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end, or cancel it when the client disconnects."""
     task = asyncio.current_task()
     assert task is not None

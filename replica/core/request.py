@@ -148,7 +148,8 @@ class Request:
         self.arrival_index = -1  # position in the order of submission
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
         self.chain = ContentChain(tenant, payer)  # hashes of its full blocks
-        # Number of leading prompt positions for which the log-probability of the next token has been reported.
+        # Number of leading prompt positions for which the log-probability of the next token has been reported, or is
+        # not requested.
         self.num_scored = 0
         self.num_indexed = 0  # number of leading blocks in the prefix cache, while it has a row
         self.tip: Entry | None = None  # entry of the last of these blocks
@@ -188,7 +189,7 @@ class Request:
 
     @property
     def num_to_score(self) -> int:
-        """Number of leading prompt positions for which the log-probability of the next token is requested."""
+        """Number of leading prompt positions after which no log-probability of the next token is requested."""
         return 0 if self.params.prompt_logprobs is None else self.num_prompt_tokens - 1
 
     @property
@@ -214,12 +215,16 @@ class Request:
         return min(self.max_length, self.num_prompt_tokens + self.credit_end)
 
     def accept(self, eos_token_ids: Sequence[int]) -> None:
-        """Copy the tokens, because the caller's array may be read-only or change, and compute the stop ids."""
+        """Take over a request that has passed `validate`.
+
+        Copies the tokens, because the caller's array may be read-only or change.
+        """
         tokens = np.empty(self.num_tokens + min(self.params.max_tokens, 64), dtype=np.int32)
         tokens[: self.num_tokens] = self._tokens
         self._tokens = tokens
         eos = () if self.params.ignore_eos else eos_token_ids
         self.stop_ids = frozenset(self.params.stop_token_ids).union(eos)
+        self.num_scored = self.params.prompt_logprobs_start - 1
 
     def append(self, token_bytes: bytes) -> None:
         """Append generated tokens, int32. The first read copies them into the array; few requests need it."""

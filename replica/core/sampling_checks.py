@@ -18,6 +18,7 @@ from quire.protos.sampling_bounds import (
 from quire.protos.wire import SamplingParams
 
 _CHOICE = Range(0, INT32_MAX, is_integer=True)
+_PROMPT_LOGPROBS_START = Range(1, INT32_MAX, is_integer=True)
 
 
 def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -30,6 +31,7 @@ def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Sequenc
     """
     check_sampling(params, vocab_size)
     _CHOICE.check("choice", params.choice)
+    _PROMPT_LOGPROBS_START.check("prompt_logprobs_start", params.prompt_logprobs_start)
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(
             f"min_tokens must be <= max_tokens, which is {params.max_tokens}, got {params.min_tokens}",

@@ -171,7 +171,7 @@ def find_parent(
 ) -> Request | None:
     """The live parent of a request; None if there is none, or if nothing can be shared with it.
 
-    A request that needs the log-probabilities of its prompt computes all of it, so it shares nothing.
+    A request that needs log-probabilities of its prompt computes these tokens itself, so it shares nothing.
 
     Raises
     ------

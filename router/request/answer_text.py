@@ -76,7 +76,9 @@ class AnswerText:
         if request.resume_from is not None and mark.num_tokens:
             self._known_prefix = KnownPrefix(mark, request.resume_from.field)
         self._wants_prompt_scores = sampling.prompt_logprobs is not None
-        self._prompt_parts = PromptParts(len(prompt_ids) - 1 if self._wants_prompt_scores else 0)
+        start = sampling.prompt_logprobs_start
+        num_scored = max(0, len(prompt_ids) - start) if self._wants_prompt_scores else 0
+        self._prompt_parts = PromptParts(start, num_scored)
         # Characters of the text so far, for the text offsets of log-probabilities. `next_token` does not count: its
         # deltas have none.
         self._num_chars = 0
@@ -110,6 +112,11 @@ class AnswerText:
             return None
         first_id, parts = int(self._prompt_ids[0]), self._prompt_parts.parts
         return self._scorer.prompt_scores(first_id, parts, skip_special_tokens=self._is_text_prompt)
+
+    def prompt_logprobs(self) -> np.ndarray:
+        """Return the log-probabilities of the prompt's tokens from `prompt_logprobs_start` on, [tokens] float32."""
+        parts = [part.logprobs for part in self._prompt_parts.parts]
+        return np.concatenate([np.empty(0, np.float32), *parts])
 
     def next_token(self, event: TokenDelta) -> OutputDelta | None:
         """Take a delta that consists of the next token only. Return None, without effect, for any other delta.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from quire.protos.routing_hash import RoutingHasher
 from quire.protos.wire import Hello
 from quire.router.chat.chat_format import ChatFormat
 from quire.router.index.prefix_hashes import prefix_hashes
+from quire.router.question_types import Question
 from quire.router.request.context import ModelFacts
+from quire.router.scoring import question_prompts
+from quire.router.scoring.question_prompts import QuestionPrompts
 from quire.router.text.chat_messages import num_chars
 from quire.router.text.chat_template import ChatTemplate, TemplateOptions
 from quire.router.text.special_tokens import GUARD, SpecialTokens
@@ -56,18 +60,46 @@ class PromptEncoder:
         """
         text = None
         if request.messages is not None:
-            ids, text = await self._encode_messages(request, request.messages, hello, facts)
+            ids, text = await self._encode_messages(request, hello, facts)
         elif isinstance(request.prompt, str):
             text = request.prompt
             ids = await self._encode_text(request, text, hello)
         else:
             ids = await _id_array(request.prompt or (), hello)
-        bound = facts.max_prompt_tokens
-        if bound is not None and len(ids) > bound:
-            raise ContextLengthExceeded(
-                f"prompt has {len(ids)} tokens; this server takes at most {bound}", field="prompt"
-            )
+        _check_len(len(ids), facts)
         return EncodedPrompt(ids, text, min(hello.max_model_len, hello.max_cache_tokens))
+
+    async def encode_questions(
+        self,
+        request: GenerationRequest,
+        questions: Sequence[Question],
+        hello: Hello,
+        facts: ModelFacts,
+    ) -> QuestionPrompts:
+        """Encode the sequences of all replies to questions about the request's messages.
+
+        Raises
+        ------
+        InvalidRequest
+            The messages are refused by the chat template, or there is too much text.
+        """
+        places = question_prompts.new_places()
+        messages = question_prompts.framed_messages(request.messages or (), places)
+        asked = replace(request, messages=tuple(messages), add_generation_prompt=False)
+        tokenizer = self._tokenizer.tokenizer
+        text, special = await self._render_messages(asked, hello, facts)
+
+        def encode() -> QuestionPrompts:
+            frame = question_prompts.make_frame(
+                text, places, hello.eos_token_ids, tokenizer, special
+            )
+            return question_prompts.encode_questions(
+                frame, questions, tokenizer, min(hello.max_model_len, hello.max_cache_tokens)
+            )
+
+        prompts = await self._tokenizer.in_thread(encode)
+        _check_len(prompts.max_len, facts)
+        return prompts
 
     async def answer_format(self, request: GenerationRequest) -> ChatFormat | None:
         """Return the chat format, ready to parse the answer; None if the answer is text only."""
@@ -112,23 +144,9 @@ class PromptEncoder:
         return {token_id: stop for token_id, stop in found if token_id is not None}
 
     async def _encode_messages(
-        self,
-        request: GenerationRequest,
-        messages: tuple[dict[str, Any], ...],
-        hello: Hello,
-        facts: ModelFacts,
+        self, request: GenerationRequest, hello: Hello, facts: ModelFacts
     ) -> tuple[np.ndarray, str]:
-        if self._template is None or self.chat is None:
-            raise UnsupportedField(
-                "the checkpoint has no chat template, so messages are not served; configure `chat_template` or "
-                "use /v1/completions",
-                field="messages",
-            )
-        special: SpecialTokens | None = self._tokenizer.tokenizer.special
-        if facts.special_tokens_in_messages:
-            special = None
-        options = _template_options(request, facts, self.chat)
-        text = await self._render(self._template, messages, options, special, hello)
+        text, special = await self._render_messages(request, hello, facts)
         ids = await self._tokenizer.encode(
             text,
             # By default the template has written the special tokens itself.
@@ -139,6 +157,23 @@ class PromptEncoder:
             is_guarded=special is not None,
         )
         return ids, text.replace(GUARD, "")
+
+    async def _render_messages(
+        self, request: GenerationRequest, hello: Hello, facts: ModelFacts
+    ) -> tuple[str, SpecialTokens | None]:
+        """Return the prompt text of the request's messages, and what has protected their texts."""
+        if self._template is None or self.chat is None:
+            raise UnsupportedField(
+                "the checkpoint has no chat template, so messages are not served; configure `chat_template` or "
+                "use /v1/completions",
+                field="messages",
+            )
+        special: SpecialTokens | None = self._tokenizer.tokenizer.special
+        if facts.special_tokens_in_messages:
+            special = None
+        options = _template_options(request, facts, self.chat)
+        messages = request.messages or ()
+        return await self._render(self._template, messages, options, special, hello), special
 
     async def _encode_text(
         self, request: GenerationRequest, prompt: str, hello: Hello
@@ -205,6 +240,14 @@ async def _id_array(token_ids: Sequence[int], hello: Hello) -> np.ndarray:
         raise
     await _yield_if_long(ids)
     return ids
+
+
+def _check_len(num_tokens: int, facts: ModelFacts) -> None:
+    bound = facts.max_prompt_tokens
+    if bound is not None and num_tokens > bound:
+        raise ContextLengthExceeded(
+            f"prompt has {num_tokens} tokens; this server takes at most {bound}", field="prompt"
+        )
 
 
 async def _yield_if_long(ids: Sequence[int] | np.ndarray) -> None:

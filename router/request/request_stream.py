@@ -108,6 +108,11 @@ class RequestStream:
         """The prompt's tokens with their log-probabilities; None if the request does not ask for them."""
         return self._answer.prompt_scores()
 
+    @property
+    def prompt_logprobs(self) -> np.ndarray:
+        """The log-probabilities of the prompt's tokens from `prompt_logprobs_start` on, [tokens] float32."""
+        return self._answer.prompt_logprobs()
+
     def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
         """The same as `prompt_scores`, since this stream has one prompt."""
         return self.prompt_scores

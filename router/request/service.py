@@ -24,16 +24,8 @@ from typing import Any
 import numpy as np
 
 from quire.protos.engine_facts import engine_facts
-from quire.protos.errors import (
-    InvalidRequest,
-    QuireError,
-    Unavailable,
-    model_not_found,
-)
-from quire.protos.wire import (
-    Hello,
-    SamplingParams,
-)
+from quire.protos.errors import InvalidRequest, QuireError, Unavailable, model_not_found
+from quire.protos.wire import Hello, SamplingParams
 from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
@@ -41,6 +33,7 @@ from quire.router.explain.decisions import DecisionRing
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
+from quire.router.question_types import Question
 from quire.router.request import params, resume
 from quire.router.request.attempts import NO_REPLICA_RETRY_S
 from quire.router.request.choices import ChoicesStream
@@ -50,6 +43,8 @@ from quire.router.request.prompt_encoder import PromptEncoder
 from quire.router.request.prompts import PromptOnlyStream, PromptsStream
 from quire.router.request.request_stream import RequestStream
 from quire.router.request.token_scores import TokenScorer
+from quire.router.scoring.question_prompts import check_questions
+from quire.router.scoring.reply_scorer import PartOfBill, ReplyScorer
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.detokenizer import DetokenizerFactory
 from quire.router.text.tokenizer import AsyncTokenizer
@@ -59,10 +54,12 @@ from quire.router.types import (
     EncodedPrompt,
     GenerationRequest,
     GenerationStream,
+    Mark,
     ModelInfo,
     Origin,
     Readiness,
     ReplicaStatus,
+    ReplyScores,
 )
 
 MAX_MIGRATIONS = 3
@@ -167,6 +164,16 @@ class RouterService:
             self.observer.on_refusal(error, self.clock() - arrived_s)
             raise
 
+    async def score(self, request: GenerationRequest, questions: Sequence[Question]) -> ReplyScores:
+        """Score the replies to some questions about the request's messages."""
+        arrived_s = self.clock()
+        self.observer.on_request()
+        try:
+            return await self._score(request, questions, arrived_s)
+        except Exception as error:
+            self.observer.on_refusal(error, self.clock() - arrived_s)
+            raise
+
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:
         """Check a request with one prompt and encode the prompt; nothing is generated."""
         self._check(request)
@@ -213,6 +220,48 @@ class RouterService:
             return prompt_only
         await stream.start()
         return stream
+
+    async def _score(
+        self, request: GenerationRequest, questions: Sequence[Question], arrived_s: float
+    ) -> ReplyScores:
+        check_questions(questions)
+        self._check(request)
+        hello = self._candidates(request)[0]
+        self.gate.check(request.payer, request.priority)
+        prompts = await self._prompt_encoder.encode_questions(request, questions, hello, self.facts)
+        part = dataclasses.replace(
+            request, messages=None, prompt=(0,), max_tokens=1, bill=PartOfBill(request.payer)
+        )
+        sampling = params.resolve(
+            part,
+            self.facts.defaults,
+            num_prompt_tokens=prompts.max_len,
+            max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
+            vocab_size=hello.vocab_size,
+            limits=self.facts.limits,
+        )
+        origin = Origin(sampling.seed, b"", uuid.uuid4().hex, int(time.time()))
+
+        async def new_stream(prompt_ids: np.ndarray, start: int) -> RequestStream:
+            # The time to the first token counts from here, and so does the deadline.
+            now_s, deadline_s = self.clock(), request.deadline_s
+            if deadline_s is not None:
+                deadline_s = max(0.0, deadline_s - (now_s - arrived_s))
+            return RequestStream(
+                self,
+                dataclasses.replace(part, deadline_s=deadline_s),
+                prompt_ids,
+                dataclasses.replace(sampling, prompt_logprobs=0, prompt_logprobs_start=start),
+                await self._prompt_encoder.hashes(prompt_ids, hello, request.tenant),
+                hello,
+                self._detokenizers.new(True),
+                now_s,
+                origin,
+                Mark(),
+                {},
+            )
+
+        return await ReplyScorer(prompts, new_stream).run(request.bill, self.clock)
 
     def _check(self, request: GenerationRequest) -> None:
         """Check everything that needs no tokenizer."""

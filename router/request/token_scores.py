@@ -74,11 +74,14 @@ class PromptParts:
 
     Parameters
     ----------
+    start
+        Position of the first prompt token that has a log-probability.
     num_tokens
-        Prompt tokens that have log-probabilities: all but the first, or 0 if the request does not ask for them.
+        Number of prompt tokens that have log-probabilities, from `start` on; 0 if the request does not ask for them.
     """
 
-    def __init__(self, num_tokens: int):
+    def __init__(self, start: int, num_tokens: int):
+        self._start = start
         self._num_tokens = num_tokens
         self._num_taken = 0
         self.parts: list[PromptLogprobs] = []
@@ -95,7 +98,7 @@ class PromptParts:
         OutputGap
             Positions before this part are missing.
         """
-        expected = self._num_taken + 1
+        expected = self._start + self._num_taken
         if part.start > expected:
             raise OutputGap(
                 f"log-probabilities of prompt tokens {expected} to {part.start - 1} are missing"

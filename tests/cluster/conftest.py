@@ -21,8 +21,10 @@ from quire.router.bill import BilledAnswer
 from quire.router.explain.decisions import DecisionRing
 from quire.router.policy.fleet_view import COLUMN_NAMES, FleetView
 from quire.router.policy.policy import Ranking
+from quire.router.question_types import Question
 from quire.router.request import params
 from quire.router.scored_token import ScoredToken, TokenScores
+from quire.router.scoring.question_prompts import check_questions
 from quire.router.text.chat_messages import check_messages
 from quire.router.text.stop import StopMatcher
 from quire.router.types import (
@@ -35,6 +37,7 @@ from quire.router.types import (
     OutputDelta,
     Readiness,
     ReplicaStatus,
+    ReplyScores,
     Usage,
 )
 
@@ -184,6 +187,7 @@ class FakeService:
         self.ready = True
         self.streams: list[FakeStream] = []
         self.requests: list[GenerationRequest] = []
+        self.questions: list[Question] = []  # of the last call of `score`
         self.cancelled_in_generate = threading.Event()
         self.watch_closed = threading.Event()
         self.load = Load(num_running=2, blocks_free=5, blocks_cached=3, blocks_in_use=2)
@@ -215,6 +219,30 @@ class FakeService:
         stream = FakeStream(self, request, prompt_len, sampling)
         self.streams.append(stream)
         return stream
+
+    async def score(self, request: GenerationRequest, questions: Sequence[Question]) -> ReplyScores:
+        """A reply's score is minus its length."""
+        self.requests.append(request)
+        self.questions = list(questions)
+        self._refuse()
+        check_questions(questions)
+        params.check(request)
+        if request.model not in (None, MODEL):
+            raise model_not_found(request.model, [MODEL])
+        try:
+            await asyncio.sleep(self.generate_s)
+        except asyncio.CancelledError:
+            self.cancelled_in_generate.set()
+            raise
+        logprobs = [[-float(len(reply)) for reply in question.replies] for question in questions]
+        usage = Usage(prompt_tokens=120, cached_tokens=48)
+        explain = Explain(router="router-1", replica="replica-a", attempts=1, answered=True)
+        if request.bill is not None:
+            request.bill.begin(usage.prompt_tokens, 1)
+            request.bill.end(
+                BilledAnswer("stop", True, False, 0, 0, usage.cached_tokens, 0, 0.0, 0.5, 0.0)
+            )
+        return ReplyScores(logprobs, usage, explain)
 
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:
         """One token for each byte of the text."""

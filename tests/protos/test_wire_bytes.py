@@ -56,6 +56,7 @@ PARAMS = SamplingParams(
     logprobs=2,
     grammar=Grammar("regex", "a+", "grammar"),
     prompt_logprobs=1,
+    prompt_logprobs_start=3,
 )
 PROMPT = PromptLogprobs(
     1,

@@ -67,6 +67,7 @@ def strangers(count: int, first: int = 0) -> list[Request]:
 def run(scheduler: Scheduler, runner: Runner, requests: list[Request]) -> Told:
     """(token, log-probability, likeliest ids, theirs) of "a"'s output, and the same with ranks of its prompt."""
     output, of_prompt = [], []
+    request_a = next(request for request in requests if request.key == "a")
     for request in requests:
         assert scheduler.add(request) is None
     while (plan := scheduler.plan(0.0)) is not None:
@@ -76,7 +77,7 @@ def run(scheduler: Scheduler, runner: Runner, requests: list[Request]) -> Told:
                 continue
             if (part := delta.prompt_logprobs) is not None:
                 assert not output, "the prompt is told before the first token"
-                assert part.start == len(of_prompt) + 1
+                assert part.start == len(of_prompt) + request_a.params.prompt_logprobs_start
                 tops = zip(part.top_ids.tolist(), part.top_logprobs.tolist(), strict=True)
                 columns = (part.token_ids, part.logprobs, part.ranks)
                 of_prompt += zip(*(column.tolist() for column in columns), tops, strict=True)
@@ -125,6 +126,44 @@ def test_bits_are_equal_in_any_company_and_on_any_way(runners, name, kind):
         parent = asked(kind, prompt_logprobs=None, choice=1)
         parent.key = scored.fork_of = "parent"
         assert run(scheduler, runner, [parent, scored]) == expected, "a fork that is scored"
+
+
+@pytest.mark.parametrize("start", [2, 17, 33, 34, LENGTH - 1])
+def test_scores_from_a_start_position_are_those_of_the_whole_prompt(runners, monkeypatch, start):
+    """Cold and warm, alone and in company, chunked and preempted. Blocks before the start come from the cache."""
+    runner = runners("gemma3")  # sliding windows and full attention
+    output, whole = run(fresh(runner), runner, [asked("greedy")])
+    expected = output, whole[start - 1 :]
+    changes = dict(prompt_logprobs_start=start)
+    counts: list[int] = []
+    real = runner._forward.logits
+    monkeypatch.setattr(
+        runner._forward, "logits", lambda hidden: (counts.append(len(hidden)), real(hidden))[1]
+    )
+    scheduler = fresh(runner)
+    for cached in (0, (start - 1) // 16 * 16):
+        counts.clear()
+        hits = scheduler.book.counters.num_prefix_tokens_hit
+        assert run(scheduler, runner, [asked("greedy", **changes)]) == expected
+        assert scheduler.book.counters.num_prefix_tokens_hit - hits == cached
+        assert sum(counts) == LENGTH - start + MAX_TOKENS, "no logits before the start"
+
+    among = [*strangers(20), asked("greedy", **changes), *strangers(9, first=20)]
+    assert run(scheduler, runner, among) == expected, "warm, among 29 strangers"
+    for budget in (1, 7, 16):
+        chunked = fresh(runner, max_batch_tokens=budget)
+        assert run(chunked, runner, [asked("greedy", **changes)]) == expected, f"chunks of {budget}"
+    scheduler = fresh(runner, num_blocks=6 * len(runner.config.groups), safety_margin=0.0)
+    growing = SamplingParams(max_tokens=30, ignore_eos=True)
+    crowd = [Request(("stranger", i), prompt(14, seed=i), growing) for i in range(3)]
+    assert run(scheduler, runner, [*crowd, asked("greedy", **changes)]) == expected, "preempted"
+    assert scheduler.book.counters.num_preemptions > 0
+
+
+def test_a_start_after_the_prompt_has_nothing_to_tell(runners):
+    runner = runners("llama")
+    for start in (LENGTH, LENGTH + 1, 2**31 - 1):
+        assert run(fresh(runner), runner, [asked("greedy", prompt_logprobs_start=start)])[1] == []
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "sampled"), ("gpt_oss", "greedy")])
@@ -199,12 +238,16 @@ def test_no_more_rows_of_logits_exist_at_once_than_samples_may_take(runners, mon
     assert sum(counts) == LENGTH - 1 + MAX_TOKENS
 
 
-@pytest.mark.parametrize("value", [-1, 21, True, 1.5])
-def test_a_number_out_of_bounds_is_refused(runners, value):
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("prompt_logprobs", [-1, 21, True, 1.5]), ("prompt_logprobs_start", [0, 2**31, True, 1.5])],
+)
+def test_a_number_out_of_bounds_is_refused(runners, field, values):
     scheduler = fresh(runners("llama"))
-    error = scheduler.add(asked("greedy", prompt_logprobs=value)).error
-    assert (error.code, error.field) == ("invalid_request", "prompt_logprobs")
-    assert str(value) in error.message
+    for value in values:
+        error = scheduler.add(asked("greedy", **{field: value})).error
+        assert (error.code, error.field) == ("invalid_request", field)
+        assert str(value) in error.message
 
 
 def test_a_prompt_of_one_token_has_nothing_to_tell(runners):

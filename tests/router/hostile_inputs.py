@@ -10,6 +10,7 @@ from quire.protos import generation_pb2
 
 BODY = 8 << 20  # bytes that an HTTP body or a message may have
 CHAT, TEXT, ITEMS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+DECISIONS = "/v1/decisions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
@@ -25,6 +26,9 @@ CHOICE = (
 )
 CALLS = '{"messages":[{"role":"assistant","content":"","tool_calls":['
 PARTS = '{"messages":[{"role":"user","content":['
+QUESTION = '{"type":"predicate","instructions":"{}"}'
+CHOICES = '{"type":"choice","instructions":"a","choices":['
+ASKED = '{"input":"a","questions":'
 
 
 def filled(before: str, item: str, after: str) -> bytes:
@@ -55,6 +59,15 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "few unknown keys": (CHAT, ("{" + few_keys + "}").encode()),
         "keys of a message": (CHAT, ('{"messages":[{"role":"user","content":"",' + few_keys + "}]}").encode()),
         "a long key of a message": (CHAT, filled('{"messages":[{"role":"user","content":"","', "k", '":1}]}')),
+        "questions": (DECISIONS, filled(f"{ASKED}[", QUESTION + ",", "]}")),
+        "long questions": (DECISIONS, listed(f"{ASKED}[", QUESTION.replace("{}", "ab " * 5000), 20, "]}")),
+        "choices of a question": (DECISIONS, filled(f'{ASKED}[{CHOICES}', '{"value":"a"},', "]}]}")),
+        "long choices": (DECISIONS, listed(f"{ASKED}[{CHOICES}", '{"value":"' + "ab " * 10_000 + '"}', 255, "]}]}")),
+        "parts of a question": (DECISIONS, filled(ASKED + QUESTION.replace('"{}"', "[").replace("{", "[{", 1)[:-1],
+                                                  '{"type":"input_text","text":"a"},', "]}]}")),
+        "keys of a question": (DECISIONS, (ASKED + '[{"type":"predicate",' + few_keys + "}]}").encode()),
+        "json of an input": (DECISIONS, filled('{"questions":[],"input":[{"role":"user","content":'
+                                               '[{"type":"input_json","data":[', "{},", "]}]}]}")),
         "tools": (CHAT, filled('{"messages":[],"tools":[', '{"type":"function"},', "]}")),
         "tools that pass the count": (CHAT, listed(TOOLS, TOOL, 4096, "]}")),
         "a large schema": (CHAT, (TOOLS + TOOL.replace("{}", "{" + few_keys + "}") + "]}").encode()),

@@ -103,6 +103,37 @@ def test_usage_counts_cached_tokens_and_the_answer_says_where_it_came_from(clust
     assert int(answers[1].headers["x-quire-cached-tokens"]) >= 64
 
 
+def test_decisions_have_the_same_bits_on_any_replica_and_in_company(cluster):
+    levels = [{"label": label} for label in ("never", "now", "now and then")]
+    asked = {
+        "model": "embedded",
+        "input": "A keeper of a lighthouse writes down the weather. " * 12,
+        "questions": [
+            {"type": "predicate", "instructions": f"It is about {thing}."}
+            for thing in ("rain", "a town")
+        ]
+        + [{"type": "score", "instructions": "How often?", "levels": levels, "name": "often"}],
+    }
+    client = cluster.openai()
+    first = client.decisions.with_raw_response.create(**asked)
+    expected = first.parse()
+    assert [answer.name for answer in expected.answers] == [None, None, "often"]
+    assert abs(sum(level.probability for level in expected.answers[2].probabilities) - 1) < 1e-9
+    again = client.decisions.with_raw_response.create(**asked)
+    assert again.parse().answers == expected.answers
+    assert again.headers["x-quire-replica"] == first.headers["x-quire-replica"]
+    assert again.parse().usage.input_tokens_details.cached_tokens >= 100
+
+    def decide(i: int) -> list:
+        # A salt of its own: nothing is cached, and any replica may compute it.
+        salt = {"extra_body": {"cache_salt": f"salt {i}"}} if i % 2 else {}
+        client.completions.create(model="embedded", prompt=f"{i}", max_tokens=20, seed=i)
+        return client.decisions.create(**asked, **salt).answers
+
+    with ThreadPoolExecutor(12) as pool:
+        assert all(answers == expected.answers for answers in pool.map(decide, range(24)))
+
+
 def test_64_concurrent_streams_each_equal_their_own_single_run(cluster):
     """HTTP and gRPC, greedy and sampled, prompts of 3 to 900 tokens, outputs of 5 to 132."""
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.cluster.http.answer_response import _until_disconnect
+from quire.cluster.http.answer_response import until_disconnect
 
 
 class Client:
@@ -53,7 +53,7 @@ async def settle() -> None:
 
 async def started(client: Client, work: Work) -> asyncio.Task[None]:
     """Start the work."""
-    task = asyncio.create_task(_until_disconnect(client.receive, work.run()))
+    task = asyncio.create_task(until_disconnect(client.receive, work.run()))
     await settle()
     return task
 
@@ -75,7 +75,7 @@ def test_its_error_is_the_callers():
         work = Work(ValueError("no"))
         work.may_end.set()
         with pytest.raises(ValueError, match="no"):
-            await _until_disconnect(Client().receive, work.run())
+            await until_disconnect(Client().receive, work.run())
 
     asyncio.run(run())
 
@@ -87,7 +87,7 @@ def test_a_client_that_leaves_ends_it_and_nothing_else(error):
         client.error = error
 
         async def handle() -> None:
-            await _until_disconnect(client.receive, work.run())
+            await until_disconnect(client.receive, work.run())
             await asyncio.sleep(0)  # not cancelled
             after.append(asyncio.current_task().cancelling())
 

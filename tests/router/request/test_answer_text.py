@@ -101,7 +101,7 @@ def test_repeated_tokens_are_dropped_and_missing_ones_found(ids, spans):
 @given(SPANS)
 def test_each_prompt_position_is_kept_once(spans):
     num_tokens = 40
-    parts = PromptParts(num_tokens)
+    parts = PromptParts(1, num_tokens)
     for first, length in [*spans, (0, num_tokens)]:
         start = first + 1
         positions = np.arange(start, min(start + length, num_tokens + 1), dtype=np.int32)

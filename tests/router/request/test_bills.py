@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from quire.protos.errors import (
     InvalidRequest,
     RateLimited,
 )
+from quire.router.question_types import Question
 from quire.router.request import resume
 from quire.router.request.resume import EventIds
 from quire.router.types import GenerationRequest, Mark, Usage
@@ -132,6 +134,39 @@ def test_an_event_id_is_of_no_use_to_another_tenant(run, transport):
         assert len(transport.submits) == num_submits and door.used("b")[0] == 0
         usage = await door.ask("a2", **fields)
         assert usage.completion_tokens == stream.usage.completion_tokens
+
+    run(test)
+
+
+def test_a_decision_is_one_request_of_its_key(run):
+    """Tokens that its prompts share are charged once, it has one line, and no other tenant hits its cache."""
+    questions = [Question(f"Is it {hour} o'clock?", ("yes", "no", "perhaps")) for hour in range(9)]
+    asked = GenerationRequest(request_id="d", messages=({"role": "user", "content": PROMPT},))
+
+    async def test(door: Door) -> None:
+        first = (await door.service("a").score(asked, questions)).usage
+        assert first.cached_tokens == 0
+        assert door.used("a") == (first.prompt_tokens, 0)
+        assert (await door.service("b").score(asked, questions)).usage == first
+        again = (await door.service("a").score(asked, questions)).usage
+        assert first.prompt_tokens > again.cached_tokens > 64
+        assert door.used("a") == (2 * first.prompt_tokens, 0)
+        line = door.lines[-1]
+        assert (line["request_id"], line["finish_reasons"]) == ("d", ["stop"])
+        assert (line["prompt_tokens"], line["completion_tokens"]) == (first.prompt_tokens, 0)
+        assert line["cached_tokens"] == {"device": again.cached_tokens, "host": 0}
+        assert len(door.lines) == 3
+        # What is refused costs nothing, and a running request counts until it has ended.
+        late = dataclasses.replace(asked, deadline_s=1e-9)
+        with pytest.raises(DeadlineExceeded):
+            await door.service("a").score(late, questions)
+        assert door.used("a") == (2 * first.prompt_tokens, 0)
+        task = asyncio.ensure_future(door.service("b").score(asked, questions))
+        while door.used("b")[1] != 1:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert door.used("b")[1] == 0
 
     run(test)
 

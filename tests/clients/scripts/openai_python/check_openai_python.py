@@ -220,6 +220,37 @@ def responses_tools(target: Target) -> None:
     assert [item.name for item in answer.output if item.type == "function_call"]
 
 
+def decisions(target: Target) -> None:
+    """Every kind of question; asked again, the probabilities have the same bits and the input is cached."""
+    asked = {
+        "model": target.model,
+        "input": "I was charged twice for the same month. " * 8,
+        "questions": [
+            {"type": "predicate", "instructions": "The writer has paid."},
+            {
+                "type": "choice",
+                "name": "topic",
+                "instructions": "What is it about?",
+                "choices": [{"value": "billing"}, {"value": "the weather"}, {"value": False}],
+            },
+            {
+                "type": "score",
+                "instructions": "How urgent is it?",
+                "levels": [{"label": "can wait"}, {"label": "today"}],
+            },
+        ],
+    }
+    first = _client(target).decisions.create(**asked)
+    predicate, choice, score = first.answers
+    assert 0 < predicate.probability < 1
+    assert choice.name == "topic" and choice.choice in ("billing", "the weather", False)
+    assert abs(sum(entry.probability for entry in choice.probabilities) - 1) < 1e-9
+    assert 0 <= score.score <= 1
+    again = _client(target).decisions.create(**asked)
+    assert again.answers == first.answers
+    assert again.usage.input_tokens_details.cached_tokens > 64
+
+
 run(
     [
         models,
@@ -239,6 +270,7 @@ run(
         responses,
         responses_parse,
         responses_turns,
+        decisions,
     ],
     not_served=[tools, responses_tools],
 )

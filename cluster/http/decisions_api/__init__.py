@@ -1,0 +1,1 @@
+"""OpenAI's Decisions API: a probability for each allowed answer to questions about an input."""

@@ -1,0 +1,1 @@
+"""Scores replies to questions about one conversation."""
