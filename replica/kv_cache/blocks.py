@@ -7,18 +7,23 @@
     │ evict                │  │ release (last owner), content known
     │ (leaf first)         │  ▼
     └─────────────────── cached
-                     retain
+                    add_owner
 ```
 
 Always free + cached + in use = total. A cached block has no owner, but the prefix index knows its content, so a later
-request may take it. A cached block is evicted only when no free block is left.
+request may take it. A cached block is evicted only when no free block is left. Some cached blocks are retained
+(`retention.py`): they are evicted only when no other cached block is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from quire.replica.kv_cache.block_eviction import EVICTION_ORDERS
+from quire.replica.kv_cache.block_eviction import (
+    EVICTION_ORDERS,
+    EvictionOrder,
+    LeastRecentlyUsed,
+)
 
 
 class IntegrityError(AssertionError):
@@ -41,9 +46,19 @@ class BlockManager:
         Called with each block before it is evicted.
     order
         Eviction order of cached blocks: `lru` or `most_recent` (`block_eviction.py`).
+    max_retained
+        Maximum number of cached blocks that are retained. Beyond it, the block retained longest becomes an ordinary
+        cached block.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None], order: str = "lru"):
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int], None],
+        order: str = "lru",
+        *,
+        max_retained: int = 0,
+    ):
         if num_blocks < 0:
             raise ValueError(f"num_blocks must be >= 0, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -54,7 +69,13 @@ class BlockManager:
         self._has_content = bytearray(num_blocks)
         # A stack: the block that was freed last is allocated first.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached = EVICTION_ORDERS[order](num_blocks)
+        # Cached blocks that are not retained.
+        self._ordinary = EVICTION_ORDERS[order](num_blocks)
+        # 1: the block is retained. While it has owners, this takes effect when the last one releases it.
+        self._is_retained = bytearray(num_blocks)
+        # Cached blocks that are retained.
+        self._retained = LeastRecentlyUsed(num_blocks)
+        self.max_retained = max_retained
 
     @property
     def num_free(self) -> int:
@@ -62,12 +83,17 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._ordinary) + len(self._retained)
+
+    @property
+    def num_retained(self) -> int:
+        """Number of cached blocks that are retained."""
+        return len(self._retained)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could return: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return self.num_free + self.num_cached
 
     @property
     def num_in_use(self) -> int:
@@ -76,12 +102,13 @@ class BlockManager:
     def ref_count(self, block: int) -> int:
         return self._ref_count[block]
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, *, may_evict_retained: bool = True) -> list[int] | None:
         """Take `count` blocks, each with one owner and unknown content. If too few are available, return None."""
-        if count > self.num_available:
+        spared = 0 if may_evict_retained else self.num_retained
+        if count > self.num_available - spared:
             return None
         while len(self._free) < count:
-            block = self._cached.pop()
+            block = (self._ordinary if len(self._ordinary) else self._retained).pop()
             self._evict(block)
             self._free.append(block)
             self.num_evictions += 1
@@ -90,18 +117,18 @@ class BlockManager:
         del self._free[split:]
         for block in blocks:
             self._ref_count[block] = 1
-        self._cached.renew(blocks)
+        self._ordinary.renew(blocks)
         return blocks
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
-        """Number of these blocks that are available now and would not be after `retain`."""
+        """Number of these blocks that are available now and would not be after `add_owner`."""
         return sum(self._ref_count[block] == 0 for block in blocks)
 
-    def retain(self, blocks: Iterable[int]) -> None:
+    def add_owner(self, blocks: Iterable[int]) -> None:
         """Add an owner to each of these blocks, which must be in use or cached."""
         for block in blocks:
             if self._ref_count[block] == 0:
-                self._cached.remove(block)
+                self._order_of(block).remove(block)
             self._ref_count[block] += 1
 
     def release(self, blocks: Iterable[int], *, passed: bool = False) -> None:
@@ -114,22 +141,54 @@ class BlockManager:
         passed
             The blocks belong to sliding-window layer groups and fell out of the window; they may have any order.
         """
-        for block in self._cached.releasing(blocks, passed):
+        for block in self._ordinary.releasing(blocks, passed):
             owners = self._ref_count[block] - 1
             if owners < 0:
                 raise IntegrityError(f"block {block} is released more often than it was taken")
             self._ref_count[block] = owners
             if owners == 0:
                 if self._has_content[block]:
-                    self._cached.add(block)
+                    self._add_cached(block)
                 else:
                     self._free.append(block)
 
     def touch(self, block: int) -> None:
         """Treat a cached block as just used, so that `lru` evicts it later. No effect if it is not cached."""
-        if block in self._cached:
-            self._cached.remove(block)
-            self._cached.add(block)
+        order = self._order_of(block)
+        if block in order:
+            order.remove(block)
+            order.add(block)
+
+    def retain(self, block: int) -> None:
+        """Evict a block with known content after all blocks that are not retained, until `end_retention`.
+
+        Blocks of one chain are retained leaf first, up to the chain's first block. So a retained block is evicted
+        before the blocks that precede it, as other cached blocks are. No effect if no block may be retained.
+        """
+        if not self.max_retained:
+            return
+        order = self._order_of(block)
+        self._is_retained[block] = 1
+        if block in order:
+            order.remove(block)
+            self._add_cached(block)
+
+    def end_retention(self, block: int) -> None:
+        """Make a retained block an ordinary one. Blocks of one chain are given leaf first."""
+        if self._is_retained[block]:
+            self._is_retained[block] = 0
+            if block in self._retained:
+                self._retained.remove(block)
+                self._ordinary.add(block)
+
+    def _order_of(self, block: int) -> EvictionOrder:
+        return self._retained if self._is_retained[block] else self._ordinary
+
+    def _add_cached(self, block: int) -> None:
+        """Add a block without owners to its eviction order."""
+        self._order_of(block).add(block)
+        if len(self._retained) > self.max_retained:
+            self.end_retention(next(iter(self._retained)))
 
     def mark_contents(self, blocks: Iterable[int]) -> None:
         """Record that the prefix index knows the content of these blocks."""
@@ -139,22 +198,30 @@ class BlockManager:
     def forget_content(self, block: int) -> None:
         """Record that the prefix index has dropped this block; a cached block becomes free."""
         self._has_content[block] = 0
-        if block in self._cached:
-            self._cached.remove(block)
+        order = self._order_of(block)
+        self._is_retained[block] = 0
+        if block in order:
+            order.remove(block)
             self._free.append(block)
 
     def _evict(self, block: int) -> None:
         self._on_evict(block)
         self._has_content[block] = 0
+        self._is_retained[block] = 0
+
+    def is_retained(self, block: int) -> bool:
+        """Whether the block is retained, or will be when its last owner releases it."""
+        return bool(self._is_retained[block])
 
     def has_content(self, block: int) -> bool:
         return bool(self._has_content[block])
 
     def snapshot(self) -> dict[str, int]:
-        """The number of blocks in each state."""
+        """The number of blocks in each state; `retained` ones are a part of the `cached` ones."""
         return {
             "free": self.num_free,
             "cached": self.num_cached,
+            "retained": self.num_retained,
             "in_use": self.num_in_use,
             "total": self.num_blocks,
         }
@@ -169,7 +236,13 @@ class BlockManager:
         is_indexed
             Returns whether the prefix index knows a block; it must agree with `has_content`.
         """
-        free, cached = set(self._free), set(self._cached)
+        free, retained = set(self._free), set(self._retained)
+        cached = retained.union(self._ordinary)
+        if len(cached) != self.num_cached or len(retained) > self.max_retained:
+            raise IntegrityError(
+                f"{len(retained)} cached blocks are retained, at most {self.max_retained} may be, or one is cached "
+                "twice"
+            )
         if len(free) != len(self._free) or free & cached:
             raise IntegrityError("a block is in the free pool twice, or free and cached at once")
         for block, count in enumerate(owners):
@@ -182,5 +255,9 @@ class BlockManager:
                 raise IntegrityError(f"block {block} has {count} owners; in a pool: {pooled}")
             if pooled and self.has_content(block) != (block in cached):
                 raise IntegrityError(f"block {block} is in the wrong pool for its content")
+            if block in cached and self.is_retained(block) != (block in retained):
+                raise IntegrityError(f"block {block} is in the wrong eviction order")
+            if self.is_retained(block) and not self.has_content(block):
+                raise IntegrityError(f"block {block} is retained without known content")
             if is_indexed is not None and is_indexed(block) != self.has_content(block):
                 raise IntegrityError(f"block {block}: pool and prefix index disagree")
