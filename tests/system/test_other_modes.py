@@ -89,6 +89,7 @@ def test_a_turn_that_ended_with_a_call_outlives_the_pressure_of_other_conversati
             messages=[system, user, *messages],
             tools=[tool],
             tool_choice=choice,
+            parallel_tool_calls=False,
             temperature=0,
             max_tokens=60,
             extra_headers={"x-session-id": name},
