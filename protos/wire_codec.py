@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import msgpack
 import numpy as np
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 _CHECKSUM_BYTES = 4
 
 

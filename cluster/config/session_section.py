@@ -9,7 +9,7 @@ from quire.cluster.config.section import Section
 
 
 class SessionArgs(Section):
-    """Conversations of several requests: how long their KV cache is retained between two of them."""
+    """Conversations of several requests: how long their KV cache is retained between requests."""
 
     retain_s: float = Field(
         default=90.0,
