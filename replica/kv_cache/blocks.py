@@ -159,27 +159,30 @@ class BlockManager:
             order.remove(block)
             order.add(block)
 
-    def retain(self, block: int) -> None:
-        """Evict a block with known content after all blocks that are not retained, until `end_retention`.
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Evict these blocks after all that are not retained, until `end_retention`. Their content is known.
 
-        Blocks of one chain are retained leaf first, up to the chain's first block. So a retained block is evicted
-        before the blocks that precede it, as other cached blocks are. No effect if no block may be retained.
+        Blocks of one chain are given leaf first, up to the chain's first block. So a retained block is evicted before
+        the blocks that precede it, as other cached blocks are. No effect if no block may be retained.
         """
         if not self.max_retained:
             return
-        order = self._order_of(block)
-        self._is_retained[block] = 1
-        if block in order:
-            order.remove(block)
-            self._add_cached(block)
+        for block in blocks:
+            if self._ref_count[block] == 0:
+                self._order_of(block).remove(block)
+                self._is_retained[block] = 1
+                self._add_cached(block)
+            else:
+                self._is_retained[block] = 1
 
-    def end_retention(self, block: int) -> None:
-        """Make a retained block an ordinary one. Blocks of one chain are given leaf first."""
-        if self._is_retained[block]:
-            self._is_retained[block] = 0
-            if block in self._retained:
-                self._retained.remove(block)
-                self._ordinary.add(block)
+    def end_retention(self, blocks: Iterable[int]) -> None:
+        """Make retained blocks ordinary ones. Blocks of one chain are given leaf first."""
+        for block in blocks:
+            if self._is_retained[block]:
+                self._is_retained[block] = 0
+                if self._ref_count[block] == 0:
+                    self._retained.remove(block)
+                    self._ordinary.add(block)
 
     def _order_of(self, block: int) -> EvictionOrder:
         return self._retained if self._is_retained[block] else self._ordinary
@@ -188,7 +191,7 @@ class BlockManager:
         """Add a block without owners to its eviction order."""
         self._order_of(block).add(block)
         if len(self._retained) > self.max_retained:
-            self.end_retention(next(iter(self._retained)))
+            self.end_retention([next(iter(self._retained))])
 
     def mark_contents(self, blocks: Iterable[int]) -> None:
         """Record that the prefix index knows the content of these blocks."""

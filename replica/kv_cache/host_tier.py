@@ -88,7 +88,7 @@ class HostTier:
                 self.blocks.mark_contents([copy])
                 self.blocks.release(allocated)
         if is_retained and copy is not None:
-            self.blocks.retain(copy)
+            self.blocks.retain([copy])
         self._prefix.forget(block)
 
     def save(self, block: int, host_block: int) -> None:

@@ -71,13 +71,15 @@ class Retention:
             return
         self._tips[key] = tip
         self._new[key] = retain_s
+        blocks, host_blocks = [], []
         for entry, g in self._places(tip):
             entry.num_retained[g] += 1
-            block, host_block = entry.blocks[g], entry.host_blocks[g]
-            if block is not None:
-                self._blocks.retain(block)
-            elif host_block is not None:
-                self._host_blocks.retain(host_block)
+            if (block := entry.blocks[g]) is not None:
+                blocks.append(block)
+            elif (host_block := entry.host_blocks[g]) is not None:
+                host_blocks.append(host_block)
+        self._blocks.retain(blocks)
+        self._host_blocks.retain(host_blocks)
 
     def drop(self, key: Hashable) -> None:
         """End the retention of a sequence; unknown keys are ignored."""
@@ -86,15 +88,17 @@ class Retention:
             return
         self._new.pop(key, None)
         self._ends_s.pop(key, None)
+        blocks, host_blocks = [], []
         for entry, g in self._places(tip):
             entry.num_retained[g] -= 1
             if entry.num_retained[g]:
                 continue
-            block, host_block = entry.blocks[g], entry.host_blocks[g]
-            if block is not None:
-                self._blocks.end_retention(block)
-            if host_block is not None:
-                self._host_blocks.end_retention(host_block)
+            if (block := entry.blocks[g]) is not None:
+                blocks.append(block)
+            if (host_block := entry.host_blocks[g]) is not None:
+                host_blocks.append(host_block)
+        self._blocks.end_retention(blocks)
+        self._host_blocks.end_retention(host_blocks)
 
     def clear(self) -> None:
         """End the retention of every sequence."""

@@ -95,6 +95,14 @@ class EngineMemory:
         self.give_back(reversed(self.rows.vacate(request.row)))
         self.blocked_head.unblock()
 
+    def retain(self, request: Request) -> None:
+        """Retain the indexed blocks of a request that ends, if it asks for that.
+
+        After `clear_cache` the index knows none of its blocks, and nothing is retained.
+        """
+        if request.retain_s and request.tip is not None and request.tip.alive:
+            self.retention.add(request.key, request.tip, request.retain_s)
+
     def release_tip(self, request: Request) -> None:
         """Drop the request's reference to the prefix entry of its last indexed block."""
         self.prefix.release_entry(request.tip)

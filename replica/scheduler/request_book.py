@@ -240,8 +240,8 @@ class RequestBook:
             Tokens of the request that no delta has reported yet.
         """
         self._take_out(request)
-        if request.retain_s and request.tip is not None and reason is not FinishReason.ERROR:
-            self._memory.retention.add(request.key, request.tip, request.retain_s)
+        if reason is not FinishReason.ERROR:
+            self._memory.retain(request)
         if request.row >= 0:
             self._vacate(request)
         else:

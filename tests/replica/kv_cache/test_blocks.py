@@ -54,8 +54,7 @@ def test_retained_blocks_go_last_and_the_longest_retained_gives_way_to_the_bound
     blocks = BlockManager(6, on_evict=evicted.append, max_retained=3)
     first, second, third = (chain_of(blocks, 2) for _ in range(3))
     for chain in (first, second):
-        for block in reversed(chain):
-            blocks.retain(block)
+        blocks.retain(reversed(chain))
     blocks.release(reversed(first))
     blocks.release(reversed(second))
     blocks.release(reversed(third))
@@ -215,10 +214,10 @@ class BlockMachine(RuleBasedStateMachine):
             (self.retained if pick in self.is_retained else self.ordinary).remove(pick)
         if ends:
             self.is_retained.discard(pick)
-            self.manager.end_retention(pick)
+            self.manager.end_retention([pick])
         else:
             self.is_retained.add(pick)
-            self.manager.retain(pick)
+            self.manager.retain([pick])
         if is_cached:
             self.cache(pick)
 

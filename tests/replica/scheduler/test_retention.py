@@ -143,6 +143,13 @@ def test_failed_requests_are_not_retained_and_an_empty_cache_retains_nothing():
     scheduler.clear_cache()
     scheduler.check()
     assert scheduler.load().blocks_retained == scheduler.load().blocks_cached == 0
+    # A request that runs on without its index is not retained.
+    submit(scheduler, "runs on", TURN, 9, retain_s=RETAIN_S)
+    assert scheduler.plan(0.0) is not None
+    scheduler.clear_cache()
+    scheduler.abort("runs on")
+    scheduler.check()
+    assert scheduler.snapshot()["retained_sequences"] == 0
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
