@@ -214,5 +214,6 @@ def _engine_args(config: AppConfig, device: Device) -> EngineArgs:
         revision=config.revision,
         device=device,
         dtype=config.dtype,
+        session_max_share=config.session.max_share,
         **limits,
     )

@@ -255,6 +255,7 @@ def _service(
         max_move_s=limits.max_move_s,
         max_migrations=limits.max_migrations,
         budget=FailoverBudget(limits.migration_refill_s, limits.migration_burst),
+        retain_s=app.session.retain_s,
         max_explained_decisions=limits.max_explained_decisions,
         decision_log=_decision_log(limits, router_id),
         peers=peers.decisions,

@@ -117,15 +117,17 @@ class CacheOccupancy(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierOccupancy, _Mapping]]] = ...) -> None: ...
 
 class TierOccupancy(_message.Message):
-    __slots__ = ("tier", "blocks_free", "blocks_cached", "blocks_in_use", "blocks_total")
+    __slots__ = ("tier", "blocks_free", "blocks_cached", "blocks_in_use", "blocks_total", "blocks_retained")
     TIER_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_RETAINED_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     blocks_free: int
     blocks_cached: int
     blocks_in_use: int
     blocks_total: int
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_total: _Optional[int] = ...) -> None: ...
+    blocks_retained: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_retained: _Optional[int] = ...) -> None: ...

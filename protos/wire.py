@@ -132,6 +132,9 @@ class Submit(Message):
     num_expected_cached: int = 0
     # The tenant of the caller's key, to which the cache is fair; empty without keys.
     payer: str = ""
+    # Seconds for which the request's blocks are evicted after all others, once it has ended; the router can end this
+    # earlier (`Replica.renew`).
+    retain_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +376,8 @@ class Load(NamedTuple):
     num_routers: int = 1  # attached routers, which share these places
     # Waiting requests that the next steps can start: the free rows, or 0 if the queue's head lacks memory.
     num_startable: int = 0
+    blocks_retained: int = 0  # the part of `blocks_cached` that is evicted after the rest
+    host_blocks_retained: int = 0  # the same part of `host_blocks_cached`
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,6 +277,13 @@ class EngineArgs(EngineOptions):
         "Type of weights and KV cache. auto: the checkpoint's own type on a GPU; on a CPU float32, or bfloat16 for "
         "models of at least 200 million parameters if the CPU multiplies it in hardware.",
     )
+    session_max_share: float = option(
+        0.5,
+        "Maximum fraction (0 to 1) of the KV cache, and of the host tier, that is retained for sessions. Beyond it, "
+        "the blocks that have been retained longest become ordinary cached blocks. 0: nothing is retained.",
+        ge=0,
+        le=1,
+    )
     # Another name of prefix_caching, as in transformers.
     allow_block_sharing: InitVar[bool | None] = None
 
@@ -416,6 +423,8 @@ class EngineConfig(EngineOptions):
     eos_token_ids: tuple[int, ...]
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # full-attention layer groups first
     num_host_blocks: int = 0  # blocks of the host tier, of the same size; 0: no host tier
+    # The fraction of each tier's blocks that may be retained for sessions.
+    session_max_share: float = 0.0
 
     def __post_init__(self) -> None:
         full = [group.is_full for group in self.groups]

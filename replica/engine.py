@@ -19,7 +19,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -182,6 +182,16 @@ class Engine:
 
         with contextlib.suppress(Unavailable):  # closing has ended the requests
             self._loop.post(grant)
+
+    def drop_retained(self, keys: Iterable[Hashable]) -> None:
+        """Evict the blocks of these requests in the ordinary order, once they have ended or from now on."""
+
+        def drop(scheduler: Scheduler) -> None:
+            for key in keys:
+                scheduler.drop_retained(key)
+
+        with contextlib.suppress(Unavailable):  # the engine's cache is gone
+            self._loop.post(drop)
 
     def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
         """Run `action` on the scheduler between two steps."""

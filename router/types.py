@@ -126,6 +126,12 @@ class GenerationRequest:
         The output text must be in the language of this grammar.
     n
         Number of samples of each prompt; each ends with its own finish reason.
+    session
+        Name of the conversation: requests of one session prefer the replica of its last request. Empty: only the
+        conversation's prefix tells which replica has it.
+    retain
+        Retain the blocks of the conversation (`Submit.retain_s`) however the answer ends. Without it, they are retained
+        if the answer ends with a tool call.
     tenant
         Scope of the request's cache entries: tenants share none.
     bill
@@ -175,6 +181,7 @@ class GenerationRequest:
     echo: bool = False
     tenant: str = ""
     session: str = ""
+    retain: bool = False
     priority: int = 0
     deadline_s: float | None = None
     resume_from: ResumePoint | None = None
@@ -184,6 +191,12 @@ class GenerationRequest:
     def payer(self) -> str:
         """The tenant that the queue is fair to: that of the key, else the client's own name."""
         return self.tenant if self.bill is None else self.bill.tenant
+
+    @property
+    def may_be_retained(self) -> bool:
+        """Whether the conversation's blocks are retained at some ends of the answer."""
+        may_call = self.tools and (self.tool_choice is None or self.tool_choice.mode != "none")
+        return self.retain or bool(may_call)
 
     @property
     def marks(self) -> tuple[Mark, ...]:

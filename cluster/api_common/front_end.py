@@ -8,7 +8,7 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.protos.errors import (
     Aborted,
@@ -23,6 +23,7 @@ from quire.router.scored_token import TokenScores
 from quire.router.tool_types import ToolCall
 from quire.router.types import (
     Explain,
+    GenerationRequest,
     GenerationStream,
     OutputDelta,
     Service,
@@ -41,6 +42,7 @@ ROLES = {
 TIMEOUT_HEADER = (
     "x-request-timeout-seconds"  # defined by Ray Serve; an HTTP header or gRPC metadata
 )
+SESSION_HEADER = "x-session-id"  # an HTTP header or gRPC metadata
 _INDEX = re.compile(r"\[\d+\]")
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
 
@@ -167,6 +169,30 @@ def timeout_seconds(value: str | None) -> float | None:
             field=TIMEOUT_HEADER,
         )
     return seconds if seconds > 0 else None
+
+
+def with_headers(
+    asked: GenerationRequest, headers: Mapping[str, str]
+) -> tuple[GenerationRequest, dict[str, str]]:
+    """Take the deadline and the session from headers or metadata, where the body has none.
+
+    Returns
+    -------
+    The request; and for these fields the client's names, for errors.
+
+    Raises
+    ------
+    InvalidRequest
+        The value of `TIMEOUT_HEADER` is not a number.
+    """
+    names = {}
+    if asked.deadline_s is None:
+        asked = replace(asked, deadline_s=timeout_seconds(headers.get(TIMEOUT_HEADER)))
+        names |= dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
+    if not asked.session and (session := headers.get(SESSION_HEADER)):
+        asked = replace(asked, session=session)
+        names["session"] = SESSION_HEADER
+    return asked, names
 
 
 @dataclass(slots=True)

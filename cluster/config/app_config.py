@@ -24,6 +24,7 @@ from quire.cluster.config.scaling_sections import (
     RouterResources,
 )
 from quire.cluster.config.section import NodePath, Section
+from quire.cluster.config.session_section import SessionArgs
 from quire.protos.errors import InvalidRequest
 from quire.replica.config import Device, Dtype
 from quire.router.text.template_kwargs import check_template_kwargs
@@ -76,6 +77,9 @@ class AppConfig(Section):
         default=EngineArgs(), description="Options of each replica's engine."
     )
     router: RouterArgs = Field(default=RouterArgs(), description="Options of each router.")
+    session: SessionArgs = Field(
+        default=SessionArgs(), description="Retention of conversations between two requests."
+    )
     http: HttpArgs = Field(default=HttpArgs(), description="The routers' HTTP front end.")
     auth: AuthArgs | None = Field(
         default=None,

@@ -215,12 +215,23 @@ def replica_cache(status: ReplicaStatus) -> control.ReplicaCache:
 
 
 def _occupancy(load: Load) -> control.CacheOccupancy:
-    """Occupancy of the tiers that replicas report: currently only the device."""
+    """Occupancy of a replica's tiers: the device, and the host tier if there is one."""
     device = control.TierOccupancy(
         tier=control.TIER_DEVICE,
         blocks_free=load.blocks_free,
         blocks_cached=load.blocks_cached,
         blocks_in_use=load.blocks_in_use,
         blocks_total=load.blocks_total,
+        blocks_retained=load.blocks_retained,
     )
-    return control.CacheOccupancy(tiers=[device])
+    if not load.host_blocks_total:
+        return control.CacheOccupancy(tiers=[device])
+    host = control.TierOccupancy(
+        tier=control.TIER_HOST,
+        blocks_free=load.host_blocks_free,
+        blocks_cached=load.host_blocks_cached,
+        blocks_in_use=load.host_blocks_in_use,
+        blocks_total=load.host_blocks_total,
+        blocks_retained=load.host_blocks_retained,
+    )
+    return control.CacheOccupancy(tiers=[device, host])

@@ -10,11 +10,10 @@ import grpc
 
 from quire.cluster.api_common import structured_output
 from quire.cluster.api_common.front_end import (
-    TIMEOUT_HEADER,
     is_label,
     request_label,
     served_role,
-    timeout_seconds,
+    with_headers,
 )
 from quire.cluster.grpc.grpc_tools import tool_fields, turn_calls
 from quire.protos import control_pb2 as control
@@ -57,7 +56,7 @@ def generation_request(request: generation.GenerateRequest, context: Context) ->
     for name in ("allowed_token_ids", "bad_words"):
         given[name] = _bounded(name, getattr(options, name))
     given["logit_bias"] = tuple(sorted(options.logit_bias.items()))
-    return GenerationRequest(
+    asked = GenerationRequest(
         request_id=_request_id(request, context),
         model=request.model or None,
         **_input(request),
@@ -79,8 +78,8 @@ def generation_request(request: generation.GenerateRequest, context: Context) ->
         tenant=request.cache_salt,
         session=request.session,
         priority=request.priority,
-        deadline_s=timeout_seconds(dict(context.invocation_metadata()).get(TIMEOUT_HEADER)),
     )
+    return with_headers(asked, dict(context.invocation_metadata()))[0]
 
 
 def _bounded(name: str, values: Sequence[Any]) -> tuple[Any, ...]:

@@ -36,10 +36,9 @@ from starlette.routing import Route
 
 from quire.cluster.api_common.front_end import (
     EXPLAIN_HEADERS,
-    TIMEOUT_HEADER,
     counting_refusals,
     request_label,
-    timeout_seconds,
+    with_headers,
 )
 from quire.cluster.auth.access_control import AccessControl
 from quire.cluster.auth.http_door import add_door
@@ -186,11 +185,7 @@ def _add_generation_routes(
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id:
             asked = dataclasses.replace(asked, resume_from=_resume_point(last_id, body))
-        names = {}
-        if asked.deadline_s is None:
-            deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
-            asked = dataclasses.replace(asked, deadline_s=deadline_s)
-            names = dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
+        asked, names = with_headers(asked, request.headers)
         event_ids = last_id is not None or body.asks_for_event_ids()
         if event_ids and body.stream and asked.prompts:
             raise UnsupportedField(

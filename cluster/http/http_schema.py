@@ -201,7 +201,9 @@ class GenerationBody(RequestBody):
         description="Cached prefixes are shared only between requests with the same salt (vLLM).",
     )
     prompt_cache_key: str | None = Field(
-        None, description="A hint: requests with the same key prefer the same replica."
+        None,
+        description="A hint: requests with the same key are one session, which prefers one replica. Default: the "
+        "header X-Session-Id.",
     )
     priority: int | None = Field(
         None, description="Requests with a smaller number are scheduled first (vLLM)."

@@ -104,6 +104,8 @@ class Request:
         Whether its first `ISOLATED_TOKENS` new tokens are generated in steps without other requests.
     num_expected_cached
         The router's estimate of how many of its tokens will be cached when it starts.
+    retain_s
+        Seconds for which its full blocks are evicted after all others, once it has ended (`kv_cache/retention.py`).
     fork_of
         Key of a live request with the same prompt and tenant, which computes the prompt for both (`forks.py`). If that
         request has ended, this is an ordinary request.
@@ -127,6 +129,7 @@ class Request:
         alone: bool = False,
         num_expected_cached: int = 0,
         payer: str = "",
+        retain_s: float = 0.0,
     ):
         self.key = key
         self.params = params
@@ -140,6 +143,7 @@ class Request:
         self.fork_of = fork_of
         self.alone = alone
         self.num_expected_cached = num_expected_cached
+        self.retain_s = retain_s
         # Number of output tokens that the credit allows now, those of earlier attempts included; None: no limit.
         self.credit_end = None if credit_tokens is None else num_emitted + credit_tokens
         self.parent: Request | None = None  # the request of `fork_of`, until this one starts

@@ -55,11 +55,16 @@ class HostTier:
         Blocks of the tier; 0: the tier is off.
     prefix
         The prefix index of both tiers.
+    max_retained
+        Maximum number of cached blocks of the tier that are retained (`retention.py`).
     """
 
-    def __init__(self, num_blocks: int, prefix: PrefixCache):
+    def __init__(self, num_blocks: int, prefix: PrefixCache, *, max_retained: int = 0):
         self.blocks = BlockManager(
-            num_blocks, on_evict=prefix.forget_host, payer_of=prefix.payer_of_host_block
+            num_blocks,
+            on_evict=prefix.forget_host,
+            payer_of=prefix.payer_of_host_block,
+            max_retained=max_retained,
         )
         self._prefix = prefix
         self._planned = Transfers()
@@ -67,19 +72,26 @@ class HostTier:
         self._in_flight: list[Transfers] = []
 
     def take_evicted(self, block: int) -> None:
-        """Plan to save a cached block that the device evicts, if the host tier has room for it."""
+        """Plan to save a cached block that the device evicts, if the host tier has room for it.
+
+        A block that a retained sequence needs is retained in the host tier too. Other blocks do not displace such ones.
+        """
         entry, g = self._prefix.place_of(block)
         copy = entry.host_blocks[g]
+        is_retained = entry.num_retained[g] > 0
         if copy is not None:
             self.blocks.touch(copy)
         elif block not in self._planned.restores:
             # A block with a restore that is only planned has no content yet, so it is not saved.
-            allocated = self.blocks.allocate(1)
+            allocated = self.blocks.allocate(1, may_evict_retained=is_retained)
             if allocated is not None:
-                self.save(block, allocated[0])
-                self._prefix.place_on_host(entry, g, allocated[0])
-                self.blocks.mark_contents([allocated[0]])
+                copy = allocated[0]
+                self.save(block, copy)
+                self._prefix.place_on_host(entry, g, copy)
+                self.blocks.mark_contents([copy])
                 self.blocks.release(allocated)
+        if is_retained and copy is not None:
+            self.blocks.retain([copy])
         self._prefix.forget(block)
 
     def save(self, block: int, host_block: int) -> None:

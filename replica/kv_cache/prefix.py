@@ -23,7 +23,7 @@ until the entry leaves the index (`routing_names.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -80,6 +80,10 @@ class PrefixCache:
 
     def __contains__(self, block: int) -> bool:
         return self._by_block[block] is not None
+
+    def entries(self) -> Iterable[Entry]:
+        """Every entry of the index, in any order."""
+        return self._by_digest.values()
 
     def has_host_block(self, host_block: int) -> bool:
         return self._by_host_block[host_block] is not None
@@ -146,18 +150,18 @@ class PrefixCache:
             for g in self._sliding:
                 if not entry.has(g, with_host):
                     run_start[g] = i + 1
-            if all(run_start[g] <= self._first_needed(g, i + 1) for g in self._sliding):
+            if all(run_start[g] <= self.first_needed(g, i + 1) for g in self._sliding):
                 num_hit = i + 1
         del entries[num_hit:]
         return Hit(
             entries,
             [
-                [e.blocks[g] for e in entries[self._first_needed(g, num_hit) :]]
+                [e.blocks[g] for e in entries[self.first_needed(g, num_hit) :]]
                 for g in range(len(self.groups))
             ],
         )
 
-    def _first_needed(self, g: int, num_blocks: int) -> int:
+    def first_needed(self, g: int, num_blocks: int) -> int:
         """Index of the first block in group g that the token after `num_blocks` full blocks sees."""
         return int(self.groups[g].first_key(num_blocks * self.block_size)) // self.block_size
 
@@ -281,7 +285,7 @@ class PrefixCache:
         self._update_tier(entry)
         self._drop_unused(entry)
 
-    def retain_entry(self, entry: Entry | None) -> None:
+    def add_row(self, entry: Entry | None) -> None:
         """Count a live row that has this entry as its last indexed one."""
         if entry is not None:
             entry.num_rows += 1

@@ -66,6 +66,7 @@ class Entry:
         "host_blocks",
         "num_children",
         "num_device_children",
+        "num_retained",
         "num_rows",
         "on_device",
         "parent",
@@ -105,6 +106,8 @@ class Entry:
         self.on_device = False
         # Entries that continue this one and are on the device.
         self.num_device_children = 0
+        # [G] number of retained sequences that need the group's block (`retention.py`)
+        self.num_retained = [0] * len(blocks)
         # Live requests, offloaded ones included, that have this entry as their last indexed one.
         self.num_rows = 0
         # The tier in which its routing hashes are reported; None: they are not reported yet.

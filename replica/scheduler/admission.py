@@ -147,11 +147,11 @@ class Admission:
     def take(self, request: Request, offer: Offer) -> None:
         """Give the request its row and the offered blocks."""
         hit, lacking = offer.hit, offer.num_lacking
-        self._blocks.retain(hit.device_blocks)
+        self._blocks.add_owner(hit.device_blocks)
         restores = hit.to_restore()
-        # Retain the host blocks before any allocation: a device block that is evicted to the host tier may evict one.
+        # Own the host blocks before any allocation: a device block that is evicted to the host tier may evict one.
         copies = [c for g, _, entry in restores if (c := entry.host_blocks[g]) is not None]
-        self._host.blocks.retain(copies)
+        self._host.blocks.add_owner(copies)
         num_full = len(self._config.groups) - len(self._rows.sliding)
         fresh = self.allocate(lacking * num_full)
         restored: dict[tuple[int, int], int] = {}
@@ -168,10 +168,10 @@ class Admission:
         self._rows.claim(request, blocks, offer.num_hit_tokens)
         if hit.entries:
             request.tip, request.num_indexed = hit.entries[-1], len(hit.entries)
-            self._prefix.retain_entry(request.tip)
+            self._prefix.add_row(request.tip)
 
     def restore(self, entry: Entry, g: int, copy: int, block: int) -> None:
-        """Plan to copy an entry's host block, which the caller has retained, to a device block."""
+        """Plan to copy an entry's host block, which the caller owns, to a device block."""
         self._host.restore(copy, block)
         self._prefix.place(entry, g, block)
         self._blocks.mark_contents([block])

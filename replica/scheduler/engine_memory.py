@@ -6,6 +6,7 @@
   ├─ blocks          owners of the device's blocks        ◀── deferred_frees: blocks given back during a step
   ├─ host            owners of the host tier's blocks
   ├─ prefix          which blocks are cached, in both tiers
+  ├─ retention       which of them are evicted after the others
   └─ events          changes of the cache, for the routers
 ```
 """
@@ -22,6 +23,7 @@ from quire.replica.kv_cache.cache_events import EventLog
 from quire.replica.kv_cache.deferred_frees import DeferredFrees
 from quire.replica.kv_cache.host_tier import HostTier, Transfers
 from quire.replica.kv_cache.prefix import PrefixCache
+from quire.replica.kv_cache.retention import Retention
 from quire.replica.request_table import table_checks
 from quire.replica.request_table.rows import RowTable
 from quire.replica.scheduler.queues import BlockedHead
@@ -55,13 +57,18 @@ class EngineMemory:
             model_name=config.model_name,
             revision=config.revision,
         )
-        self.host = HostTier(config.num_host_blocks, self.prefix)
+        share = config.session_max_share
+        self.host = HostTier(
+            config.num_host_blocks, self.prefix, max_retained=int(share * config.num_host_blocks)
+        )
         self.blocks = BlockManager(
             config.num_blocks,
             on_evict=self.host.take_evicted,
             order=config.demotion_order,
             payer_of=self.prefix.payer_of_block,
+            max_retained=int(share * config.num_blocks),
         )
+        self.retention = Retention(self.prefix, self.blocks, self.host.blocks)
         self.rows = RowTable(
             config.num_rows,
             config.max_row_blocks,
@@ -88,6 +95,14 @@ class EngineMemory:
         """Give back a running request's row and blocks; its full blocks stay cached."""
         self.give_back(reversed(self.rows.vacate(request.row)))
         self.blocked_head.unblock()
+
+    def retain(self, request: Request) -> None:
+        """Retain the indexed blocks of a request that ends, if it asks for that.
+
+        After `clear_cache` the index knows none of its blocks, and nothing is retained.
+        """
+        if request.retain_s and request.tip is not None and request.tip.alive:
+            self.retention.add(request.key, request.tip, request.retain_s)
 
     def release_tip(self, request: Request) -> None:
         """Drop the request's reference to the prefix entry of its last indexed block."""
@@ -121,6 +136,7 @@ class EngineMemory:
     def clear_cache(self) -> None:
         """Forget every cached block of both tiers. Live requests keep their blocks, but no later request can
         share them."""
+        self.retention.clear()
         blocks, host_blocks = self.prefix.clear()
         for block in blocks:
             self.blocks.forget_content(block)
@@ -149,6 +165,7 @@ class EngineMemory:
             Number of tokens of a row that are planned and not yet known.
         """
         self.prefix.check()
+        self.retention.check()
         owners = table_checks.num_owners(self.rows, self._num_blocks)
         held = self.deferred_frees.num_owners()
         self.blocks.check((owners + held).tolist(), self.prefix.__contains__)

@@ -152,7 +152,7 @@ class Sharing:
         `fits` must have found room for one block in each group.
         """
         for blocks in share.blocks:
-            self._blocks.retain(blocks)
+            self._blocks.add_owner(blocks)
         fresh = self._blocks.allocate(self._num_groups)
         if fresh is None:
             raise IntegrityError(
@@ -162,7 +162,7 @@ class Sharing:
         self._rows.claim(request, own, share.num_computed)
         if share.tip is not None:
             request.tip, request.num_indexed = share.tip, share.num_indexed
-            self._prefix.retain_entry(share.tip)
+            self._prefix.add_row(share.tip)
         return list(zip(share.sources, fresh, strict=True)) if share.sources else []
 
 

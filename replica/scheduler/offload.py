@@ -80,8 +80,8 @@ class Offload:
         ]
         copies = [None if (e := entries[i]) is None else e.host_blocks[g] for i, g in places]
         known = [copy for copy in copies if copy is not None]
-        # Retain the known blocks before the allocation, which could evict them from the host tier.
-        self._host.blocks.retain(known)
+        # Own the known blocks before the allocation, which could evict them from the host tier.
+        self._host.blocks.add_owner(known)
         fresh = self._host.blocks.allocate(len(places) - len(known)) if places else None
         if fresh is None:
             self._host.blocks.release(reversed(known))
@@ -158,7 +158,7 @@ class Offload:
         offloaded = _offloaded(request)
         end = -(-offloaded.num_computed // self._block_size)
         entries = self._entries(request, end)
-        self._blocks.retain(block for block in offer.known if block is not None)
+        self._blocks.add_owner(block for block in offer.known if block is not None)
         fresh = iter(self._admission.allocate(offer.known.count(None)))
         tables: list[list[int]] = [[] for _ in range(self._num_groups)]
         unneeded = []

@@ -240,6 +240,8 @@ class RequestBook:
             Tokens of the request that no delta has reported yet.
         """
         self._take_out(request)
+        if reason is not FinishReason.ERROR:
+            self._memory.retain(request)
         if request.row >= 0:
             self._vacate(request)
         else:

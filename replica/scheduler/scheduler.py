@@ -167,12 +167,21 @@ class Scheduler:
             self.rows.set_run_length(request.row, request.run_length)
         self.book.resume(key)
 
+    def drop_retained(self, key: Hashable) -> None:
+        """End the retention of an ended request's blocks. For a live request: do not retain them when it ends."""
+        request = self.book.requests.get(key)
+        if request is not None:
+            request.retain_s = 0.0
+        else:
+            self.memory.retention.drop(key)
+
     def next_deadline_s(self) -> float | None:
-        """The time at which `plan` must be called again after it returned None, to end a request at its deadline.
+        """The time at which `plan` must be called again after it returned None: a request or a retention ends.
 
         None: not before something changes.
         """
-        return self.book.deadlines.next_s()
+        ends_s = (self.book.deadlines.next_s(), self.memory.retention.next_end_s())
+        return min((end_s for end_s in ends_s if end_s is not None), default=None)
 
     def take_ended(self) -> list[RequestDelta]:
         """Remove and return the deltas of the requests that `plan` ended.
@@ -209,6 +218,7 @@ class Scheduler:
         if len(self.steps) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {self.steps[0].number} is still in flight")
         self.book.expire(now_s)
+        self.memory.retention.expire(now_s)
         if self.steps and self.book.isolated.any:
             return None
         composed = self._composer.plan(now_s)
@@ -283,6 +293,8 @@ class Scheduler:
             num_restores=counters.num_restores,
             stalled_s=stalled_s,
             num_places=max(0, self.config.max_waiting_requests - num_waiting),
+            blocks_retained=blocks.num_retained,
+            host_blocks_retained=host.num_retained,
             num_startable=0 if memory.blocked_head.lacks_blocks else self.rows.num_free,
         )
 
@@ -299,6 +311,7 @@ class Scheduler:
             "blocks": memory.blocks.snapshot(),
             "deferred_references": memory.deferred_frees.num_references,
             "host_blocks": memory.host.blocks.snapshot(),
+            "retained_sequences": len(memory.retention),
             "prefix": {
                 "indexed_blocks": len(memory.prefix),
                 "tokens_queried": counters.num_prefix_tokens_queried,

@@ -193,7 +193,7 @@ class StepIndexer:
                     self._blocks.mark_contents([block])
                     step.registered.append(block)
                 elif indexed is not None:
-                    self._blocks.retain([indexed])
+                    self._blocks.add_owner([indexed])
                     step.duplicates.append((g, row, i, block, indexed))
         self._prefix.advance_entry(entry)
         request.tip, request.num_indexed = entry, i + 1

@@ -172,13 +172,17 @@ class Replica:
         router_id: str,
         stream_ids: list[int],
         queued_prefill_s: float = 0.0,
+        unretained: list[int] | None = None,
         *,
         route: list[str],
     ) -> None:
         """Extend the leases of a router and its streams by `LEASE_S`.
 
-        `queued_prefill_s` is this replica's share of the prefill queued at the router, in seconds.
+        `queued_prefill_s` is this replica's share of the prefill queued at the router, in seconds. The blocks of the
+        streams in `unretained` need not be retained (`Submit.retain_s`) any longer.
         """
+        if unretained:
+            self._engine.drop_retained([(router_id, stream) for stream in unretained])
         if router_id in self._attachments:
             self._router_queues[router_id] = queued_prefill_s
         self._leases.renew(router_id, stream_ids, time.monotonic())
@@ -334,6 +338,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         alone=submit.alone,
         num_expected_cached=submit.num_expected_cached,
         payer=submit.payer,
+        retain_s=submit.retain_s,
     )
 
 

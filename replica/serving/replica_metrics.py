@@ -31,12 +31,22 @@ _GAUGES = (  # name, field of `Load`, help
     ),
     ("quire_kv_blocks_free", "blocks_free", "Free KV blocks."),
     ("quire_kv_blocks_cached", "blocks_cached", "KV blocks that only the prefix cache uses."),
+    (
+        "quire_kv_blocks_retained",
+        "blocks_retained",
+        "Cached KV blocks that are retained for sessions: evicted after the others.",
+    ),
     ("quire_kv_blocks_in_use", "blocks_in_use", "KV blocks of live requests."),
     ("quire_host_blocks_free", "host_blocks_free", "Free blocks of the host tier."),
     (
         "quire_host_blocks_cached",
         "host_blocks_cached",
         "Blocks of the host tier with evicted prefixes.",
+    ),
+    (
+        "quire_host_blocks_retained",
+        "host_blocks_retained",
+        "Cached blocks of the host tier that are retained for sessions: evicted after the others.",
     ),
     (
         "quire_host_blocks_in_use",

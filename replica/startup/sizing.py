@@ -136,6 +136,7 @@ def resolve(
         eos_token_ids=spec.eos_token_ids,
         groups=spec.groups,
         num_host_blocks=table.num_host_blocks,
+        session_max_share=args.session_max_share,
     )
 
 

@@ -226,8 +226,11 @@ class Attempts:
             now_s, num_emitted = self._router.clock(), len(self._answer.token_ids)
             self._router.table.end(booking, now_s, num_emitted)
 
-    def close(self) -> None:
-        """End the request."""
+    def close(self, finish_reason: str) -> None:
+        """End the request. Its blocks stay retained if another turn of the conversation will follow soon."""
+        is_retained = finish_reason == "tool_calls" or self._request.retain
+        if self.current is not None and is_retained:
+            self.current.drops_retained = False
         self.release()
         self.submitted.set()
         if self._admitted is not None:
@@ -376,6 +379,7 @@ class Attempts:
             num_expected_cached=num_cached,
             # Without keys one pays for all: a client that sends many salts gains nothing.
             payer="" if self._request.bill is None else self._request.bill.tenant,
+            retain_s=router.retain_s if self._request.may_be_retained else 0.0,
         )
         self.current = router.transport.submit(submit, self.route)
         self.submitted.set()

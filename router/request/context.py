@@ -61,4 +61,6 @@ class RouterContext(Protocol):
     budget: FailoverBudget | None
     max_migrations: int
     max_move_s: float
+    # Seconds for which replicas retain the blocks of a conversation that will soon go on.
+    retain_s: float
     scorer: TokenScorer

@@ -203,7 +203,7 @@ class RequestStream:
         """End the stream after it finished or failed, or after its client left."""
         if not self._closed:
             self._closed = True
-            self.attempts.close()
+            self.attempts.close(finish_reason)
             self._router.observer.on_end(self._accounting.end(finish_reason))
 
 

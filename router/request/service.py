@@ -76,6 +76,8 @@ class RouterService:
         A request may fail on this many replicas and continue on another one.
     budget
         Limits the migrations of all requests together; None: no limit.
+    retain_s
+        Seconds for which replicas retain the blocks of a conversation after an answer that ended with a tool call.
     ready_timeout_s
         A replica with work that has finished no step for this time does not count as ready.
     admission
@@ -104,6 +106,7 @@ class RouterService:
         max_move_s: float = 30.0,
         max_migrations: int = MAX_MIGRATIONS,
         budget: FailoverBudget | None = None,
+        retain_s: float = 0.0,
         ready_timeout_s: float = math.inf,
         admission: AdmissionLimits | None = None,
         max_explained_decisions: int = 256,
@@ -121,6 +124,7 @@ class RouterService:
         self.max_move_s = max_move_s
         self.max_migrations = max_migrations
         self.budget = budget
+        self.retain_s = retain_s
         self.ready_timeout_s = ready_timeout_s
         self.clock = clock
         self.gate = AdmissionGate(admission or AdmissionLimits(), clock, max_away_s=max_move_s)

@@ -27,6 +27,7 @@ import logging
 import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -104,6 +105,8 @@ class Bus:
         self.slow_client_timeout_s = slow_client_timeout_s
         # Attempts that get further credit with the next `grant` call to their replicas.
         self._low_credit: set[Attempt] = set()
+        # Replica to streams whose blocks it need not retain any longer; sent with the next renewal of leases.
+        self._unretained: defaultdict[str, list[int]] = defaultdict(list)
         self.drain_timeout_s = drain_timeout_s
         # For arguments and replies that are longer than a gRPC message.
         self._by_reference = handle
@@ -169,6 +172,7 @@ class Bus:
             on_low_credit=self._on_low_credit,
         )
         attempt.num_read = submit.num_emitted
+        attempt.drops_retained = submit.retain_s > 0
         self._attempts[submit.stream_id] = attempt
         attempt.call = self._spawn(self._generate(attempt, submit.encode(), route))
         return attempt
@@ -250,6 +254,9 @@ class Bus:
 
     def _cancel(self, attempt: Attempt) -> None:
         """End an attempt whose events are no longer read; abort it on the replica if it still runs."""
+        if attempt.drops_retained:
+            attempt.drops_retained = False
+            self._unretained[attempt.replica].append(attempt.stream_id)
         if attempt.needs_abort:
             attempt.needs_abort = False
             if attempt.call is not None:
@@ -421,10 +428,10 @@ class Bus:
                 if attempt.placed and attempt.replica in wanted:
                     wanted[attempt.replica].append(attempt.stream_id)
             share_s = self.queued_prefill_s() / max(1, len(wanted))
+            unretained, self._unretained = self._unretained, defaultdict(list)
             for replica, ids in wanted.items():
-                self._spawn(
-                    self._call("renew", self._router_id, ids + unplaced, share_s, route=[replica])
-                )
+                renewal = (ids + unplaced, share_s, unretained[replica])
+                self._spawn(self._call("renew", self._router_id, *renewal, route=[replica]))
 
     def _on_frame(self, replica: str, frame: Frame) -> None:
         action = self._table.on_frame(replica, frame, time.monotonic())

@@ -56,6 +56,8 @@ class Attempt:
         Further events are dropped.
     needs_abort
         The replica may still work on the request.
+    drops_retained
+        The replica retains the request's blocks after its end (`Submit.retain_s`), and `cancel` ends this.
     completed_s
         Time at which the unary call reported a regular end (the last frame should arrive soon after); None: not yet.
     """
@@ -79,6 +81,7 @@ class Attempt:
         self.call: asyncio.Task[None] | None = None
         self.finished = False
         self.needs_abort = True
+        self.drops_retained = False
         self.completed_s: float | None = None
         self._on_cancel = on_cancel
         self._events: deque[AttemptEvent] = deque()

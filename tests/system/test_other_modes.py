@@ -36,6 +36,12 @@ def plain_cluster(tmp_path_factory) -> Iterator[Cluster]:
         application["args"]["replicas"] = 1
         # However slow the machine is: the streams below must end before the drain does.
         application["args"]["router"] = {"drain_timeout_s": 240.0}
+        # 256 blocks of 32 tokens on the device, and 131 in the host tier.
+        application["args"]["engine"] = {
+            "num_blocks": 256,
+            "cpu_offload_gib": 0.008,
+            "restore": "always",
+        }
 
     yield from start_cluster(tmp_path_factory.mktemp("plain"), change)
 
@@ -67,6 +73,44 @@ def test_metrics_of_all_processes_come_through_the_default_proxy(plain_cluster):
     assert sorted(s.labels["deployment"] for s in samples) == ["Replica", "Router", "Router"]
     for deployment in ("Router", "Replica"):
         assert plain_cluster.metric("quire_scrape_silent_processes", deployment=deployment) == 0
+
+
+def test_a_turn_that_ended_with_a_call_outlives_the_pressure_of_other_conversations(plain_cluster):
+    """Two conversations pause while others fill both tiers: one waits for a tool, the other has its answer."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    client = plain_cluster.openai()
+
+    def turn(name: str, choice: str, *messages: dict) -> openai.types.chat.ChatCompletion:
+        system = {"role": "system", "content": f"{name} " * 150}
+        user = {"role": "user", "content": "How is the weather?"}
+        return client.chat.completions.create(
+            model="embedded",
+            messages=[system, user, *messages],
+            tools=[tool],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=60,
+            extra_headers={"x-session-id": name},
+        )
+
+    waits, answered = turn("Agent", "required"), turn("Reader", "none")
+    (call,) = waits.choices[0].message.tool_calls
+    assert waits.choices[0].finish_reason == "tool_calls" != answered.choices[0].finish_reason
+    retained = plain_cluster.metric("quire_kv_blocks_retained")
+    assert retained >= waits.usage.prompt_tokens // 32
+    (load,) = plain_cluster.loads()
+    assert [tier.blocks_retained for tier in load.cache.tiers] == [retained, 0]
+
+    for i in range(5):
+        client.completions.create(model="embedded", prompt=[900 - i] * 3000, max_tokens=1)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
+    followed = turn("Agent", "none", waits.choices[0].message.model_dump(), result)
+    again = turn("Reader", "none", {"role": "user", "content": "And now?"})
+    cached = [a.usage.prompt_tokens_details.cached_tokens for a in (followed, again)]
+    assert cached[0] >= waits.usage.prompt_tokens // 32 * 32
+    assert cached[1] == 0
 
 
 def with_routers(cluster: Cluster, num: int) -> dict:

@@ -17,6 +17,7 @@ from quire.cluster.http.messages_api.messages_schema import (
 from quire.cluster.http.messages_api.messages_turns import (
     chat_messages,
     continues_last_turn,
+    has_cache_control,
     num_blocks,
 )
 from quire.protos.errors import InvalidRequest
@@ -36,9 +37,7 @@ async def counted_request(body: CountTokensBody, request_id: str) -> GenerationR
     return GenerationRequest(request_id=request_id, **await _prompt(body))
 
 
-async def generation_request(
-    body: MessagesBody, request_id: str, deadline_s: float | None
-) -> GenerationRequest:
+async def generation_request(body: MessagesBody, request_id: str) -> GenerationRequest:
     """Make the request that is generated."""
     user_id = body.metadata.user_id if body.metadata is not None else None
     return GenerationRequest(
@@ -49,7 +48,7 @@ async def generation_request(
         top_k=body.top_k,
         stop=tuple(body.stop_sequences or ()),
         session=_session(user_id or ""),
-        deadline_s=deadline_s,
+        retain=has_cache_control(body),
         **await _prompt(body),
     )
 

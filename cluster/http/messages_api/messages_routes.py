@@ -19,10 +19,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from quire.cluster.api_common.front_end import (
-    TIMEOUT_HEADER,
     counting_refusals,
     renamed,
-    timeout_seconds,
+    with_headers,
 )
 from quire.cluster.http.http_answers import json_response
 from quire.cluster.http.json_body import read_json
@@ -86,9 +85,8 @@ def add_routes(
 
     async def prepared(request: Request) -> MessagesResponse:
         body = parse_messages_body(MessagesBody, await read_json(request, max_body_bytes))
-        deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
-        asked = await generation_request(body, request.state.request_id, deadline_s)
-        names = dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
+        asked = await generation_request(body, request.state.request_id)
+        asked, names = with_headers(asked, request.headers)
         return MessagesResponse(get_service(), body, asked, names, keepalive_s=keepalive_s)
 
     @app.post(PATH, **_docs("Answer the last turn of a conversation.", MessagesBody, MessageAnswer))

@@ -20,9 +20,7 @@ from quire.router.chat.tool_checks import MAX_TOOLS
 from quire.router.refused_fields import Refused
 
 # Accepted and ignored: hints, labels and billing, which do not change the answer.
-IGNORED_FIELDS = frozenset(
-    {"billing_policy", "cache_control", "context_management", "diagnostics", "service_tier"}
-)
+IGNORED_FIELDS = frozenset({"billing_policy", "context_management", "diagnostics", "service_tier"})
 REFUSED: Mapping[str, Refused] = {
     "compaction": Refused("conversations are not compacted by the server"),
     "container": Refused("code is not executed by the server"),
@@ -47,6 +45,11 @@ _Body = TypeVar("_Body", bound="CountTokensBody")
 _Model = TypeVar("_Model", bound=BaseModel)
 # `cache_control`, of any form.
 CacheControl = dict[str, Any]
+RETAIN_HINT: Any = Field(
+    None,
+    description="Of any form: the conversation's blocks are retained (`session.retain_s`), however the answer ends. "
+    "`ttl` is ignored, and every prefix is cached without it.",
+)
 
 
 class TextBlock(Strict):
@@ -54,7 +57,7 @@ class TextBlock(Strict):
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = Field(None, description="Accepted and ignored.")
+    cache_control: CacheControl | None = RETAIN_HINT
     citations: list[Any] | None = Field(None, description="Accepted and ignored.")
 
 
@@ -80,7 +83,7 @@ class ToolUseBlock(Strict):
     id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
     input: dict[str, Any]
-    cache_control: CacheControl | None = Field(None, description="Accepted and ignored.")
+    cache_control: CacheControl | None = RETAIN_HINT
     caller: dict[str, Any] | None = Field(None, description="Accepted and ignored.")
 
 
@@ -96,7 +99,7 @@ class ToolResultBlock(Strict):
         },
     )
     is_error: bool | None = Field(None, description="The prompt's text then begins with `Error: `.")
-    cache_control: CacheControl | None = Field(None, description="Accepted and ignored.")
+    cache_control: CacheControl | None = RETAIN_HINT
 
 
 def _content(*models: str) -> Any:
@@ -142,7 +145,7 @@ class CustomTool(Strict):
         None, description="Tools that Anthropic's servers execute or define are refused."
     )
     strict: bool | None = Field(None, description="The input of every call follows the schema.")
-    cache_control: CacheControl | None = Field(None, description="Accepted and ignored.")
+    cache_control: CacheControl | None = RETAIN_HINT
     input_examples: list[Any] | None = Field(None, description="Accepted and ignored.")
     allowed_callers: list[Any] | None = Field(None, description="Accepted and ignored.")
     eager_input_streaming: bool | None = Field(
@@ -219,6 +222,7 @@ class CountTokensBody(Strict):
         None, description="Ignored by a model whose chat template has no switch for reasoning."
     )
     output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = RETAIN_HINT
 
 
 class MessagesBody(CountTokensBody):

@@ -8,6 +8,7 @@ assistant  thinking, text, tool_use     ─▶  assistant with reasoning_content
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 
 from quire.cluster.http.http_body import MAX_ENTRIES
 from quire.cluster.http.messages_api.messages_schema import (
+    CountTokensBody,
     MessageTurn,
     RedactedThinkingBlock,
     TextBlock,
@@ -77,6 +79,17 @@ def num_blocks(turns: Any) -> int:
         len(turn["content"])
         for turn in (turns if isinstance(turns, list) else ())
         if isinstance(turn, dict) and isinstance(turn.get("content"), list)
+    )
+
+
+def has_cache_control(body: CountTokensBody) -> bool:
+    """Whether the request, a tool, or a block of a turn or of the system prompt has `cache_control`."""
+    turns = body.messages if isinstance(body.messages, list) else ()
+    contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
+    lists = (part for part in (body.system, body.tools, *contents) if isinstance(part, list))
+    return body.cache_control is not None or any(
+        isinstance(block, dict) and block.get("cache_control") is not None
+        for block in itertools.chain.from_iterable(lists)
     )
 
 

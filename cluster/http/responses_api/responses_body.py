@@ -205,7 +205,9 @@ class ResponsesRequest(RequestBody):
         None, description="Accepted and ignored (Codex)."
     )
     prompt_cache_key: str | None = Field(
-        None, description="A hint: requests with the same key prefer the same replica."
+        None,
+        description="A hint: requests with the same key are one session, which prefers one replica. Default: the "
+        "header X-Session-Id.",
     )
     seed: int | None = Field(
         None,

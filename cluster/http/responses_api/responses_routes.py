@@ -7,13 +7,12 @@ POST /v1/responses    answers the last turn of a conversation, which the request
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from quire.cluster.api_common.front_end import TIMEOUT_HEADER, counting_refusals, timeout_seconds
+from quire.cluster.api_common.front_end import counting_refusals, with_headers
 from quire.cluster.http.http_answers import ErrorAnswer
 from quire.cluster.http.http_body import parse_body
 from quire.cluster.http.http_schema import IGNORED_FIELDS
@@ -39,11 +38,8 @@ def add_routes(
         body = parse_body(_BODY, await read_json(request, max_body_bytes))
         tools = await body.parsed_tools()
         asked = await body.to_request(request.state.request_id, tools)
-        names = body.router_names()
-        if asked.deadline_s is None:
-            deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
-            asked = dataclasses.replace(asked, deadline_s=deadline_s)
-            names |= dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
+        asked, names = with_headers(asked, request.headers)
+        names = body.router_names() | names
         return ResponsesAnswer(get_service(), body, tools, asked, names, keepalive_s=keepalive_s)
 
     ignored = IGNORED_FIELDS - _BODY.refused.keys() - _BODY.model_fields.keys()

@@ -27,6 +27,7 @@ from quire.cluster.config.default_config import default_config
 from quire.cluster.config.engine_section import EngineArgs
 from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.config.scaling_sections import AutoscalingArgs, ReplicaResources, RouterResources
+from quire.cluster.config.session_section import SessionArgs
 from quire.cluster.grpc import grpc_servicers
 from quire.cluster.proxies.ray_settings import (
     DEPLOYMENT_VARIABLES,
@@ -38,7 +39,15 @@ from quire.replica.config import EngineOptions, SizingError, check_args
 
 ROOT = Path(__file__).parents[3]
 CLUSTER_YAML = (ROOT / "cluster.yaml").read_text()
-SECTIONS = (AppConfig, AutoscalingArgs, EngineArgs, RouterArgs, ReplicaResources, RouterResources)
+SECTIONS = (
+    AppConfig,
+    AutoscalingArgs,
+    EngineArgs,
+    RouterArgs,
+    SessionArgs,
+    ReplicaResources,
+    RouterResources,
+)
 FIELDS = [(model, name) for model in SECTIONS for name in model.model_fields]
 FIELD_IDS = [f"{model.__name__}.{name}" for model, name in FIELDS]
 
@@ -88,6 +97,7 @@ STANDARD_TERMS = {
     "max_memory_percent": "Fraction",
     "target_kv_in_use": "Fraction",
     "safety_margin": "Fraction",
+    "max_share": "fraction",
     "resume_margin": "Fraction",
     "max_tokens_default": "tokens",
 }
@@ -127,6 +137,7 @@ def test_the_engine_section_has_every_option_of_the_engine_and_those_of_its_acto
     mine = {name: f.default for name, f in EngineArgs.model_fields.items()}
     assert mine == theirs | {"fault_injection": False, "heartbeat_ms": 100}
     app = {n: AppConfig.model_fields[n].default for n in ("model", "revision", "device", "dtype")}
+    app["session_max_share"] = SessionArgs().max_share
     whole = {f.name: f.default for f in dataclasses.fields(ReplicaEngineArgs)}
     assert theirs | app == whole
     assert AppConfig().engine.engine_options() == theirs

@@ -101,9 +101,13 @@ def test_every_field_reaches_the_router(service) -> None:
         response = await clients.generation.GenerateOnce(asked)
         assert response.seed == 2**64 - 1 and response.request_id == "label"
         await clients.generation.GenerateOnce(request(prompt="x", sampling={"max_tokens": 1}))
+        metadata = [("x-session-id", "of metadata")]
+        for named in (asked, request(prompt="x")):
+            await clients.generation.GenerateOnce(named, metadata=metadata)
 
     run(service, "direct", body)
-    full, bare = service.requests
+    full, bare, *named = service.requests
+    assert [r.session for r in (full, bare, *named)] == ["session", "", "session", "of metadata"]
     assert full.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hi", "name": "ann"},

@@ -401,6 +401,12 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
     assert request.ignore_eos and request.include_stop_str_in_output
     assert not request.skip_special_tokens
     assert (request.tenant, request.session, request.priority) == ("tenant", "session", -2)
+    # The body takes precedence over the header.
+    headers = {"x-session-id": "header"}
+    assert http.post(CHAT, json=body, headers=headers).status_code == 200
+    del body["prompt_cache_key"]
+    assert http.post(CHAT, json=body, headers=headers).status_code == 200
+    assert [r.session for r in service.requests[1:]] == ["session", "header"]
 
 
 @pytest.mark.parametrize(
@@ -939,6 +945,7 @@ def test_an_empty_body_lacks_its_input(http: httpx.Client, path: str, param: str
         (CHAT, {"logprobs": True, "top_logprobs": 21}, {}, "top_logprobs"),
         (CHAT, {"cache_salt": "x" * 300}, {}, "cache_salt"),
         (CHAT, {"prompt_cache_key": "x" * 300}, {}, "prompt_cache_key"),
+        (CHAT, {}, {"x-session-id": "x" * 300}, "x-session-id"),
         (CHAT, {"messages": []}, {}, "messages"),
         (COMPLETIONS, {"max_tokens": 0}, {}, "max_tokens"),
         (COMPLETIONS, {"logprobs": 21}, {}, "logprobs"),

@@ -43,10 +43,26 @@ def test_the_least_recently_used_chain_goes_first():
         blocks.mark_contents([block])
     blocks.release(reversed(first))
     blocks.release(reversed(second))
-    blocks.retain(first)
+    blocks.add_owner(first)
     blocks.release(reversed(first))
     blocks.allocate(2)
     assert evicted == [second[1], second[0]]
+
+
+def test_retained_blocks_go_last_and_the_longest_retained_gives_way_to_the_bound():
+    evicted = []
+    blocks = BlockManager(6, on_evict=evicted.append, max_retained=3)
+    first, second, third = (chain_of(blocks, 2) for _ in range(3))
+    for chain in (first, second):
+        blocks.retain(reversed(chain))
+    blocks.release(reversed(first))
+    blocks.release(reversed(second))
+    blocks.release(reversed(third))
+    assert (blocks.num_retained, blocks.num_cached, blocks.num_available) == (3, 6, 6)
+    assert blocks.allocate(4, may_evict_retained=False) is None
+    assert blocks.allocate(6) is not None
+    # `first` has more than its share: its leaf became ordinary when `second` was released, before `third` was.
+    assert evicted == [first[1], third[1], third[0], first[0], second[1], second[0]]
 
 
 def chain_of(blocks, count):
@@ -70,7 +86,7 @@ def test_most_recent_keeps_a_shared_prefix_until_all_that_continue_it_are_gone()
     evicted = []
     blocks = BlockManager(6, on_evict=evicted.append, order="most_recent")
     prefix = chain_of(blocks, 2)
-    blocks.retain(prefix)
+    blocks.add_owner(prefix)
     one, other = prefix + chain_of(blocks, 2), prefix + chain_of(blocks, 2)
     blocks.release(reversed(one))
     blocks.release(reversed(other))  # the prefix is released with this one
@@ -112,7 +128,7 @@ def test_no_block_goes_before_one_that_continues_it(data, order):
             while block is not None:
                 chain.insert(0, block)
                 block = parent[block]
-        blocks.retain(chain)
+        blocks.add_owner(chain)
         fresh = blocks.allocate(data.draw(st.integers(0, 4)))
         for block in fresh or ():
             parent[block] = chain[-1] if chain else None
@@ -129,9 +145,9 @@ def test_the_heap_of_most_recent_does_not_grow():
     chain = chain_of(blocks, 8)
     blocks.release(reversed(chain))
     for _ in range(500):
-        blocks.retain(chain)
+        blocks.add_owner(chain)
         blocks.release(reversed(chain))
-    assert len(blocks._cached._heap) <= 2 * 8 + 64
+    assert len(blocks._ordinary._heap) <= 2 * 8 + 64
 
 
 def test_a_release_too_many_is_an_error():
@@ -158,16 +174,60 @@ def test_the_check_compares_with_the_owners_that_were_walked(owners):
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Owners that take and give back at random; eviction is compared with a plain list in LRU order."""
+    """Owners that take and give back at random; eviction is compared with plain lists in LRU order."""
+
+    MAX_RETAINED = 3
 
     def __init__(self):
         super().__init__()
-        self.manager = BlockManager(7, on_evict=self.evicted)
+        self.manager = BlockManager(7, on_evict=self.evicted, max_retained=self.MAX_RETAINED)
         self.held: list[list[int]] = []
-        self.known: list[int] = []  # cached, least recently used first
+        self.ordinary: list[int] = []  # cached, least recently used first
+        self.retained: list[int] = []  # the same, of retained blocks
+        self.is_retained: set[int] = set()  # those with owners included
+
+    @property
+    def known(self):
+        return self.ordinary + self.retained
 
     def evicted(self, block):
-        assert self.known.pop(0) == block
+        assert (self.ordinary or self.retained).pop(0) == block
+        self.is_retained.discard(block)
+
+    def cache(self, block):
+        (self.retained if block in self.is_retained else self.ordinary).append(block)
+        if len(self.retained) > self.MAX_RETAINED:
+            self.ordinary.append(self.retained.pop(0))
+            self.is_retained.discard(self.ordinary[-1])
+
+    def uncache(self, pick):
+        block = self.known[pick % len(self.known)]
+        (self.ordinary if block in self.ordinary else self.retained).remove(block)
+        return block
+
+    @rule(pick=st.integers(0, 6), ends=st.booleans())
+    def retain(self, pick, ends):
+        if not self.manager.has_content(pick):
+            return
+        is_cached = pick in self.known and not (ends and pick not in self.is_retained)
+        if is_cached:
+            (self.retained if pick in self.is_retained else self.ordinary).remove(pick)
+        if ends:
+            self.is_retained.discard(pick)
+            self.manager.end_retention([pick])
+        else:
+            self.is_retained.add(pick)
+            self.manager.retain([pick])
+        if is_cached:
+            self.cache(pick)
+
+    @rule(count=st.integers(1, 3))
+    def allocate_sparing_retained(self, count):
+        available = self.manager.num_available - len(self.retained)
+        blocks = self.manager.allocate(count, may_evict_retained=False)
+        assert (blocks is None) == (count > available)
+        if blocks is not None:
+            self.held.append(blocks)
 
     @rule(count=st.integers(1, 9))
     def allocate(self, count):
@@ -186,21 +246,23 @@ class BlockMachine(RuleBasedStateMachine):
         for block in chain:
             self.manager.mark_contents([block])
         if share:
-            self.manager.retain(chain)
+            self.manager.add_owner(chain)
             self.held.append(list(chain))
 
     @precondition(lambda self: self.known)
     @rule(pick=st.integers(0, 9))
     def take_cached(self, pick):
-        block = self.known.pop(pick % len(self.known))
+        block = self.uncache(pick)
         assert self.manager.num_unowned([block]) == 1
-        self.manager.retain([block])
+        self.manager.add_owner([block])
         self.held.append([block])
 
     @precondition(lambda self: self.known)
     @rule(pick=st.integers(0, 9))
     def forget(self, pick):
-        self.manager.forget_content(self.known.pop(pick % len(self.known)))
+        block = self.uncache(pick)
+        self.is_retained.discard(block)
+        self.manager.forget_content(block)
 
     @precondition(lambda self: self.held)
     @rule(pick=st.integers(0, 9))
@@ -208,17 +270,17 @@ class BlockMachine(RuleBasedStateMachine):
         chain = self.held.pop(pick % len(self.held))
         self.manager.release(reversed(chain))
         others = {block for other in self.held for block in other}
-        self.known += [
-            block
-            for block in reversed(chain)
-            if block not in others and self.manager.has_content(block)
-        ]
+        for block in reversed(chain):
+            if block not in others and self.manager.has_content(block):
+                self.cache(block)
 
     @invariant()
     def conserved(self):
         owners = [sum(block in chain for chain in self.held) for block in range(7)]
         self.manager.check(owners)
         assert self.manager.num_cached == len(self.known)
+        assert self.manager.num_retained == len(self.retained) <= self.MAX_RETAINED
+        assert self.is_retained == {b for b in range(7) if self.manager.is_retained(b)}
         assert self.manager.num_in_use == sum(count > 0 for count in owners)
 
 

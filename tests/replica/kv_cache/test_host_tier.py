@@ -86,7 +86,7 @@ def test_a_copy_that_is_there_already_is_not_made_again():
     hit = cache.find(0, 2)
     entries = [entry for _, _, entry in hit.to_restore()]
     copies = [entry.host_blocks[0] for entry in entries]
-    cache.host.blocks.retain(copies)
+    cache.host.blocks.add_owner(copies)
     restored = cache.blocks.allocate(2)
     for entry, copy, block in zip(entries, copies, restored, strict=True):
         cache.host.restore(copy, block)
@@ -118,7 +118,7 @@ def test_a_block_that_waits_to_be_restored_is_not_saved():
     cache.put(1000, 1)
     cache.host.land(cache.host.launch())
     ((_, _, entry),) = cache.find(0, 1).to_restore()
-    cache.host.blocks.retain(entry.host_blocks)
+    cache.host.blocks.add_owner(entry.host_blocks)
     (block,) = cache.blocks.allocate(1)
     cache.host.restore(entry.host_blocks[0], block)
     cache.prefix.place(entry, 0, block)

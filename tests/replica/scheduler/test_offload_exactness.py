@@ -131,35 +131,55 @@ def run_alone(runner: Runner, i: int, prompts: list[list[int]], temperature: flo
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_a_prefix_that_went_to_the_host_tier_is_found_there_bit_for_bit(runners, name):
+@pytest.mark.parametrize(
+    ("has_small_tier", "retain_s", "is_found"),
+    [(False, 0.0, True), (True, 9.0, True), (True, 0.0, False)],
+    ids=["large tier", "retained", "not retained"],
+)
+def test_a_prefix_that_went_to_the_host_tier_is_found_there_bit_for_bit(
+    runners, name, has_small_tier, retain_s, is_found
+):
+    """The last token of the first request again. The tier holds everything, or less than the others have."""
     runner = runners(name)
     prompts = prompts_of(runner.spec.vocab_size)
+    num_host_blocks = blocks_of_one(runner) if has_small_tier else 400
     scheduler = Scheduler(
         dataclasses.replace(
             runner.config,
             prefix_caching=True,
             num_blocks=blocks_of_one(runner),
-            num_host_blocks=400,
+            num_host_blocks=num_host_blocks,
+            session_max_share=1.0,
             safety_margin=0.0,
             restore="always",
         )
     )
     runner.pool.poison()
-    runner.host_pool = HostPool(400, runner.pool)
+    runner.host_pool = HostPool(num_host_blocks, runner.pool)
     runner.host_pool.poison()
     outputs = []
-    for i in [*range(len(prompts)), 0]:
-        assert scheduler.add(Request(i, prompts[i], params(1.0, seed=i))) is None
-        told = []
+    requests = [
+        Request(i, prompt, params(1.0, seed=i), retain_s=0.0 if i else retain_s)
+        for i, prompt in enumerate(prompts)
+    ]
+    for i in range(len(prompts) + 1):
+        if i == len(prompts):
+            known = [token for token, *_ in outputs[0][:-1]]
+            ids = [*prompts[0], *known]
+            requests.append(Request(i, ids, params(1.0, seed=0), num_emitted=len(known)))
+        assert scheduler.add(requests[i]) is None
+        told, num_computed = [], 0
         while (plan := scheduler.plan(0.0)) is not None:
+            num_computed += plan.num_tokens
             poison_what_nobody_may_read(scheduler, plan, runner)
             for delta in scheduler.commit(plan, runner.run(plan), 0.0):
                 told.append((delta.token_ids[0], *delta.logprobs[0]))
             scheduler.check()
         outputs.append(told)
-    assert outputs[-1] == outputs[0]
-    assert delta.num_host_cached_tokens > 0
-    assert delta.num_cached_tokens == (LENGTHS[0] - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert outputs[-1] == outputs[0][-1:]
+    in_part_of_a_block = (LENGTHS[0] + NEW_TOKENS - 1) % BLOCK_SIZE
+    assert (num_computed == in_part_of_a_block) == is_found
+    assert requests[-1].num_host_cached_tokens > 0 or not is_found
 
 
 def test_blocks_survive_the_round_trip(runners):

@@ -291,6 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pick=st.integers(0, 30),
         policy=POLICIES,
         copy_s=st.sampled_from([None, 1e-6, 10.0]),
+        max_share=st.sampled_from([0.0, 0.4, 1.0]),
     )
     def start(
         self,
@@ -303,6 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pick,
         policy,
         copy_s,
+        max_share,
     ):
         self.copy_s = copy_s  # that a block takes, as far as the scheduler knows
         groups = MIXES[self.mix][pick % len(MIXES[self.mix])]
@@ -327,6 +329,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_threads=1,
             groups=groups,
             num_host_blocks=num_host_blocks,
+            session_max_share=max_share,
             **policy,
         )
         self.scheduler = Scheduler(self.config, max_event_batches=4)
@@ -359,6 +362,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "", "other"]),
         patience_s=st.sampled_from([None, None, None, 3.0]),
         priority=st.integers(-1, 1),
+        retain_s=st.sampled_from([0.0, 0.5, 4.0]),
     )
     def submit(
         self,
@@ -374,6 +378,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant,
         patience_s,
         priority,
+        retain_s=0.0,
     ):
         shared = [(trunk + i * i) % VOCAB for i in range(blocks * self.block_size)]
         prompt = (shared + tail) or [1]
@@ -398,6 +403,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_s=self.now_s,
             deadline_s=None if patience_s is None else self.now_s + patience_s,
             priority=priority,
+            retain_s=retain_s,
         )
         self.add(request)
 
@@ -448,6 +454,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                     fork_of=parent.key,
                 )
             )
+
+    @rule(pick=st.integers(0, 30), tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
+    def next_turn(self, pick, tail):
+        """The next turn of a conversation, which is retained again."""
+        ended = [c.request for c in self.clients.values() if c.ended is not None]
+        if ended:
+            before = ended[pick % len(ended)]
+            room = min(self.config.max_model_len, self.config.max_cache_tokens) - 1
+            prompt = [*before.token_ids.tolist(), *tail][:room]
+            key = ("router", len(self.clients))
+            params = dataclasses.replace(before.params, max_tokens=1, min_tokens=0)
+            self.add(Request(key, prompt, params, tenant=before.tenant, retain_s=2.0))
+
+    @rule(pick=st.integers(0, 30))
+    def drop_retained(self, pick):
+        keys = list(self.clients)
+        if keys:
+            self.scheduler.drop_retained(keys[pick % len(keys)])
 
     @rule(
         sizes=st.lists(
@@ -624,6 +648,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.scheduler.memory.host._planned.restores:  # which wait for a step
             assert len(offloaded) == host.num_in_use
             assert all(host.ref_count(block) == count for block, count in offloaded.items())
+        retention = self.scheduler.memory.retention
+        ends_s = retention.next_end_s()
+        # The books are also looked at between a step and the next plan, which is at most one step later.
+        assert ends_s is None or ends_s > self.now_s - 0.5
+        for tier, num_blocks in (
+            (blocks, self.config.num_blocks),
+            (host, self.config.num_host_blocks),
+        ):
+            assert tier.num_retained <= self.config.session_max_share * num_blocks
         if not self.config.prefix_caching:
             assert blocks.num_cached == host.num_cached == 0
         rows = self.scheduler.rows
@@ -688,6 +721,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.memory.blocks.num_in_use == 0
         assert self.scheduler.memory.host.blocks.num_in_use == 0
         assert self.scheduler.abort_all() == []
+        for later_s in (0.25, 5.0):  # the last retention begins, and all are over
+            assert self.scheduler.plan(self.now_s + later_s) is None
+        assert len(self.scheduler.memory.retention) == 0
+        assert self.scheduler.load().blocks_retained == 0
+        assert self.scheduler.load().host_blocks_retained == 0
+        self.books_agree()
 
 
 SETTINGS = settings(

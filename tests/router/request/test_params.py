@@ -278,7 +278,11 @@ def test_every_field_of_a_request_is_checked_or_known_to_be_free():
     """A new field must be given a bound, or be added to the free ones here."""
     free = {"request_id", "model", "resume_from"}  # an event id: `resume.check`
     free |= {"prompts"}  # a test of its own
-    free |= {"fit_to_model", "bill"}  # no client's fields: an API and the keys' door set them
+    free |= {
+        "fit_to_model",
+        "retain",
+        "bill",
+    }  # no client's fields: APIs and the keys' door set them
     # tests/router/chat/test_tool_checks.py
     free |= {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"}
     tested = {name.partition("[")[0] for name, _ in ALL_REFUSED}

@@ -46,6 +46,7 @@ from quire.router.request.request_stream import RequestStream
 from quire.router.request.service import MAX_MIGRATIONS, RouterService
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.router.tool_types import Tool, ToolChoice
 from quire.router.transport import bus as bus_module
 from quire.router.types import GenerationRequest, OutputDelta
 
@@ -184,6 +185,46 @@ async def stack_of(replicas: list[LocalReplica], **table: float) -> AsyncIterato
 def expected(engine: Engine, prompt: str = PROMPT, **params: object):
     (output,) = engine.generate([TOKENIZER.encode(prompt).tolist()], SamplingParams(**params))
     return output
+
+
+# -- retention -------------------------------------------------------------------------------------------
+
+
+TOOL = Tool("weather", "", {"type": "object", "properties": {"city": {"maxLength": 5}}})
+CALL_ONCE = dict(
+    tool_choice=ToolChoice("required"), parallel_tool_calls=False, max_tokens=80, ignore_eos=False
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "retain_s", "finish_reason", "is_retained"),
+    [
+        (dict(tools=(TOOL,), **CALL_ONCE), 30.0, "tool_calls", True),
+        (dict(tools=(TOOL,), max_tokens=3), 30.0, "length", False),
+        (dict(tools=(TOOL,), tool_choice=ToolChoice("none")), 0.0, "length", False),
+        (dict(retain=True), 30.0, "length", True),
+        (dict(), 0.0, "length", False),
+    ],
+    ids=["call", "no call", "no call asked", "hint", "no tools"],
+)
+def test_a_replica_retains_the_conversations_that_will_go_on(
+    runner, replicas, monkeypatch, fields, retain_s, finish_reason, is_retained
+):
+    async def run() -> None:
+        # The first report to the replicas follows soon after the answer.
+        monkeypatch.setattr(bus_module, "LEASE_S", 0.8)
+        async with stack_of(replicas[:1]) as stack:
+            stack.service.retain_s = 30.0
+            scheduler = stack.cluster.replicas["a"].engine._loop._scheduler
+            messages = ({"role": "user", "content": "How is the weather in the north today? " * 4},)
+            answer = await stack.answer(None, messages=messages, **fields)
+            assert answer.finish_reason == finish_reason
+            retained = [scheduler.load().blocks_retained]
+            await asyncio.sleep(0.5)
+            retained.append(scheduler.load().blocks_retained)
+            assert [num > 0 for num in retained] == [retain_s > 0, is_retained]
+
+    runner.run(run())
 
 
 # -- answers ---------------------------------------------------------------------------------------------

@@ -291,6 +291,37 @@ def test_what_changes_nothing_is_accepted(client) -> None:
     assert response.status_code == 200, response.text
 
 
+HINT = {"type": "ephemeral"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "retain"),
+    [
+        ({}, False),
+        ({"cache_control": HINT}, True),
+        ({"tools": [{**TOOL, "cache_control": HINT}]}, True),
+        ({"system": [{"type": "text", "text": "x", "cache_control": HINT}]}, True),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "x", "cache_control": HINT}],
+                    }
+                ]
+            },
+            True,
+        ),
+        ({"system": [{"type": "text", "text": "x", "cache_control": None}]}, False),
+    ],
+)
+def test_cache_control_is_a_hint_to_retain_the_conversation(
+    client, service, fields, retain
+) -> None:
+    assert client.post(PATH, json={**VALID, **fields}).status_code == 200
+    assert service.requests[-1].retain == retain
+
+
 def test_the_deadline_of_the_header_is_the_requests(client, service) -> None:
     client.post(PATH, json=VALID, headers={"X-Request-Timeout-Seconds": "7"})
     assert service.requests[-1].deadline_s == 7

@@ -193,7 +193,7 @@ class Mover:
 
     def _restore(self, scheduler: Scheduler) -> None:
         # A restore takes a reference, like that of a restored request.
-        scheduler.memory.host.blocks.retain(self._host_blocks)
+        scheduler.memory.host.blocks.add_owner(self._host_blocks)
         for block, copy in zip(self._device_blocks, self._host_blocks, strict=True):
             scheduler.memory.host.restore(copy, block)
         self.num_moved += len(self._device_blocks)
