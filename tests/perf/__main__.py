@@ -38,8 +38,10 @@ BENCHMARKS = {
         "system_throughput": "HTTP through two routers against the engine alone",
         "data_plane": "streams through the whole system, with a device that takes 20 ms a step",
         "ray_routers": "Quire against Ray Serve's own request routers, in turns; --mix spread or hot",
-        "agents": "agents on a real cluster: token hits and TTFT, against round_robin and Serve's router",
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
+    },
+    "agents": {
+        "agents": "agents on a real cluster: token hits and TTFT, against round_robin and Serve's router",
     },
     "gpu": {
         "gpu_plan": "the three commands of docs/measuring_on_a_gpu.md: make gpu-1, gpu-2, gpu-3",

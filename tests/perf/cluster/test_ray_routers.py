@@ -15,7 +15,8 @@ from quire.cluster.bench.load.clients import Answer, OpenAIClient
 from quire.cluster.config.serve_config import load
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
-from tests.perf.cluster import agents, data_plane, ray_routers, truth
+from tests.perf.agents import agents
+from tests.perf.cluster import data_plane, ray_routers, truth
 from tests.perf.cluster.ray_router_app import ROUTERS, EngineServer, PromptRequest, build, events
 from tests.perf.cluster.ray_routers import MIXES, PROMPT_CHARS, SYSTEMS, ArrivalLog, LogClient, Turn
 

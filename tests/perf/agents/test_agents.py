@@ -13,9 +13,9 @@ from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs
 from quire.replica.startup.sizing import resolve
-from tests.perf.cluster import agents
+from tests.perf.agents import agents
+from tests.perf.agents.simulated_cluster import run_in_virtual_time
 from tests.perf.cluster.paced_replica import PacedCopies
-from tests.perf.cluster.simulated_cluster import run_in_virtual_time
 from tests.perf.cluster.test_data_plane import plan
 
 OPTIONS = argparse.Namespace(agents=48, warm_up_s=6.0, duration_s=8.0, seed=1)

@@ -39,10 +39,10 @@ from quire.cluster.bench.results.measures import percentile, percentiles_ms
 from quire.cluster.bench.results.report import ROOT, Bar
 from quire.cluster.proxies.ray_settings import DEPLOYMENT_VARIABLES
 from quire.replica.config import EngineConfig
-from tests.perf.cluster.agent_replica import BLOCK_SIZE, PACE
+from tests.perf.agents.agent_replica import BLOCK_SIZE, PACE
+from tests.perf.agents.simulated_cluster import SimulatedCluster, run_in_virtual_time
 from tests.perf.cluster.live_cluster import LiveCluster, live_cluster
 from tests.perf.cluster.ray_router_app import ROUTERS
-from tests.perf.cluster.simulated_cluster import SimulatedCluster, run_in_virtual_time
 
 MODEL, VOCAB_SIZE = "embedded", 1024
 SHAPE = AgentShape(token_scale=1 / 32, time_scale=1 / 2)
@@ -263,7 +263,7 @@ def serve_config(systems: Sequence[str], num_agents: int = NUM_AGENTS) -> dict[s
     for system in systems:
         application = {**quire, "name": system, "route_prefix": f"/{system}"}
         if system in POLICIES:
-            application["import_path"] = "tests.perf.cluster.agent_replica:build"
+            application["import_path"] = "tests.perf.agents.agent_replica:build"
             application["args"] = {
                 "model": MODEL,
                 "device": "cpu",
@@ -282,7 +282,7 @@ def serve_config(systems: Sequence[str], num_agents: int = NUM_AGENTS) -> dict[s
                 **sizes,
                 "num_cpus": num_cpus,
                 "engine": {**engine, "device": "cpu"},
-                "engine_class": "tests.perf.cluster.agent_replica:AgentEngine",
+                "engine_class": "tests.perf.agents.agent_replica:AgentEngine",
             }
         config["applications"].append(application)
     return config
