@@ -51,8 +51,8 @@ NUM_REPLICAS, NUM_ROUTERS = 4, 2
 # Times all devices, by the means of the shape; 4.0 in the counted time of a run, by its turns.
 WORKING_SET = 4.3
 HOST_TIER = 6  # times the replica's device
-# The default of 90 s covers 99% of the pauses, and the 99th percentile of the TTFT would be that of a lost session.
-# Nothing but sessions is cached here, so they may have all of the tiers.
+# Longer than nearly all pauses; the default of 90 s covers 99% of them. Nothing but
+# sessions is cached here, so they may have all of the tiers.
 RETAIN_S, MAX_RETAINED_SHARE = 300 * SHAPE.time_scale, 1.0
 QUIRE = "quire"
 # Name of a system to its routing policy; the other systems are Serve's routers.
