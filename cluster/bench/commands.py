@@ -129,7 +129,12 @@ def _add_serve(actions: argparse._SubParsersAction) -> None:
     load.add_argument(
         "--rate", type=float, nargs="+", default=[], help="requests per second, open loop, Poisson"
     )
-    load.add_argument("--duration-s", type=float, default=30.0, help="for each rate; %(default)s")
+    load.add_argument(
+        "--duration-s",
+        type=float,
+        default=30.0,
+        help="for each rate, and of the agents; %(default)s",
+    )
     load.add_argument("--concurrency", type=int, nargs="+", default=[], help="users, closed loop")
     load.add_argument(
         "--requests-per-user", type=float, default=8.0, help="closed loop; %(default)s"
@@ -141,6 +146,15 @@ def _add_serve(actions: argparse._SubParsersAction) -> None:
     load.add_argument("--turns", type=int, default=4, help="turns of a session; %(default)s")
     load.add_argument("--session-rate", type=float, default=1.0, help="starts per second")
     load.add_argument("--think-s", type=float, default=1.0, help="mean pause before a turn")
+    load.add_argument(
+        "--agents", type=int, default=0, help="sessions with growing contexts and pauses for tools"
+    )
+    load.add_argument(
+        "--token-scale", type=float, default=1.0, help="of the agents' token counts; %(default)s"
+    )
+    load.add_argument(
+        "--time-scale", type=float, default=1.0, help="of the agents' pauses; %(default)s"
+    )
     shape = parser.add_argument_group("prompts")
     shape.add_argument("--prompt-tokens", type=_bounds, default=(128, 128), metavar="N or LOW-HIGH")
     shape.add_argument("--output-tokens", type=_bounds, default=(64, 64), metavar="N or LOW-HIGH")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cluster.bench.engines.floor import ModelShape, Rates, measure_rates
+from quire.cluster.bench.load.agent_sessions import AgentShape, agents
 from quire.cluster.bench.load.cache_watch import CacheSample, watching
 from quire.cluster.bench.load.clients import Client, connect, served_model
 from quire.cluster.bench.load.load_generator import (
@@ -35,7 +36,7 @@ from quire.cluster.bench.results.measures import Slo, max_in_flight, summarise
 
 _SETTINGS = (
     "model prompt_tokens output_tokens prefixes prefix_tokens rate concurrency duration_s requests_per_user "
-    "sessions turns session_rate think_s speed seed"
+    "sessions turns session_rate think_s agents token_scale time_scale speed seed"
 ).split()
 
 
@@ -49,7 +50,7 @@ class Load:
 
 
 def loads(options: argparse.Namespace) -> Iterator[Load]:
-    """Yield the loads that the options ask for: trace, then sessions, rates and concurrencies.
+    """Yield the loads that the options ask for: trace, then sessions, agents, rates and concurrencies.
 
     Raises
     ------
@@ -78,6 +79,9 @@ def loads(options: argparse.Namespace) -> Iterator[Load]:
         count = options.sessions * options.turns
         yield Load(name, count, lambda client, told: session_loop(client, talks, told))
         nothing = False
+    if options.agents:
+        yield _agents(options)
+        nothing = False
     for i, rate in enumerate(options.rate):
         requests = poisson(rate, options.duration_s, lengths, mix, vocab, seed + i)
         yield _open(f"{rate:g}/s", requests)
@@ -88,7 +92,18 @@ def loads(options: argparse.Namespace) -> Iterator[Load]:
         yield _closed(f"{users} users", requests, users)
         nothing = False
     if nothing:
-        raise ValueError("load: give --rate, --concurrency, --trace or --sessions")
+        raise ValueError("load: give --rate, --concurrency, --trace, --sessions or --agents")
+
+
+def _agents(options: argparse.Namespace) -> Load:
+    shape = AgentShape(token_scale=options.token_scale, time_scale=options.time_scale)
+    duration_s = options.duration_s
+    turns = agents(options.agents, duration_s, shape, options.vocab_size, options.seed)
+    return Load(
+        f"{options.agents} agents",
+        sum(map(len, turns)),
+        lambda client, told: session_loop(client, turns, told, duration_s),
+    )
 
 
 def _open(name: str, requests: list[TimedRequest]) -> Load:
@@ -107,7 +122,7 @@ async def measure(
     """Run the loads one after the other."""
     show = sys.stderr.isatty() and not options.quiet
     extra = dict(options.extra)
-    if options.sessions and not options.url.startswith("grpc"):
+    if (options.sessions or options.agents) and not options.url.startswith("grpc"):
         extra.setdefault("return_token_ids", True)
     client = connect(options.url, options.model, extra)
     watched = options.watch

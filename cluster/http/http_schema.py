@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,7 +23,6 @@ IGNORED_FIELDS = frozenset(
         "metadata",
         "prediction",
         "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
         "store",
@@ -205,6 +204,11 @@ class GenerationBody(RequestBody):
         description="A hint: requests with the same key are one session, which prefers one replica. Default: the "
         "header X-Session-Id.",
     )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None,
+        description="A hint: with `24h`, the conversation's blocks are retained for `session.retain_s` seconds, "
+        "however the answer ends; otherwise after a tool call only.",
+    )
     priority: int | None = Field(
         None, description="Requests with a smaller number are scheduled first (vLLM)."
     )
@@ -299,6 +303,7 @@ class GenerationBody(RequestBody):
             add_special_tokens=self.add_special_tokens,
             tenant=self.cache_salt or "",
             session=self.prompt_cache_key or "",
+            retain=self.prompt_cache_retention == "24h",
             priority=self.priority or 0,
             deadline_s=self.timeout,
             **prompt,

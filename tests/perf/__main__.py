@@ -41,6 +41,9 @@ BENCHMARKS = {
         "ray_routers": "Quire against Ray Serve's own request routers, in turns; --mix spread or hot",
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
     },
+    "agents": {
+        "agents": "agents on a real cluster: token hits and TTFT, against round_robin and Serve's router",
+    },
     "gpu": {
         "gpu_plan": "the three commands of docs/measuring_on_a_gpu.md: make gpu-1, gpu-2, gpu-3",
         "gpu_rehearse": "the three commands without a GPU, on a copy without git and a network",

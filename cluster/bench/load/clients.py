@@ -39,6 +39,8 @@ class Answer:
         Prompt tokens found in the cache.
     predicted_tokens
         Prompt tokens that the router expected in the cache; None if the server does not report them.
+    host_cached_tokens
+        The part of `cached_tokens` that came from the host tier, if the server reports it.
     """
 
     arrivals_s: list[float] = field(default_factory=list)
@@ -48,6 +50,7 @@ class Answer:
     cached_tokens: int = 0
     predicted_tokens: int | None = None
     replica: str = ""
+    host_cached_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -58,8 +61,14 @@ class Client(Protocol):
     """A connection to a server."""
 
     async def complete(
-        self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
-    ) -> Answer: ...
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        session: str = "",
+        retain: bool = False,
+    ) -> Answer:
+        """Send a prompt and read the answer; `retain`: the session continues soon, if the server takes such a hint."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -96,9 +105,13 @@ class OpenAIClient:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
 
     async def complete(
-        self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        session: str = "",
+        retain: bool = False,
     ) -> Answer:
-        body = self.body(prompt_ids, max_tokens, session)
+        body = self.body(prompt_ids, max_tokens, session, retain)
         answer = Answer()
         try:
             async with self._post("/v1/completions", body) as (headers, lines):
@@ -110,7 +123,9 @@ class OpenAIClient:
             raise RequestFailed(f"{type(error).__name__}: {error}") from None
         return answer
 
-    def body(self, prompt_ids: Sequence[int], max_tokens: int, session: str) -> dict[str, Any]:
+    def body(
+        self, prompt_ids: Sequence[int], max_tokens: int, session: str, retain: bool = False
+    ) -> dict[str, Any]:
         """The JSON body of a request."""
         return {
             "model": self._model,
@@ -121,6 +136,7 @@ class OpenAIClient:
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"prompt_cache_key": session} if session else {}),
+            **({"prompt_cache_retention": "24h"} if retain else {}),
             **self._extra,
         }
 
@@ -141,6 +157,7 @@ class OpenAIClient:
             answer.prompt_tokens = usage["prompt_tokens"]
             details = usage.get("prompt_tokens_details") or {}
             answer.cached_tokens = details.get("cached_tokens") or 0
+            answer.host_cached_tokens = details.get("host_cached_tokens") or 0
             missing = usage["completion_tokens"] - answer.num_tokens
             # The usage has more tokens than the pieces: some pieces had several. Count them in the last piece.
             if missing > 0 and answer.tokens:
@@ -211,7 +228,7 @@ class OpenAIClient:
 
 
 class GrpcClient:
-    """Streams `quire.v1.Generation/Generate` over one channel.
+    """Streams `quire.v1.Generation/Generate` over one channel; it has no hint to retain a session.
 
     Parameters
     ----------
@@ -231,7 +248,11 @@ class GrpcClient:
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     async def complete(
-        self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        session: str = "",
+        retain: bool = False,
     ) -> Answer:
         import grpc
 
@@ -255,6 +276,7 @@ class GrpcClient:
                 if response.HasField("usage"):
                     answer.prompt_tokens = response.usage.prompt_tokens
                     answer.cached_tokens = response.usage.cached_tokens
+                    answer.host_cached_tokens = response.usage.host_cached_tokens
             _explain(answer, dict(await call.trailing_metadata() or ()))
         except grpc.aio.AioRpcError as error:
             raise RequestFailed(f"{error.code().name}: {error.details()}") from None

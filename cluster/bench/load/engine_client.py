@@ -16,6 +16,9 @@ from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 
+# The default of `session.retain_s` in a cluster.
+_RETAIN_S = 90.0
+
 
 class EngineClient:
     """Owns an engine. All methods run in one event loop, except `_on_output`, which the engine's thread calls.
@@ -52,7 +55,11 @@ class EngineClient:
             loop.call_soon_threadsafe(_hand_out, now_s, deltas)
 
     async def complete(
-        self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        session: str = "",
+        retain: bool = False,
     ) -> Answer:
         key = next(self._keys)
         queue: asyncio.Queue = asyncio.Queue()
@@ -60,7 +67,8 @@ class EngineClient:
         self._sinks[key] = (asyncio.get_running_loop(), queue)
         answer = Answer(prompt_tokens=len(prompt_ids))
         try:
-            self._engine.submit(Request(key, prompt_ids, params))
+            retain_s = _RETAIN_S if retain else 0.0
+            self._engine.submit(Request(key, prompt_ids, params, retain_s=retain_s))
             while True:
                 now_s, delta = await queue.get()
                 if delta.error is not None:

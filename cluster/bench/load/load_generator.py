@@ -12,6 +12,7 @@ concurrency; its latencies do not show how the server behaves under independent 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class Record:
         Prompt tokens found in the cache.
     predicted_tokens
         Prompt tokens that the router expected in the cache; None if the server does not report this number.
+    host_cached_tokens
+        The part of `cached_tokens` that came from the host tier, if the server reports it.
     error
         Empty if the request was answered.
     """
@@ -53,6 +56,7 @@ class Record:
     replica: str = ""
     error: str = ""
     predicted_tokens: int | None = None
+    host_cached_tokens: int = 0
 
     @property
     def lag_s(self) -> float:
@@ -104,14 +108,16 @@ def _nothing(record: Record) -> None:
 class _Sender:
     """Sends the requests of one run and records the answers."""
 
-    def __init__(self, client: Client, progress: Progress):
-        self._client, self._progress = client, progress
+    def __init__(
+        self, client: Client, progress: Progress, clock: Callable[[], float] = time.perf_counter
+    ):
+        self._client, self._progress, self._clock = client, progress, clock
         self.run = Run()
-        self.began_s = time.perf_counter()
+        self.began_s = clock()
 
     def now_s(self) -> float:
         """Seconds since the start of the run."""
-        return time.perf_counter() - self.began_s
+        return self._clock() - self.began_s
 
     async def wait_until(self, at_s: float) -> None:
         delay_s = at_s - self.now_s()
@@ -125,7 +131,9 @@ class _Sender:
         sent_s = self.now_s()
         answer, error = Answer(), ""
         try:
-            answer = await self._client.complete(prompt_ids, request.output_tokens, request.session)
+            answer = await self._client.complete(
+                prompt_ids, request.output_tokens, request.session, request.retain
+            )
             if not answer.tokens:
                 error = "an answer without tokens"
         except RequestFailed as failure:
@@ -142,6 +150,7 @@ class _Sender:
             answer.replica,
             error,
             answer.predicted_tokens,
+            answer.host_cached_tokens,
         )
         self.run.records.append(record)
         self._progress(record)
@@ -205,25 +214,35 @@ async def closed_loop(
 
 
 async def session_loop(
-    client: Client, sessions: Sequence[Sequence[TimedRequest]], progress: Progress = _nothing
+    client: Client,
+    sessions: Sequence[Sequence[TimedRequest]],
+    progress: Progress = _nothing,
+    until_s: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
     """Run conversations. Each prompt has the earlier turns, the server's answers to them, and the new turn.
 
-    A later turn is due after the last token of the previous answer and the user's pause. A session ends at its first
-    error.
+    A later turn is due after the last token of the previous answer and the user's pause. A turn 0 after others begins a
+    new session. A user stops at the first error, and before the first turn that is due at `until_s` or later. `clock`
+    is that of the client's arrival times.
 
     Raises
     ------
     ValueError
         The server does not return token ids, so the history cannot be sent.
     """
-    sender = _Sender(client, progress)
+    sender = _Sender(client, progress, clock)
 
     async def one(turns: Sequence[TimedRequest]) -> None:
         history: list[int] = []
-        due_s = turns[0].at_s
+        ended_s = 0.0
         for request in turns:
+            due_s = ended_s + request.at_s
+            if due_s >= until_s:
+                return
             await sender.wait_until(due_s)
+            if request.turn == 0:
+                history = []
             history += request.prompt_ids
             answer = await sender.send(history, request, due_s)
             if answer is None:
@@ -234,7 +253,6 @@ async def session_loop(
                     f"{answer.num_tokens}; OpenAI servers that support it need return_token_ids"
                 )
             history += answer.token_ids
-            if request.turn + 1 < len(turns):
-                due_s = sender.now_s() + turns[request.turn + 1].at_s
+            ended_s = sender.now_s()
 
     return await sender.finish([asyncio.ensure_future(one(turns)) for turns in sessions])

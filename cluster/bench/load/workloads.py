@@ -60,9 +60,9 @@ class Workload:
         if vocab_size <= FIRST_TOKEN_ID:
             raise ValueError(f"vocab_size: must be > {FIRST_TOKEN_ID}, got {vocab_size}")
         rng = random.Random(f"{self.name}/{repetition}")
-        shared = _token_ids(rng, self.shared_tokens, vocab_size)
+        shared = random_token_ids(rng, self.shared_tokens, vocab_size)
         return [
-            shared + _token_ids(rng, self.prompt_tokens, vocab_size)
+            shared + random_token_ids(rng, self.prompt_tokens, vocab_size)
             for _ in range(self.num_requests)
         ]
 
@@ -110,7 +110,8 @@ WORKLOADS = {
 class TimedRequest:
     """A request with the time at which a user sends it.
 
-    `at_s` counts from the start of the run; for later turns of a session, from the end of the previous turn.
+    `at_s` counts from the start of the run; for later turns of a session, from the end of the previous turn. `retain`
+    asks the server to retain the session, because the answer ends with a tool call and another turn follows soon.
     """
 
     at_s: float
@@ -118,6 +119,7 @@ class TimedRequest:
     output_tokens: int
     session: str = ""
     turn: int = 0
+    retain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +347,11 @@ class _TraceRow:
         """The prompt's token ids."""
         if self.hash_ids is None:
             rng = random.Random(f"trace/{self.number}")
-            return tuple(_token_ids(rng, self.prompt_tokens, vocab_size))
+            return tuple(random_token_ids(rng, self.prompt_tokens, vocab_size))
         tokens = [
             token
             for block in self.hash_ids
-            for token in _token_ids(
+            for token in random_token_ids(
                 random.Random(f"trace-block/{block}"), scale.block_tokens, vocab_size
             )
         ]
@@ -364,7 +366,7 @@ class _PromptMaker:
             raise ValueError(f"vocab_size: must be > {FIRST_TOKEN_ID}, got {vocab_size}")
         self._rng, self._lengths, self._vocab_size = rng, lengths, vocab_size
         self._prefixes: Sequence[list[int]] = [
-            _token_ids(rng, mix.prefix_tokens, vocab_size) for _ in range(mix.num_prefixes)
+            random_token_ids(rng, mix.prefix_tokens, vocab_size) for _ in range(mix.num_prefixes)
         ]
         self._weights = [1 / (i + 1) for i in range(mix.num_prefixes)]
 
@@ -374,11 +376,12 @@ class _PromptMaker:
         prompt: list[int] = []
         if self._prefixes and with_prefix:
             prompt += rng.choices(self._prefixes, self._weights)[0]
-        prompt += _token_ids(rng, rng.randint(*self._lengths.prompt_tokens), self._vocab_size)
+        prompt += random_token_ids(rng, rng.randint(*self._lengths.prompt_tokens), self._vocab_size)
         return tuple(prompt), rng.randint(*self._lengths.output_tokens)
 
 
-def _token_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
+def random_token_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
+    """Draw token ids from [FIRST_TOKEN_ID, vocab_size)."""
     return [rng.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(count)]
 
 

@@ -73,6 +73,7 @@ def summarise(run: Run, slo: Slo) -> dict[str, Any]:
         "output_tokens_per_s": _rate(output_tokens, duration_s),
         "prompt_tokens": prompt_tokens,
         "cached_tokens": cached_tokens,
+        "host_cached_tokens": sum(record.host_cached_tokens for record in answered),
         "hit_percent": round(100 * cached_tokens / prompt_tokens, 1) if prompt_tokens else 0.0,
         "goodput_requests_per_s": _rate(good, duration_s),
         "good_percent": round(100 * good / len(run.records), 1) if run.records else 0.0,

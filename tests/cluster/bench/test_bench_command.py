@@ -52,7 +52,7 @@ def test_offline_prints_a_table_and_writes_json_and_plots(tmp_path):
 def test_a_wrong_option_is_named(tmp_path):
     done = bench("serve", "http://127.0.0.1:1", "--out", tmp_path)
     assert done.returncode == 1
-    assert done.stderr == "load: give --rate, --concurrency, --trace or --sessions\n"
+    assert done.stderr == "load: give --rate, --concurrency, --trace, --sessions or --agents\n"
     done = bench("offline", "embedded", "--workloads", "W9", "--out", tmp_path)
     assert done.returncode == 1 and "workload: must be one of W1" in done.stderr
 
@@ -77,11 +77,30 @@ def test_all_loads_are_run_in_order(tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"at_s": 0, "prompt_tokens": 3, "output_tokens": 2}\n')
     options = parse(
-        *("serve", "grpc://127.0.0.1:1", "--trace", str(trace), "--sessions", "2", "--rate", "5"),
+        *(
+            "serve",
+            "grpc://127.0.0.1:1",
+            "--trace",
+            str(trace),
+            "--sessions",
+            "2",
+            "--agents",
+            "3",
+            "--rate",
+            "5",
+        ),
+        *("--token-scale", "0.03", "--time-scale", "0.1"),
         *("--concurrency", "1", "3", "--prompt-tokens", "4-9", "--output-tokens", "2"),
     )
     chosen = list(serve_command.loads(options))
-    assert [load.name for load in chosen] == ["trace x1", "2 sessions", "5/s", "1 users", "3 users"]
+    assert [load.name for load in chosen] == [
+        "trace x1",
+        "2 sessions",
+        "3 agents",
+        "5/s",
+        "1 users",
+        "3 users",
+    ]
     assert [load.num_requests for load in chosen[-2:]] == [8, 24]
     assert options.prompt_tokens == (4, 9) and options.output_tokens == (2, 2)
 

@@ -34,10 +34,12 @@ class SerialServer:
         self._lock = asyncio.Lock()
         self._token_ids = token_ids
         self.prompts: list[list[int]] = []
+        self.retained: list[bool] = []
         self.most_at_once = self._now = 0
 
-    async def complete(self, prompt_ids, max_tokens, session=""):
+    async def complete(self, prompt_ids, max_tokens, session="", retain=False):
         self.prompts.append(list(prompt_ids))
+        self.retained.append(retain)
         self._now += 1
         self.most_at_once = max(self.most_at_once, self._now)
         async with self._lock:
@@ -103,6 +105,24 @@ def test_a_session_sends_what_was_said():
     assert second.due_s >= first.arrivals_s[0] + 0.03
     with pytest.raises(ValueError, match="sessions need the answers' token ids"):
         asyncio.run(session_loop(SerialServer(token_ids=False), [turns]))
+
+
+def test_a_user_begins_new_sessions_and_stops_at_the_end():
+    server = SerialServer()
+    turns = [
+        TimedRequest(0.0, (1, 2), 2, "a", 0, retain=True),
+        TimedRequest(0.0, (3,), 2, "a", 1),
+        TimedRequest(0.0, (4,), 2, "b", 0, retain=True),
+        TimedRequest(9.0, (5,), 2, "b", 1),
+    ]
+    run = asyncio.run(session_loop(server, [turns], until_s=8.0))
+    assert server.prompts == [[1, 2], [1, 2, 7, 8, 3], [4]]
+    assert server.retained == [True, False, True]
+    assert [(record.session, record.turn) for record in run.records] == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+    ]
 
 
 def test_a_session_ends_at_its_first_error():

@@ -410,6 +410,22 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
 
 
 @pytest.mark.parametrize(
+    ("retention", "retain"), [("24h", True), ("in_memory", False), ("in-memory", False)]
+)
+def test_prompt_cache_retention_is_a_hint_to_retain_the_conversation(
+    http: httpx.Client, service, retention: str, retain: bool
+) -> None:
+    for path, asked in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})):
+        body = {**asked, "max_tokens": 1, "prompt_cache_retention": retention}
+        assert http.post(path, json=body).status_code == 200
+        assert service.requests[-1].retain == retain
+        body["prompt_cache_retention"] = "1h"
+        refused = http.post(path, json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "prompt_cache_retention"
+
+
+@pytest.mark.parametrize(
     ("body", "kind", "text", "field"),
     [
         ({"response_format": {"type": "text"}}, None, None, None),

@@ -1,30 +1,36 @@
 """Quire's engines behind Ray Serve's own request routers, with a minimal application around them.
 
-    Ingress (HTTP)  ──one unary handle call per request──▶  EngineServer (engine, tokenizer)
+    Ingress (HTTP)  ──one handle call per request──▶  EngineServer (engine, tokenizer)
                      placed by one of `ROUTERS`
 
-There is no admission, no validation and no stream between the two, so this is the baseline's best case. The replica
-tokenises the text, as in Ray Serve LLM. `import_path: tests.perf.cluster.ray_router_app:build`.
+There is no admission and no validation, so this is the baseline's best case. A text gets its whole answer at once; the
+replica tokenises it, as in Ray Serve LLM. Token ids get a stream of token ids. `import_path:
+tests.perf.cluster.ray_router_app:build`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import pkgutil
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import orjson
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineArgs
 from quire.replica.core.request import Request
+from quire.replica.core.step_plan import RequestDelta
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
@@ -51,14 +57,15 @@ class PromptRequest:
     prompt: str
     max_tokens: int
 
+    @classmethod
+    def of_ids(cls, token_ids: list[int], max_tokens: int) -> PromptRequest:
+        """A request for token ids, as a text with one character for each."""
+        return cls("".join(map(chr, token_ids)), max_tokens)
 
-@dataclass(slots=True)
-class _Open:
-    """A request without its complete answer."""
-
-    answer: asyncio.Future[dict[str, Any]]
-    token_ids: list[int]
-    num_cached: int = 0
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[tokens] int32, the ids that `of_ids` got."""
+        return np.array([ord(character) for character in self.prompt], np.int32)
 
 
 class EngineServer:
@@ -68,14 +75,20 @@ class EngineServer:
     ----------
     engine_args
         Fields of `EngineArgs`.
+    engine_class
+        Module and name of the engine's class.
     """
 
-    async def __init__(self, engine_args: dict[str, Any]):
+    async def __init__(
+        self, engine_args: dict[str, Any], engine_class: str = "quire.replica.engine:Engine"
+    ):
         self._loop = asyncio.get_running_loop()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, asyncio.Queue[RequestDelta]] = {}
         self._keys = itertools.count()
-        self._engine = await asyncio.to_thread(
-            Engine, EngineArgs(**engine_args), on_output=self._on_output
+        self._engine: Engine = await asyncio.to_thread(
+            pkgutil.resolve_name(engine_class),
+            EngineArgs(**engine_args),
+            on_output=self._on_output,
         )
         self._tokenizer = AsyncTokenizer(TextTokenizer.load(self._engine.checkpoint), num_threads=2)
 
@@ -84,20 +97,48 @@ class EngineServer:
         prompt_ids = await self._tokenizer.encode(
             request.prompt, True, max_model_len=self._engine.config.max_model_len, field="prompt"
         )
+        token_ids: list[int] = []
+        num_cached = 0
+        async for delta in self._deltas(prompt_ids, request.max_tokens):
+            if delta.index == 0:
+                num_cached = delta.num_cached_tokens
+            token_ids += delta.token_ids
+        return {
+            "text": self._tokenizer.tokenizer.decode(token_ids),
+            "prompt_tokens": len(prompt_ids),
+            "cached_tokens": num_cached,
+            "completion_tokens": len(token_ids),
+        }
+
+    async def stream(self, request: PromptRequest) -> AsyncIterator[dict[str, Any]]:
+        """Run a request for token ids. Yields this process' id, then the events of the answer."""
+        yield {"replica": str(os.getpid())}
+        prompt_ids = request.token_ids
+        num_tokens = num_cached = num_host_cached = 0
+        async for delta in self._deltas(prompt_ids, request.max_tokens):
+            if delta.index == 0:
+                num_cached, num_host_cached = delta.num_cached_tokens, delta.num_host_cached_tokens
+            num_tokens += len(delta.token_ids)
+            yield {"choices": [{"index": 0, "text": "", "token_ids": delta.token_ids}]}
+        details = {"cached_tokens": num_cached, "host_cached_tokens": num_host_cached}
+        usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": num_tokens}
+        yield {"choices": [], "usage": {**usage, "prompt_tokens_details": details}}
+
+    async def _deltas(self, prompt_ids: np.ndarray, max_tokens: int) -> AsyncIterator[RequestDelta]:
         key = next(self._keys)
-        entry = self._open[key] = _Open(self._loop.create_future(), [])
-        params = SamplingParams(max_tokens=request.max_tokens, temperature=0, ignore_eos=True)
+        deltas = self._open[key] = asyncio.Queue()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         try:
             self._engine.submit(Request(key, prompt_ids, params))
-            await entry.answer
+            while True:
+                delta = await deltas.get()
+                if delta.error is not None:
+                    raise RuntimeError(delta.error.message)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
         finally:
             del self._open[key]
-        return {
-            "text": self._tokenizer.tokenizer.decode(entry.token_ids),
-            "prompt_tokens": len(prompt_ids),
-            "cached_tokens": entry.num_cached,
-            "completion_tokens": len(entry.token_ids),
-        }
 
     def check_health(self) -> None:
         self._engine.check_health()
@@ -108,20 +149,13 @@ class EngineServer:
 
     def _take(self, output: LoopOutput) -> None:
         for delta in output.deltas:
-            entry = self._open.get(delta.key)
-            if entry is None:
-                continue
-            if delta.index == 0:
-                entry.num_cached = delta.num_cached_tokens
-            entry.token_ids += delta.token_ids
-            if delta.error is not None:
-                entry.answer.set_exception(RuntimeError(delta.error.message))
-            elif delta.finish_reason is not None:
-                entry.answer.set_result({})
+            deltas = self._open.get(delta.key)
+            if deltas is not None:
+                deltas.put_nowait(delta)
 
 
 class Ingress:
-    """Answers `POST .../v1/completions` with all events of OpenAI's stream at once.
+    """Answers `POST .../v1/completions` with the events of OpenAI's stream, for a text with all of them at once.
 
     Parameters
     ----------
@@ -134,8 +168,21 @@ class Ingress:
 
     async def __call__(self, request: HttpRequest) -> Response:
         body = orjson.loads(await request.body())
+        if isinstance(body["prompt"], list):
+            return await self._stream(PromptRequest.of_ids(body["prompt"], body["max_tokens"]))
         asked = PromptRequest(body["prompt"], body["max_tokens"])
         return Response(events(await self._engines.complete.remote(asked)), 200, _HEADERS)
+
+    async def _stream(self, asked: PromptRequest) -> Response:
+        chunks = self._engines.options(stream=True).stream.remote(asked)
+        replica = (await anext(chunks))["replica"]
+
+        async def lines() -> AsyncIterator[bytes]:
+            async for chunk in chunks:
+                yield b"data: " + orjson.dumps(chunk) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+
+        return StreamingResponse(lines(), 200, {**_HEADERS, "x-quire-replica": replica})
 
 
 _HEADERS = {"content-type": "text/event-stream"}
@@ -160,8 +207,10 @@ def build(args: dict[str, Any]) -> Application:
     Parameters
     ----------
     args
-        `router` (one of `ROUTERS`), `replicas`, `routers`, `num_cpus` of each actor, `engine` (fields of `EngineArgs`).
+        `router` (one of `ROUTERS`), `replicas`, `routers`, `num_cpus` of each actor, `engine` (fields of `EngineArgs`),
+        and perhaps `engine_class` (see `EngineServer`).
     """
+    engine_class = {"engine_class": args["engine_class"]} if "engine_class" in args else {}
     options = {"ray_actor_options": {"num_cpus": args["num_cpus"]}}
     engines = serve.deployment(
         EngineServer,
@@ -170,7 +219,7 @@ def build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         request_router_config=RequestRouterConfig(**ROUTERS[args["router"]]),
         **options,
-    ).bind(args["engine"])
+    ).bind(args["engine"], **engine_class)
     return serve.deployment(
         Ingress,
         name="Router",

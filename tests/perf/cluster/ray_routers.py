@@ -117,9 +117,11 @@ class LogClient(OpenAIClient):
         super().__init__(url, MODEL)
         self._log = log
 
-    def body(self, prompt_ids: Sequence[int], max_tokens: int, session: str) -> dict[str, Any]:
+    def body(
+        self, prompt_ids: Sequence[int], max_tokens: int, session: str, retain: bool = False
+    ) -> dict[str, Any]:
         (number,) = prompt_ids
-        return super().body((), max_tokens, session) | {"prompt": self._log.texts[number]}
+        return super().body((), max_tokens, session, retain) | {"prompt": self._log.texts[number]}
 
 
 @dataclass(frozen=True, slots=True)

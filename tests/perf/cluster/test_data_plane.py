@@ -16,7 +16,7 @@ from quire.replica.core.step_plan import SamplingBatch, StepPlan
 from quire.router.text.tokenizer import TextTokenizer
 from tests.perf.cluster import data_plane, paced_replica
 from tests.perf.cluster.data_plane import StreamRun, Window
-from tests.perf.cluster.paced_replica import STEP_S, TEXT, PacedEngine, PacedRunner
+from tests.perf.cluster.paced_replica import STEP_S, TEXT, Pace, PacedEngine, PacedRunner
 from tests.perf.cluster.token_streams import StreamFailed, TokenStream, parse_grpc, parse_sse
 
 
@@ -24,11 +24,12 @@ def plan(positions: list[int]) -> StepPlan:
     fields = dict.fromkeys(StepPlan._fields[:9])
     columns = dict.fromkeys(SamplingBatch._fields[:7])
     sampling = SamplingBatch(**{**columns, "position": np.array(positions, np.int64)})
-    return StepPlan(**{**fields, "sampling": sampling})
+    one_each = {"num_decode_rows": len(positions), "token_ids": np.zeros(len(positions), np.int32)}
+    return StepPlan(**{**fields, **one_each, "step": 1, "sampling": sampling})
 
 
 def test_steps_follow_one_another_without_a_gap():
-    runner = PacedRunner(np.array([7, 8, 9]), step_s=0.05)
+    runner = PacedRunner(np.array([7, 8, 9]), 32, Pace(step_s=0.05))
     began_s = time.perf_counter()
     first = runner.launch(plan([3, 4]))
     time.sleep(0.02)  # the host plans while the device runs

@@ -15,6 +15,7 @@ from quire.cluster.bench.load.clients import Answer, OpenAIClient
 from quire.cluster.config.serve_config import load
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
+from tests.perf.agents import agents
 from tests.perf.cluster import data_plane, ray_routers, truth
 from tests.perf.cluster.ray_router_app import ROUTERS, EngineServer, PromptRequest, build, events
 from tests.perf.cluster.ray_routers import MIXES, PROMPT_CHARS, SYSTEMS, ArrivalLog, LogClient, Turn
@@ -67,17 +68,21 @@ def test_the_server_behind_rays_routers_answers_as_the_engine_does():
     args = {"num_blocks": 64, "num_threads": 1, "device": "cpu"}
     text = "The harbour at night, and every boat in it. " * 4
 
-    async def ask() -> list[dict]:
+    async def ask() -> tuple[list[dict], list[dict]]:
         server = object.__new__(EngineServer)
         await server.__init__(args)
         request = PromptRequest(text, 6)
         answers = [await server.complete(request)]
         answers += await asyncio.gather(*(server.complete(request) for _ in range(3)))
+        ids = server._tokenizer.tokenizer.encode(text).tolist()
+        asked = PromptRequest.of_ids(ids, 6)
+        assert asked.token_ids.tolist() == ids
+        streamed = [chunk async for chunk in server.stream(asked)]
         assert server._open == {}
         server._engine.close()
-        return answers
+        return answers, streamed
 
-    first, *others = asyncio.run(ask())
+    (first, *others), (name, *chunks, last) = asyncio.run(ask())
     with Engine(**args) as engine:
         params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
         (expected,) = engine.generate([text], params, progress=False)
@@ -88,7 +93,16 @@ def test_the_server_behind_rays_routers_answers_as_the_engine_does():
         "cached_tokens": 0,
         "completion_tokens": 6,
     }
-    assert others == [first | {"cached_tokens": (num_tokens - 1) // 32 * 32}] * 3
+    num_cached = (num_tokens - 1) // 32 * 32
+    assert others == [first | {"cached_tokens": num_cached}] * 3
+    # Token ids get the same answer as a stream.
+    assert set(name) == {"replica"}
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [
+        [token] for token in expected.token_ids
+    ]
+    usage = last["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_tokens, 6)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": num_cached, "host_cached_tokens": 0}
 
 
 def test_the_bare_answer_reads_like_quires():
@@ -166,8 +180,9 @@ def test_everybody_takes_each_turn_with_the_same_requests():
         ray_routers.serve_config(),
         data_plane.serve_config(512),
         truth.serve_config("decisions"),
+        agents.serve_config(agents.SYSTEMS),
     ],
-    ids=["ray_routers", "data_plane", "truth"],
+    ids=["ray_routers", "data_plane", "truth", "agents"],
 )
 def test_the_clusters_of_the_benchmarks_pass_every_check(tmp_path, config):
     path = tmp_path / "cluster.yaml"
