@@ -7,14 +7,17 @@ import logging
 import re
 import string
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.protos.errors import UnsupportedField, described
 from quire.protos.wire import Grammar
+from quire.router.chat.added_tokens import AddedTokens
+from quire.router.chat.argument_schema import with_types
 from quire.router.chat.family import Family, load_families, recognise
 from quire.router.chat.reply_parser import REASONING_FIELDS, ReplyParser, is_call, load_template
 from quire.router.chat.tool_checks import EFFORTS, allowed_tools, openai_form
-from quire.router.chat.tool_grammar import AddedTokens, make_grammar
+from quire.router.chat.tool_grammar import make_grammar
 from quire.router.text.chat_template import ChatTemplate, TemplateOptions
 from quire.router.text.tokenizer import TextTokenizer
 from quire.router.types import GenerationRequest
@@ -59,6 +62,10 @@ class ChatFormat:
             reasons = mark is not None and mark.open.rstrip() in template.source
         self._has_reasoning = reasons
         self._has_calls = any(map(is_call, fields))
+        # Arguments are written as text, so the parser needs their types.
+        self._writes_text = any(
+            is_call(name) and field.get("content") != "json" for name, field in fields.items()
+        )
         self._markers = _markers(fields, self._special)
         # With and without the fields of calls; compiled on first use, because it imports transformers.
         self._compiled: dict[bool, Any] = {}
@@ -137,31 +144,35 @@ class ChatFormat:
         return openai_form(request.tools)
 
     async def load(self, in_thread: Callable[..., Awaitable[Any]]) -> None:
-        """Prepare for `new_parser`. The first call takes about a second, in a thread."""
+        """Prepare for `parsers`. The first call takes about a second, in a thread."""
         if not self._compiled:
             self._compiled = await in_thread(self._compile)
 
-    def new_parser(
-        self, request: GenerationRequest, prompt: str, answer_id: str, choice: int
-    ) -> ReplyParser:
-        """Make the parser of one choice; `load` must have been awaited.
+    def parsers(self, request: GenerationRequest, prompt: str) -> Callable[[str, int], ReplyParser]:
+        """Return a function that makes the parser of one choice; `load` must have been awaited.
+
+        Its parameters are the answer's id and the choice. They determine the ids of calls.
 
         Parameters
         ----------
         prompt
             The rendered prompt.
-        answer_id, choice
-            They determine the ids of calls.
         """
         tools = allowed_tools(request)
-        return ReplyParser(
-            self._compiled[bool(tools)],
-            prompt,
-            openai_form(tools),
-            lambda index: call_id(answer_id, choice, index),
-            self._markers if request.skip_special_tokens else (),
-            None if request.parallel_tool_calls else 1,
-        )
+        compiled = self._compiled[bool(tools)]
+        markers = self._markers if request.skip_special_tokens else ()
+        max_calls = None if request.parallel_tool_calls else 1
+        if self._writes_text:
+            tools = tuple(replace(t, parameters=with_types(t.parameters or {})) for t in tools)
+        typed = openai_form(tools)
+
+        def new_parser(answer_id: str, choice: int) -> ReplyParser:
+            def id_of(index: int) -> str:
+                return call_id(answer_id, choice, index)
+
+            return ReplyParser(compiled, prompt, typed, id_of, markers, max_calls)
+
+        return new_parser
 
     def grammar(self, request: GenerationRequest, in_reasoning: bool) -> Grammar | None:
         """Return the grammar of the answer: the request's own, one for calls, or None.

@@ -232,8 +232,9 @@ class RouterService:
         encoded = await encoder.encode(request, candidates[0], self.facts)
         prompt_ids, text = encoded.token_ids, encoded.text or ""
         chat = await encoder.answer_format(request)
-        if chat is not None:
-            in_reasoning = chat.new_parser(request, text, "", 0).is_reasoning
+        new_parser = None if chat is None else chat.parsers(request, text)
+        if chat is not None and new_parser is not None:
+            in_reasoning = new_parser("", 0).is_reasoning
             request = params.with_grammar(request, chat.grammar(request, in_reasoning))
         special_stops = encoder.special_stops(request)
         for hello in candidates:
@@ -273,7 +274,7 @@ class RouterService:
                 origin,
                 mark,
                 special_stops,
-                None if chat is None else chat.new_parser(request, text, origin.answer_id, choice),
+                None if new_parser is None else new_parser(origin.answer_id, choice),
                 lead=lead,
             )
             streams.append(stream)

@@ -90,6 +90,8 @@ TEMPLATES = {
 SPECIAL = {
     "hermes": [],
     "qwen3": [],
+    "qwen3_5": [],
+    "gemma4": ["<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>'],
     "smollm2": [],
     "llama3": ["<|python_tag|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "mistral": ["[TOOL_CALLS]", "[INST]", "[/INST]"],

@@ -169,7 +169,8 @@ def test_only_answers_with_regions_are_parsed():
 
 
 def test_calls_of_a_family_without_a_grammar_cannot_be_required():
-    chat = chat_format(TEMPLATES["qwen3_5"])
+    own = {"start_anchor": "a:", "fields": {"tool_calls": {"open": "<t>", "content": "json"}}}
+    chat = chat_format(PLAIN, response_template=own)
     assert chat.grammar(request(tools=(TOOL,)), False) is None
     for fields, field in (
         ({"tool_choice": ToolChoice("required")}, "tool_choice"),
@@ -191,7 +192,7 @@ def test_a_checkpoints_own_response_template_wins():
     }
     chat = chat_format(QWEN3, response_template=own)
     chat._compiled = chat._compile()
-    parser = chat.new_parser(request(tools=(TOOL,)), "", "a", 0)
+    parser = chat.parsers(request(tools=(TOOL,)), "")("a", 0)
     parts = parser.feed('<think></think><t>{"name": "find"}</t>')
     assert parts.text == "<think></think>" and parts.calls[0].call_id == call_id("a", 0, 0)
     broken = chat_format(QWEN3, response_template={"fields": {}})
