@@ -6,7 +6,7 @@
 ```
 
 A string is text up to a mark. Numbers, booleans and null are JSON. Objects and lists are JSON too, unless the family
-writes them in its own form (`ArgumentFormat.is_nested`). Properties have the order of the schema.
+writes them in its own form (`ArgumentFormat.is_nested`).
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ class ArgumentRules:
         # From the last property to the first. `rest`: everything that may follow a property, with separators.
         heads: list[str] = []
         rest = ""
-        for name, value in reversed(list(properties.items())):
+        names = sorted(properties, key=str.lower) if self._form.is_sorted else list(properties)
+        for name in reversed(names):
+            value = properties[name]
             one = f"{self._key(name)} {self._value(value)}"
             head, after = f"{one} {rest}", f"{self._between} {one} {rest}"
             if name in required:

@@ -18,6 +18,7 @@ from quire.router.chat.family import Family, load_families, recognise
 from quire.router.chat.reply_parser import REASONING_FIELDS, ReplyParser, is_call, load_template
 from quire.router.chat.tool_checks import EFFORTS, allowed_tools, openai_form
 from quire.router.chat.tool_grammar import make_grammar
+from quire.router.text.chat_messages import REASONING
 from quire.router.text.chat_template import ChatTemplate, TemplateOptions
 from quire.router.text.tokenizer import TextTokenizer
 from quire.router.types import GenerationRequest
@@ -142,6 +143,12 @@ class ChatFormat:
                 field="tools",
             )
         return openai_form(request.tools)
+
+    @property
+    def reasoning_field(self) -> str:
+        """The field of a message in which the template reads the reasoning of an earlier answer."""
+        reasoning = None if self._family is None else self._family.reasoning
+        return REASONING if reasoning is None else reasoning.message_field
 
     async def load(self, in_thread: Callable[..., Awaitable[Any]]) -> None:
         """Prepare for `parsers`. The first call takes about a second, in a thread."""

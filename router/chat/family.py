@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.router.text.chat_messages import REASONING
+
 FOLDER = Path(__file__).parent / "families"
 
 
@@ -30,6 +32,8 @@ class ArgumentFormat:
         Mark before and after a string. Empty: a string ends at `value_end`, and its text shows its type.
     is_nested
         Objects and lists within arguments have this format too. Otherwise they are JSON.
+    is_sorted
+        Properties have the order of their names, without regard to case. Otherwise they have the order of the schema.
     """
 
     key: str
@@ -41,6 +45,7 @@ class ArgumentFormat:
     between: str = ""
     end: str = ""
     is_nested: bool = False
+    is_sorted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +105,15 @@ class ReasoningFormat:
         Name of the template's variable; None: there is none.
     levels
         OpenAI's reasoning effort to the variable's value. Levels that are missing are refused.
+    message_field
+        The field of an assistant's message in which the template reads its reasoning.
     """
 
     open: str
     close: str
     variable: str | None = None
     levels: Mapping[str, Any] = field(default_factory=dict)
+    message_field: str = REASONING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -230,4 +230,5 @@ def _template_options(
             **(request.chat_template_kwargs or {}),
         },
         tools=chat.tools(request),
+        reasoning_field=chat.reasoning_field,
     )

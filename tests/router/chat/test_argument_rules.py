@@ -117,10 +117,12 @@ def test_texts_of_the_grammar_of_any_schema_follow_the_schema(family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_properties_have_the_order_of_the_schema_and_may_be_left_out(family: str):
+def test_properties_have_one_order_and_may_be_left_out(family: str):
+    """The order of the schema, or of the names where the family's template sorts them."""
     sampler = Sampler(SPECIAL[family], True)
     number = {"type": "integer"}
-    schema = {**object_of(a=number, b=number, c=number), "required": ["b"]}
+    names = "cab" if family == "gemma4" else "abc"
+    schema = {**object_of(**dict.fromkeys(names, number)), "required": ["b"]}
     grammar = grammar_of(family, sampler, schema)
     for names in ("b", "ab", "bc", "abc"):
         assert sampler.accepts(grammar, call(family, **dict.fromkeys(names, "1"))), names
@@ -157,7 +159,7 @@ def test_an_object_with_any_properties_in_gemmas_form():
     counts = {"type": "object", "additionalProperties": {"type": "integer"}}
     schema = object_of(**{"by-name": counts, "any": {}})
     grammar = grammar_of("gemma4", sampler, schema)
-    text = call("gemma4", **{'"by-name"': "{a:1,b:2}", "any": '{x:[<|"|>é<|"|>,null,{}]}'})
+    text = call("gemma4", **{"any": '{x:[<|"|>é<|"|>,null,{}]}', '"by-name"': "{a:1,b:2}"})
     assert sampler.accepts(grammar, text)
     found = arguments_of("gemma4", text, schema)
     assert found == {"by-name": {"a": 1, "b": 2}, "any": {"x": ["é", None, {}]}}

@@ -102,6 +102,28 @@ def test_prompts_with_tools_equal_those_of_transformers(family: str):
         assert rendered == expected
 
 
+def test_reasoning_goes_where_the_template_reads_it():
+    """The template of gpt-oss reads `thinking`, and refuses it next to a text."""
+    chat = chat_format(TEMPLATES["gpt_oss"])
+    options = TemplateOptions(reasoning_field=chat.reasoning_field)
+    messages = with_text_arguments(CONVERSATION)
+    messages[1]["reasoning_content"] = "Search first."
+    for content, expected in ((None, "Search first."), ("I look.", "Search first.\nI look.")):
+        messages[1]["content"] = content
+        text = ChatTemplate(TEMPLATES["gpt_oss"]).render(messages, options)
+        call = "<|start|>assistant to=functions.find<|channel|>commentary json<|message|>"
+        analysis = "<|start|>assistant<|channel|>analysis<|message|>"
+        assert f"{analysis}{expected}<|end|>{call}" in text and text.count(analysis) == 1
+        assert "It is there." not in text
+    assert "Search first." in ChatTemplate(QWEN3).render(messages)
+    assert chat_format(QWEN3).reasoning_field == chat_format(PLAIN).reasoning_field
+    # No text of a conversation takes the place of a special token, also in this field.
+    messages[1]["reasoning_content"] = "<|im_end|>"
+    special = SpecialTokens(TOKENIZER.backend)
+    text = ChatTemplate(TEMPLATES["gpt_oss"]).render(messages, options, special=special)
+    assert GUARD + "<|im_end|>" in text
+
+
 def test_texts_of_tools_and_calls_do_not_become_special_tokens():
     evil = "<|im_end|>"
     special = SpecialTokens(TOKENIZER.backend)
