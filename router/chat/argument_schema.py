@@ -6,26 +6,22 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-# Keywords that constrain nothing. By JSON Schema, `format` is one of them.
-ANNOTATIONS = frozenset(
+# Text about a schema. It is most of a typical tool, and no part of a grammar.
+_NOTES = frozenset(
     {
         "$comment",
-        "$defs",
-        "$id",
-        "$schema",
         "default",
-        "definitions",
         "deprecated",
         "description",
         "example",
         "examples",
-        "format",
-        "nullable",
         "readOnly",
         "title",
         "writeOnly",
     }
 )
+# Keywords that constrain nothing. By JSON Schema, `format` is one of them.
+ANNOTATIONS = _NOTES | {"$defs", "$id", "$schema", "definitions", "format", "nullable"}
 _UNIONS = ("anyOf", "oneOf", "allOf")
 # Keywords whose values are schemas, and names with schemas.
 _SCHEMAS = frozenset({"anyOf", "items", "oneOf", "prefixItems"})
@@ -127,16 +123,17 @@ def with_types(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: Any) -> Any:
-    """Return a JSON schema whose objects have only the properties that it declares, unless it says otherwise.
+    """Return a JSON schema without notes, whose objects have only the properties that it declares.
 
-    By JSON Schema any other property is valid too. A small model may then write properties without end, and a function
-    does not expect them. Parts of an `allOf` stay open: each sees the properties of the others.
+    By JSON Schema any other property is valid too, unless the schema says otherwise. A small model may then write
+    properties without end, and a function does not expect them. Parts of an `allOf` stay open: each sees the properties
+    of the others.
     """
     if isinstance(schema, list):
         return [closed(one) for one in schema]
     if not isinstance(schema, Mapping) or "allOf" in schema:
         return schema
-    found: dict[str, Any] = dict(schema)
+    found = {key: value for key, value in schema.items() if key not in _NOTES}
     for key in _SCHEMAS & found.keys():
         found[key] = closed(found[key])
     for key in _MAPS_OF_SCHEMAS & found.keys():

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.protos.errors import UnsupportedField
-from quire.protos.wire import Grammar
+from quire.protos.wire import TOOLS_FIELD, Grammar
 from quire.router.chat.added_tokens import AddedTokens
 from quire.router.chat.argument_rules import JSON_OPTIONS, ArgumentRules
 from quire.router.chat.argument_schema import closed
@@ -86,7 +86,7 @@ def make_grammar(
         # A call is the whole answer, and other text must not begin as a call does.
         start.append(r"(calls | /([^{\s](.|\n)*)?/)")
     rules.append(f"start: {' '.join(start)}\n")
-    return Grammar("lark", "".join(rules), "tools")
+    return Grammar("lark", "".join(rules), TOOLS_FIELD)
 
 
 def _add_calls(

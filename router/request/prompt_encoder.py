@@ -13,7 +13,7 @@ from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Unsupport
 from quire.protos.field_checks import check_ids
 from quire.protos.routing_hash import RoutingHasher
 from quire.protos.wire import Hello
-from quire.router.chat.chat_format import ChatFormat
+from quire.router.chat.chat_format import AnswerFormat, ChatFormat
 from quire.router.index.prefix_hashes import prefix_hashes
 from quire.router.request.context import ModelFacts
 from quire.router.text.chat_messages import num_chars
@@ -69,12 +69,19 @@ class PromptEncoder:
             )
         return EncodedPrompt(ids, text, min(hello.max_model_len, hello.max_cache_tokens))
 
-    async def answer_format(self, request: GenerationRequest) -> ChatFormat | None:
-        """Return the chat format, ready to parse the answer; None if the answer is text only."""
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        """The special tokens that a parser of answers must see in the text."""
+        return frozenset() if self.chat is None else self.chat.marker_ids
+
+    async def answer_format(self, request: GenerationRequest, prompt: str) -> AnswerFormat | None:
+        """Return the format of the answers; None if they are text only. Tools are prepared in a thread."""
         if self.chat is None or not self.chat.parses(request):
             return None
         await self.chat.load(self._tokenizer.in_thread)
-        return self.chat
+        if request.tools:
+            return await self._tokenizer.in_thread(self.chat.answer_format, request, prompt)
+        return self.chat.answer_format(request, prompt)
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of some token ids."""

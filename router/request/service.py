@@ -231,11 +231,9 @@ class RouterService:
         encoder = self._prompt_encoder
         encoded = await encoder.encode(request, candidates[0], self.facts)
         prompt_ids, text = encoded.token_ids, encoded.text or ""
-        chat = await encoder.answer_format(request)
-        new_parser = None if chat is None else chat.parsers(request, text)
-        if chat is not None and new_parser is not None:
-            in_reasoning = new_parser("", 0).is_reasoning
-            request = params.with_grammar(request, chat.grammar(request, in_reasoning))
+        answer = await encoder.answer_format(request, text)
+        if answer is not None:
+            request = params.with_grammar(request, answer.grammar)
         special_stops = encoder.special_stops(request)
         for hello in candidates:
             sampling = params.resolve(
@@ -256,7 +254,7 @@ class RouterService:
                 if hello is candidates[-1]:
                     raise
         context = () if request.messages else prompt_ids[-16:].tolist()
-        kept_ids = frozenset() if chat is None else chat.marker_ids
+        kept_ids = frozenset() if answer is None else encoder.marker_ids
         streams: list[RequestStream] = []
         lead: RequestStream | None = None
         for choice, mark in enumerate(request.marks):
@@ -274,7 +272,7 @@ class RouterService:
                 origin,
                 mark,
                 special_stops,
-                None if new_parser is None else new_parser(origin.answer_id, choice),
+                None if answer is None else answer.new_parser(origin.answer_id, choice),
                 lead=lead,
             )
             streams.append(stream)

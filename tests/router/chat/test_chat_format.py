@@ -214,7 +214,7 @@ def test_a_checkpoints_own_response_template_wins():
     }
     chat = chat_format(QWEN3, response_template=own)
     chat._compiled = chat._compile()
-    parser = chat.parsers(request(tools=(TOOL,)), "")("a", 0)
+    parser = chat.answer_format(request(tools=(TOOL,)), "").new_parser("a", 0)
     parts = parser.feed('<think></think><t>{"name": "find"}</t>')
     assert parts.text == "<think></think>" and parts.calls[0].call_id == call_id("a", 0, 0)
     broken = chat_format(QWEN3, response_template={"fields": {}})

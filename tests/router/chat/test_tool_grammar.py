@@ -10,14 +10,17 @@ from typing import Any
 import jsonschema
 import pytest
 from family_templates import SPECIAL
-from grammar_sampler import Sampler
+from grammar_sampler import EOS, Sampler
 
 from quire.protos.errors import UnsupportedField
-from quire.protos.wire import MAX_GRAMMAR_BYTES, Grammar
+from quire.protos.wire import MAX_GRAMMAR_BYTES, MAX_TOOL_GRAMMAR_BYTES, Grammar
+from quire.replica.builtin_model import CHECKPOINT
+from quire.replica.grammar.compiler import SLOW
+from quire.replica.grammar.grammar_check import CheckResult, GrammarChecker, Outcome
 from quire.router.chat.argument_schema import with_types
 from quire.router.chat.family import load_families
 from quire.router.chat.reply_parser import ReplyParser, ReplyParts, load_template
-from quire.router.chat.tool_checks import openai_form
+from quire.router.chat.tool_checks import MAX_TOOLS, MAX_TOOLS_BYTES, openai_form
 from quire.router.chat.tool_grammar import make_grammar
 from quire.router.tool_types import Tool
 
@@ -210,6 +213,40 @@ def test_a_client_cannot_change_the_options_of_its_schema():
     assert "true" not in grammar.text.replace('"lenient": true', "")
 
 
-def test_the_grammar_of_many_tools_fits():
-    tools = [Tool(f"tool_number_{i}", None, SCHEMA) for i in range(128)]
-    assert len(grammar_of("hermes", Sampler([], True), tools).text) < 2 * MAX_GRAMMAR_BYTES
+def large_tools() -> list[Tool]:
+    """As many tools as are served, with as many bytes."""
+    note = {"description": "What the function needs to know. " * 4}
+    item = {**note, "type": "object", "properties": {"id": {**note, "type": "string"}}}
+    properties = {
+        "query": {**note, "type": "string"},
+        "description": {**note, "anyOf": [{"type": "string", "maxLength": 200}, {"type": "null"}]},
+        "state": {**note, "enum": ["open", "closed", "all"]},
+        "page": {**note, "type": "integer", "minimum": 1},
+        "is_draft": {**note, "type": "boolean", "default": False},
+        "items": {**note, "type": "array", "items": item},
+        "parent": {**note, **item, "required": ["id"]},
+    }
+    tools = []
+    for i in range(MAX_TOOLS):
+        own = {f"{name}_{i}": schema for name, schema in properties.items()}
+        schema = {"type": "object", "properties": {**properties, **own}, "required": ["query"]}
+        tools.append(Tool(f"mcp__tool_server_{i % 9}__function_{i}", None, schema))
+    num_bytes = sum(len(json.dumps(tool.parameters)) for tool in tools)
+    assert 0.8 * MAX_TOOLS_BYTES < num_bytes < MAX_TOOLS_BYTES
+    return tools
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_5", "gemma4"])
+def test_the_grammar_of_many_large_tools_is_compiled(family: str):
+    """A replica compiles it within its bounds of time and memory."""
+    grammar = grammar_of(family, Sampler(SPECIAL[family], True), large_tools())
+    num_bytes = len(grammar.text.encode())
+    assert num_bytes < MAX_TOOL_GRAMMAR_BYTES / 2 and (num_bytes > MAX_GRAMMAR_BYTES) == (
+        family != "gemma4"
+    )
+    assert "needs to know" not in grammar.text and "description_7" in grammar.text
+    checker = GrammarChecker(CHECKPOINT / "tokenizer.json", 1024, [EOS], "one_space", SLOW)
+    try:
+        assert checker.check(grammar.kind, grammar.text) == CheckResult(Outcome.GOOD)
+    finally:
+        checker.close()
