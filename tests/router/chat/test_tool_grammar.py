@@ -239,11 +239,8 @@ def large_tools() -> list[Tool]:
 @pytest.mark.parametrize("family", ["hermes", "qwen3_5", "gemma4"])
 def test_the_grammar_of_many_large_tools_is_compiled(family: str):
     """A replica compiles it within its bounds of time and memory."""
-    grammar = grammar_of(family, Sampler(SPECIAL[family], True), large_tools())
-    num_bytes = len(grammar.text.encode())
-    assert num_bytes < MAX_TOOL_GRAMMAR_BYTES / 2 and (num_bytes > MAX_GRAMMAR_BYTES) == (
-        family != "gemma4"
-    )
+    grammar = grammar_of(family, Sampler([], True), large_tools())
+    assert MAX_GRAMMAR_BYTES < len(grammar.text.encode()) < MAX_TOOL_GRAMMAR_BYTES / 2
     assert "needs to know" not in grammar.text and "description_7" in grammar.text
     checker = GrammarChecker(CHECKPOINT / "tokenizer.json", 1024, [EOS], "one_space", SLOW)
     try:
