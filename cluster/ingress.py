@@ -137,6 +137,8 @@ class Router(GrpcApi):
                 "no replica has loaded its model within %g s; requests get status 503 until one has",
                 FIRST_ATTACH_TIMEOUT_S,
             )
+        # After the ports open, so that it delays no request's first replica.
+        self._loading = asyncio.create_task(self.service.load_parser())
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Change options of the running router; Serve calls this with the deployment's `user_config`.

@@ -168,7 +168,7 @@ class ChatFormat:
 
     async def load(self, in_thread: Callable[..., Awaitable[Any]]) -> None:
         """Prepare for `answer_format`. The first call takes about a second, in a thread."""
-        if not self._compiled:
+        if not self._compiled and self._spec is not None:
             self._compiled = await in_thread(self._compile)
 
     def answer_format(self, request: GenerationRequest, prompt: str) -> AnswerFormat:

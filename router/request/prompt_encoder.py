@@ -74,6 +74,11 @@ class PromptEncoder:
         """The special tokens that a parser of answers must see in the text."""
         return frozenset() if self.chat is None else self.chat.marker_ids
 
+    async def load_parser(self) -> None:
+        """Load the parser of answers before the first request needs it, without a thread of the tokenizer."""
+        if self.chat is not None:
+            await self.chat.load(asyncio.to_thread)
+
     async def answer_format(self, request: GenerationRequest, prompt: str) -> AnswerFormat | None:
         """Return the format of the answers; None if they are text only. Tools are prepared in a thread."""
         if self.chat is None or not self.chat.parses(request):

@@ -172,6 +172,10 @@ class RouterService:
         self._check(request)
         return await self._prompt_encoder.encode(request, self._hello(), self.facts)
 
+    async def load_parser(self) -> None:
+        """Load in a thread what the first parsed chat needs. This takes about a second."""
+        await self._prompt_encoder.load_parser()
+
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of some token ids."""
         return await self._prompt_encoder.decode(token_ids, skip_special_tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import string
+import subprocess
+import sys
 import time
 from functools import cache
 from typing import Any
@@ -189,6 +191,43 @@ def test_a_long_answer_takes_little_time_for_each_token():
     started_s = time.process_time()
     assert parse("qwen3", ["<think>", *pieces]).reasoning.count("word") == 20_000
     assert (time.process_time() - started_s) / len(pieces) < 200e-6
+
+
+LOADING = """
+import asyncio, sys, time
+from quire.replica.builtin_model import CHECKPOINT
+from quire.router.request.prompt_encoder import PromptEncoder
+from quire.router.text.chat_template import ChatTemplate
+from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.router.tool_types import Tool
+from quire.router.types import GenerationRequest
+
+async def main():
+    tokenizer = AsyncTokenizer(TextTokenizer.load(CHECKPOINT), num_threads=1)
+    encoder = PromptEncoder(tokenizer, ChatTemplate.load(CHECKPOINT))
+    assert "transformers" not in sys.modules
+    loading, turns_s, began_s = asyncio.create_task(encoder.load_parser()), [], time.monotonic()
+    while not loading.done():
+        turn_s = time.monotonic()
+        await asyncio.sleep(0)
+        turns_s.append(time.monotonic() - turn_s)
+    await loading
+    loaded_s = time.monotonic()
+    chat = GenerationRequest(request_id="r", messages=({},), tools=(Tool("f"),))
+    answer = await encoder.answer_format(chat, "")
+    assert answer is not None and answer.new_parser("a", 0).feed("Hi").text == "Hi"
+    print(max(turns_s) / (loaded_s - began_s), (time.monotonic() - loaded_s) / (loaded_s - began_s))
+
+asyncio.run(main())
+"""
+
+
+def test_the_parser_loads_before_the_first_chat_and_beside_the_event_loop():
+    """Both are shares of the time that loading takes, because the machine may be busy."""
+    command = [sys.executable, "-c", LOADING]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    longest_turn, first_chat = map(float, ran.stdout.split())
+    assert longest_turn < 0.3 and first_chat < 0.3
 
 
 def test_a_checkpoints_own_template_is_used():
