@@ -16,6 +16,7 @@ from quire.cluster.auth.access_rules import Right
 from quire.cluster.auth.key_ring import LoadedKey
 from quire.cluster.auth.quota_meter import duration
 from quire.cluster.auth.request_bill import Ledger, RequestBill
+from quire.cluster.auth.tenant_counters import visible_to
 from quire.protos.errors import PermissionDenied, QuireError, RateLimited, shown
 from quire.router.request.params import check_label
 from quire.router.types import (
@@ -126,8 +127,9 @@ class KeyedService:
         self._service.refused(error)
 
     async def metrics(self) -> bytes:
-        """See `Service`."""
-        return await self._service.metrics()
+        """See `Service`. A tenant sees no other tenant's series, `admin` all."""
+        key, text = self._own_key(), await self._service.metrics()
+        return text if Right.ADMIN in key.rights else visible_to(key.label, text)
 
     def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         """See `Service`."""
