@@ -7,8 +7,10 @@ front end ──▶ KeyedService(key) ──▶ RouterService
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
+import itertools
 import operator
 from collections.abc import AsyncGenerator, Sequence
 
@@ -170,8 +172,10 @@ def _with(
         check_label("tenant", request.tenant)
         scope += "/" + hashlib.blake2b(request.tenant.encode(), digest_size=16).hexdigest()
     copied = object.__new__(GenerationRequest)
-    for set_value, value in zip(_setters, _values(request), strict=True):
-        set_value(copied, value)
+    # Without a loop in Python: call each function with the copy and its value.
+    collections.deque(
+        map(operator.call, _setters, itertools.repeat(copied), _values(request)), maxlen=0
+    )
     object.__setattr__(copied, "tenant", scope)
     object.__setattr__(copied, "bill", bill)
     return copied
