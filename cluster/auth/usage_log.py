@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
@@ -87,7 +87,7 @@ class UsageLog:
             num_bytes += len(line)
         file.flush()
 
-    def _bytes(self) -> BinaryIO:
+    def _bytes(self) -> Any:
         """Return the open file, which is another one after each rollover. The lines need no encoding."""
         stream = self._file.stream
         if stream is None:

@@ -154,6 +154,24 @@ def end_final_failures() -> None:
     DeploymentState.record_replica_startup_failure = record_replica_startup_failure
 
 
+async def open_reflection() -> str | None:
+    """Return a warning if Serve answers gRPC reflection, for which it asks for no key; None otherwise.
+
+    Reflection is an option of the whole Serve instance, which only its controller knows.
+    """
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    options = await controller.get_grpc_config.remote()
+    if not options.grpc_servicer_functions or not options.enable_reflection:
+        return None
+    return (
+        "grpc_options.enable_reflection must be false next to the section auth, got true: Ray answers reflection "
+        "itself, without a key. Start Serve again with the option"
+    )
+
+
 def open_ports() -> str | None:
     """Return a warning if any client that reaches this Ray cluster can run code in it; None otherwise."""
     import ray

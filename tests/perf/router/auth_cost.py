@@ -2,9 +2,9 @@
 
     python -m tests.perf auth_cost [--out FILE]
 
-Requests pass to a service that does nothing: through `HttpDoor` with a key (1,000 keys in the file, both quotas, a usage
-log on the disk), the same with neither quotas nor a log, and without a door. The difference of the fastest rounds is
-the cost in the event loop, because other programs slow a core down. All times are CPU times. The time of the thread
+Requests pass to a service that does nothing: through `HttpDoor` with a key (1,000 keys in the file, both quotas, a
+usage log on the disk), the same with neither quotas nor a log, and without a door. The difference of the fastest rounds
+is the cost in the event loop, because other programs slow a core down. All times are CPU times. The time of the thread
 that makes and writes the lines is added: it does not hold up the loop, but takes the interpreter's lock.
 """
 
