@@ -11,6 +11,7 @@ proxy, router, replica), before the process reads its settings. It sets the vari
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import resource
@@ -33,6 +34,8 @@ logger = logging.getLogger("ray.serve")
 # ends for every fourth connection, and some files of its own.
 _FILES_PER_CONNECTION = 2.5
 _OTHER_FILES = 500
+# Longest wait for an answer of Serve's controller.
+_ASK_S = 10.0
 LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "[::1]"}
 _ALL_INTERFACES = "[::]"
 
@@ -162,8 +165,11 @@ async def open_reflection() -> str | None:
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    options = await controller.get_grpc_config.remote()
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        options = await asyncio.wait_for(controller.get_grpc_config.remote(), _ASK_S)
+    except Exception as error:  # A router can serve without this answer.
+        return f"grpc_options.enable_reflection must be false next to the section auth, got no answer: {error!r}"
     if not options.grpc_servicer_functions or not options.enable_reflection:
         return None
     return (

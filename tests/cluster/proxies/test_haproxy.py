@@ -445,4 +445,7 @@ def test_reflection_that_needs_no_key_is_named(monkeypatch, functions, reflects,
     problem = asyncio.run(ray_proxies.open_reflection())
     assert (problem is not None) == is_open
     if problem is not None:
-        assert "grpc_options.enable_reflection must be false" in problem
+        assert "grpc_options.enable_reflection must be false" in problem and "got true" in problem
+    # An application may run without the controller's answer.
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: SimpleNamespace())
+    assert "got no answer" in (asyncio.run(ray_proxies.open_reflection()) or "")
