@@ -28,7 +28,7 @@ from quire.cluster.config.live_update import router_section
 from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.cluster.grpc.grpc_poller import batch_pollers
-from quire.cluster.proxies.ray_proxies import open_ports
+from quire.cluster.proxies.ray_proxies import open_ports, open_reflection
 from quire.cluster.scrape import Answers, Scrape
 from quire.protos.metric_families import Page
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
@@ -130,6 +130,8 @@ class Router(GrpcApi):
         batch_pollers()
         if warning := open_ports():
             logger.warning("%s", warning)
+        if app.auth is not None and (problem := await open_reflection()):
+            logger.error("%s", problem)
         self._bus.start()
         # Serve opens the ports when this method returns, so the first requests find a replica.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
@@ -137,6 +139,8 @@ class Router(GrpcApi):
                 "no replica has loaded its model within %g s; requests get status 503 until one has",
                 FIRST_ATTACH_TIMEOUT_S,
             )
+        # After the ports open, so that it delays no request's first replica.
+        self._loading = asyncio.create_task(self.service.load_parser())
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Change options of the running router; Serve calls this with the deployment's `user_config`.

@@ -11,7 +11,14 @@ from typing import Protocol
 
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import Range, at_most, check_ids, invalid, utf8_len
-from quire.protos.wire import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, Grammar
+from quire.protos.wire import (
+    GRAMMAR_KINDS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGPROBS,
+    MAX_TOOL_GRAMMAR_BYTES,
+    TOOLS_FIELD,
+    Grammar,
+)
 
 INT32_MAX = (1 << 31) - 1
 _INT64_MIN = -(1 << 63)
@@ -106,7 +113,8 @@ def _check_grammar(fields: SamplingFields, grammar: Grammar) -> None:
     kind, text, field = grammar
     if kind not in GRAMMAR_KINDS:
         raise invalid(field, f"one of {', '.join(GRAMMAR_KINDS)}", kind)
-    at_most(field, utf8_len(text, field), MAX_GRAMMAR_BYTES, "bytes")
+    bound = MAX_TOOL_GRAMMAR_BYTES if field == TOOLS_FIELD else MAX_GRAMMAR_BYTES
+    at_most(field, utf8_len(text, field), bound, "bytes of a grammar")
     # Only EOS may follow text that completes the grammar. With ignore_eos the output would never end; with min_tokens
     # there might be no token to sample.
     for name in ("ignore_eos", "min_tokens"):

@@ -314,9 +314,10 @@ UNSAFE_CALLS = {
     "yaml.full_load",
 }
 # They read Ray's settings, for the process that `quire serve` starts and for its REST API; `report` reads the commit of
-# a copy without git.
+# a copy without git; `serve_command` the key of the server that gets the load.
 MAY_READ_ENVIRONMENT = {
     "quire.cluster.bench.results.report",
+    "quire.cluster.bench.serve_command",
     "quire.cluster.local.local_serve",
     "quire.cluster.local.serve_api",
     "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables

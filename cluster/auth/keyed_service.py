@@ -7,8 +7,10 @@ front end ──▶ KeyedService(key) ──▶ RouterService
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
+import itertools
 import operator
 from collections.abc import AsyncGenerator, Sequence
 
@@ -16,6 +18,7 @@ from quire.cluster.auth.access_rules import Right
 from quire.cluster.auth.key_ring import LoadedKey
 from quire.cluster.auth.quota_meter import duration
 from quire.cluster.auth.request_bill import Ledger, RequestBill
+from quire.cluster.auth.tenant_counters import visible_to
 from quire.protos.errors import PermissionDenied, QuireError, RateLimited, shown
 from quire.router.question_types import Question
 from quire.router.request.params import check_label
@@ -127,8 +130,9 @@ class KeyedService:
         self._service.refused(error)
 
     async def metrics(self) -> bytes:
-        """See `Service`."""
-        return await self._service.metrics()
+        """See `Service`. A tenant sees no other tenant's series, `admin` all."""
+        key, text = self._own_key(), await self._service.metrics()
+        return text if Right.ADMIN in key.rights else visible_to(key.label, text)
 
     def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         """See `Service`."""
@@ -184,8 +188,10 @@ def _with(
         check_label("tenant", request.tenant)
         scope += "/" + hashlib.blake2b(request.tenant.encode(), digest_size=16).hexdigest()
     copied = object.__new__(GenerationRequest)
-    for set_value, value in zip(_setters, _values(request), strict=True):
-        set_value(copied, value)
+    # Without a loop in Python: call each function with the copy and its value.
+    collections.deque(
+        map(operator.call, _setters, itertools.repeat(copied), _values(request)), maxlen=0
+    )
     object.__setattr__(copied, "tenant", scope)
     object.__setattr__(copied, "bill", bill)
     return copied

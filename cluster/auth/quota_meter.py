@@ -13,7 +13,7 @@ are routers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.cluster.auth.key_file import Quotas
 from quire.protos.errors import RateLimited
@@ -22,8 +22,7 @@ MINUTE_S = 60.0
 BUSY_RETRY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenState:
+class TokenState(NamedTuple):
     """The state of a token bucket as a client sees it, over all routers.
 
     Attributes

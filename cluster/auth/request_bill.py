@@ -106,17 +106,19 @@ class RequestBill:
 
     def _end_all(self) -> None:
         self.close()
-        key, answers = self._key, self._answers
-        if not any(answer.is_answered for answer in answers):
-            # Refused after its prompt was charged, or a resumed stream that was complete: it costs nothing.
-            key.meter.charge(-self._num_prompt_tokens)
-            return
+        key = self._key
         num_output = num_cached = 0
-        for answer in answers:
+        is_answered = False
+        for answer in self._answers:
+            is_answered = is_answered or answer.is_answered
             if self._counts_output:
                 num_output += answer.completion_tokens
             if not answer.is_fork:
                 num_cached += answer.cached_tokens
+        if not is_answered:
+            # Refused after its prompt was charged, or a resumed stream that was complete: it costs nothing.
+            key.meter.charge(-self._num_prompt_tokens)
+            return
         key.meter.charge(num_output)
         self._ledger.counters.on_end(key.label, self._num_prompt_tokens, num_cached, num_output)
         if self._ledger.log is not None:

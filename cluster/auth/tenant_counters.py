@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+from quire.cluster.auth.key_ring import OTHER
 from quire.protos.errors import PermissionDenied, Unauthenticated
 from quire.protos.metric_families import COUNTER, Family, MetricSet, Value
 
 _TENANT = ("tenant",)
+# A sample with the label.
+_OF_TENANT = re.compile(rb'[{,]tenant=("[^"]*")')
 TENANT_FAMILIES = (
     Family(
         "quire_calls_denied_total",
@@ -51,6 +56,21 @@ _PER_REQUEST = (
     "quire_tenant_cached_tokens_total",
     "quire_tenant_output_tokens_total",
 )
+
+
+def visible_to(tenant: str, text: bytes) -> bytes:
+    """Return the text of `/metrics` without the series of other tenants.
+
+    Parameters
+    ----------
+    tenant
+        The label of the caller's tenant, from `LoadedKey.label`. Tenants that share a label see none of its series.
+    """
+    own = b"" if tenant == OTHER else b'"%b"' % tenant.encode()
+    lines = text.split(b"\n")
+    return b"\n".join(
+        line for line in lines if (found := _OF_TENANT.search(line)) is None or found[1] == own
+    )
 
 
 class TenantCounters:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import orjson
 
@@ -76,20 +76,21 @@ class UsageLog:
 
     def _write(self) -> None:
         """Write the queued lines; lines that were taken from the queue are lost if that fails."""
-        num_bytes = self._stream().tell()
+        file = self._bytes()
+        num_bytes = file.tell()
         while self._lines:
             line = orjson.dumps(self._lines.popleft()(), option=orjson.OPT_APPEND_NEWLINE)
             if num_bytes and num_bytes + len(line) > self._max_bytes:
                 self._file.doRollover()
-                num_bytes = 0
-            self._stream().write(line.decode())
+                file, num_bytes = self._bytes(), 0
+            file.write(line)
             num_bytes += len(line)
-        self._stream().flush()
+        file.flush()
 
-    def _stream(self) -> TextIO:
-        """Return the open file, which is another one after each rollover."""
+    def _bytes(self) -> Any:
+        """Return the open file, which is another one after each rollover. The lines need no encoding."""
         stream = self._file.stream
         if stream is None:
             # A rollover has failed after it closed the old file.
             stream = self._file.stream = self._file._open()
-        return stream
+        return stream.buffer

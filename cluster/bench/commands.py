@@ -118,6 +118,10 @@ def _add_serve(actions: argparse._SubParsersAction) -> None:
         "--model", default="", help="model name in requests; default: the server's only model"
     )
     parser.add_argument(
+        "--api-key",
+        help="key of a server with keys; default: the variable QUIRE_API_KEY, then OPENAI_API_KEY",
+    )
+    parser.add_argument(
         "--extra", type=_json_object, default={}, help="more fields of HTTP bodies, as JSON"
     )
     parser.add_argument(

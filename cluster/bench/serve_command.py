@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -38,6 +39,10 @@ _SETTINGS = (
     "model prompt_tokens output_tokens prefixes prefix_tokens rate concurrency duration_s requests_per_user "
     "sessions turns session_rate think_s agents token_scale time_scale speed seed"
 ).split()
+
+
+# Where the key of a server may be. Other tools read the second one too.
+_KEY_VARIABLES = ("QUIRE_API_KEY", "OPENAI_API_KEY")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,23 @@ def _closed(name: str, requests: list[TimedRequest], users: int) -> Load:
     )
 
 
+def headers_of(options: argparse.Namespace) -> dict[str, str]:
+    """Return the headers with the key, for HTTP and gRPC; empty without a key.
+
+    Raises
+    ------
+    ValueError
+        The key cannot be in a header. The message does not contain it.
+    """
+    found = [options.api_key, *map(os.environ.get, _KEY_VARIABLES)]
+    key = next((one for one in found if one), None)
+    if key is None:
+        return {}
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("api-key: must be printable ASCII, got other characters")
+    return {"authorization": f"Bearer {key}"}
+
+
 async def measure(
     options: argparse.Namespace, chosen: list[Load]
 ) -> list[tuple[Load, Run, list[CacheSample], float]]:
@@ -124,14 +146,15 @@ async def measure(
     extra = dict(options.extra)
     if (options.sessions or options.agents) and not options.url.startswith("grpc"):
         extra.setdefault("return_token_ids", True)
-    client = connect(options.url, options.model, extra)
+    headers = headers_of(options)
+    client = connect(options.url, options.model, extra, headers)
     watched = options.watch
     if watched is None and options.url.startswith("grpc://"):
         watched = options.url.removeprefix("grpc://")
     found = []
     try:
         for load in chosen:
-            async with watching(watched) as samples:
+            async with watching(watched, headers) as samples:
                 began_s = time.perf_counter()
                 run = await _run(load, client, show)
             found.append((load, run, samples, began_s))
@@ -201,7 +224,7 @@ def main(options: argparse.Namespace) -> int:
     slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
     chosen = list(loads(options))
     if not options.model and not options.url.startswith("grpc://"):
-        options.model = served_model(options.url)
+        options.model = served_model(options.url, headers_of(options))
         print(f"model: {options.model}")
     found = asyncio.run(measure(options, chosen))
     shape = rates = None

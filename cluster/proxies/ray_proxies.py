@@ -11,6 +11,7 @@ proxy, router, replica), before the process reads its settings. It sets the vari
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import resource
@@ -33,6 +34,8 @@ logger = logging.getLogger("ray.serve")
 # ends for every fourth connection, and some files of its own.
 _FILES_PER_CONNECTION = 2.5
 _OTHER_FILES = 500
+# Longest wait for an answer of Serve's controller.
+_ASK_S = 10.0
 LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "[::1]"}
 _ALL_INTERFACES = "[::]"
 
@@ -152,6 +155,27 @@ def end_final_failures() -> None:
 
     DeploymentState._failed_to_start_threshold = property(failed_to_start_threshold)
     DeploymentState.record_replica_startup_failure = record_replica_startup_failure
+
+
+async def open_reflection() -> str | None:
+    """Return a warning if Serve answers gRPC reflection, for which it asks for no key; None otherwise.
+
+    Reflection is an option of the whole Serve instance, which only its controller knows.
+    """
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        options = await asyncio.wait_for(controller.get_grpc_config.remote(), _ASK_S)
+    except Exception as error:  # A router can serve without this answer.
+        return f"grpc_options.enable_reflection must be false next to the section auth, got no answer: {error!r}"
+    if not options.grpc_servicer_functions or not options.enable_reflection:
+        return None
+    return (
+        "grpc_options.enable_reflection must be false next to the section auth, got true: Ray answers reflection "
+        "itself, without a key. Start Serve again with the option"
+    )
 
 
 def open_ports() -> str | None:

@@ -6,5 +6,5 @@ To add a family of models, add a file to `families/` (`docs/extending.md`). To c
 * a request selects parser, grammar and template variables, open `chat_format.py`;
 * text becomes reasoning and calls, open `reply_parser.py`;
 * tools are checked, open `tool_checks.py`;
-* calls become a grammar, open `tool_grammar.py`.
+* calls become a grammar, open `tool_grammar.py`; for arguments that are not JSON, `argument_rules.py`.
 """

@@ -7,14 +7,18 @@ import logging
 import re
 import string
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.protos.errors import UnsupportedField, described
 from quire.protos.wire import Grammar
+from quire.router.chat.added_tokens import AddedTokens
+from quire.router.chat.argument_schema import with_types
 from quire.router.chat.family import Family, load_families, recognise
 from quire.router.chat.reply_parser import REASONING_FIELDS, ReplyParser, is_call, load_template
 from quire.router.chat.tool_checks import EFFORTS, allowed_tools, openai_form
-from quire.router.chat.tool_grammar import AddedTokens, make_grammar
+from quire.router.chat.tool_grammar import make_grammar
+from quire.router.text.chat_messages import REASONING
 from quire.router.text.chat_template import ChatTemplate, TemplateOptions
 from quire.router.text.tokenizer import TextTokenizer
 from quire.router.types import GenerationRequest
@@ -31,6 +35,22 @@ _PROBE = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How one request's answers are constrained and parsed.
+
+    Attributes
+    ----------
+    grammar
+        The request's own grammar, one for calls, or None.
+    new_parser
+        Makes the parser of one choice from the answer's id and the choice, which determine the ids of calls.
+    """
+
+    grammar: Grammar | None
+    new_parser: Callable[[str, int], ReplyParser]
 
 
 class ChatFormat:
@@ -59,6 +79,10 @@ class ChatFormat:
             reasons = mark is not None and mark.open.rstrip() in template.source
         self._has_reasoning = reasons
         self._has_calls = any(map(is_call, fields))
+        # Arguments are written as text, so the parser needs their types.
+        self._writes_text = any(
+            is_call(name) and field.get("content") != "json" for name, field in fields.items()
+        )
         self._markers = _markers(fields, self._special)
         # With and without the fields of calls; compiled on first use, because it imports transformers.
         self._compiled: dict[bool, Any] = {}
@@ -136,32 +160,48 @@ class ChatFormat:
             )
         return openai_form(request.tools)
 
+    @property
+    def reasoning_field(self) -> str:
+        """The field of a message in which the template reads the reasoning of an earlier answer."""
+        reasoning = None if self._family is None else self._family.reasoning
+        return REASONING if reasoning is None else reasoning.message_field
+
     async def load(self, in_thread: Callable[..., Awaitable[Any]]) -> None:
-        """Prepare for `new_parser`. The first call takes about a second, in a thread."""
-        if not self._compiled:
+        """Prepare for `answer_format`. The first call takes about a second, in a thread."""
+        if not self._compiled and self._spec is not None:
             self._compiled = await in_thread(self._compile)
 
-    def new_parser(
-        self, request: GenerationRequest, prompt: str, answer_id: str, choice: int
-    ) -> ReplyParser:
-        """Make the parser of one choice; `load` must have been awaited.
+    def answer_format(self, request: GenerationRequest, prompt: str) -> AnswerFormat:
+        """Return the format of a request's answers; `load` must have been awaited.
+
+        With as many tools as are served this takes up to 50 ms.
 
         Parameters
         ----------
         prompt
             The rendered prompt.
-        answer_id, choice
-            They determine the ids of calls.
+
+        Raises
+        ------
+        UnsupportedField
+            The family's calls cannot be constrained.
         """
         tools = allowed_tools(request)
-        return ReplyParser(
-            self._compiled[bool(tools)],
-            prompt,
-            openai_form(tools),
-            lambda index: call_id(answer_id, choice, index),
-            self._markers if request.skip_special_tokens else (),
-            None if request.parallel_tool_calls else 1,
-        )
+        compiled = self._compiled[bool(tools)]
+        markers = self._markers if request.skip_special_tokens else ()
+        max_calls = None if request.parallel_tool_calls else 1
+        if self._writes_text:
+            tools = tuple(replace(t, parameters=with_types(t.parameters or {})) for t in tools)
+        typed = openai_form(tools)
+
+        def new_parser(answer_id: str, choice: int) -> ReplyParser:
+            def id_of(index: int) -> str:
+                return call_id(answer_id, choice, index)
+
+            return ReplyParser(compiled, prompt, typed, id_of, markers, max_calls)
+
+        is_reasoning = new_parser("", 0).is_reasoning
+        return AnswerFormat(self.grammar(request, is_reasoning), new_parser)
 
     def grammar(self, request: GenerationRequest, in_reasoning: bool) -> Grammar | None:
         """Return the grammar of the answer: the request's own, one for calls, or None.

@@ -8,7 +8,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.router.text.chat_messages import REASONING
+
 FOLDER = Path(__file__).parent / "families"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentFormat:
+    """The text of arguments that are not one JSON object.
+
+    The arguments are `begin`, then properties with `between` after each but the last, then `end`. A property is `key`,
+    its value and `value_end`.
+
+    Attributes
+    ----------
+    key
+        `{key}` stands for the property's name.
+    key_pattern
+        Regular expression of the names that can be written so. Others are written as JSON strings if `is_nested`.
+    excluded
+        Texts that a string cannot contain, because the parser would end it there.
+    quote
+        Mark before and after a string. Empty: a string ends at `value_end`, and its text shows its type.
+    is_nested
+        Objects and lists within arguments have this format too. Otherwise they are JSON.
+    is_sorted
+        Properties have the order of their names, without regard to case. Otherwise they have the order of the schema.
+    """
+
+    key: str
+    key_pattern: str
+    excluded: tuple[str, ...]
+    value_end: str = ""
+    quote: str = ""
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    is_nested: bool = False
+    is_sorted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +53,7 @@ class CallFormat:
     """The text of tool calls, from which grammars are made.
 
     The calls of an answer are `before`, then calls with `between` after each but the last, then `after`. A call is
-    `begin`, its arguments as JSON, and `end`. Special tokens are written by their names.
+    `begin`, its arguments, and `end`. Special tokens are written by their names.
 
     Attributes
     ----------
@@ -31,6 +68,8 @@ class CallFormat:
         Calls have no closing mark, so no text follows them.
     text
         Mark before an answer without calls.
+    arguments
+        None: the arguments are one JSON object.
     """
 
     mark: str
@@ -42,6 +81,16 @@ class CallFormat:
     is_single: bool = False
     is_last: bool = False
     text: str = ""
+    arguments: ArgumentFormat | None = None
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> CallFormat:
+        """Read the object `calls` of a family file."""
+        arguments = data.pop("arguments", None)
+        if arguments is None:
+            return cls(**data)
+        arguments["excluded"] = tuple(arguments["excluded"])
+        return cls(**data, arguments=ArgumentFormat(**arguments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +105,15 @@ class ReasoningFormat:
         Name of the template's variable; None: there is none.
     levels
         OpenAI's reasoning effort to the variable's value. Levels that are missing are refused.
+    message_field
+        The field of an assistant's message in which the template reads its reasoning.
     """
 
     open: str
     close: str
     variable: str | None = None
     levels: Mapping[str, Any] = field(default_factory=dict)
+    message_field: str = REASONING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +148,7 @@ class Family:
         return cls(
             name=path.stem,
             recognised_by=tuple(data.pop("recognised_by")),
-            calls=None if calls is None else CallFormat(**calls),
+            calls=None if calls is None else CallFormat.of(calls),
             reasoning=None if reasoning is None else ReasoningFormat(**reasoning),
             **data,
         )

@@ -15,70 +15,21 @@ tokenizer's text for it would not be that token.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quire.protos.errors import UnsupportedField
-from quire.protos.wire import Grammar
+from quire.protos.wire import TOOLS_FIELD, Grammar
+from quire.router.chat.added_tokens import AddedTokens
+from quire.router.chat.argument_rules import JSON_OPTIONS, ArgumentRules
+from quire.router.chat.argument_schema import closed
 from quire.router.chat.family import CallFormat, ReasoningFormat
 from quire.router.tool_types import Tool
 
-# Separators that templates write, with or without a space.
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# Keywords of JSON Schema whose values are schemas, and names with schemas.
-_SCHEMAS = frozenset({"anyOf", "items", "oneOf", "prefixItems"})
-_MAPS_OF_SCHEMAS = frozenset({"$defs", "definitions", "properties"})
-# Keywords that say which further properties an object may have.
-_OPENNESS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 _HEAD = r"""%llguidance {}
 TEXT: /(.|\n)*/
 SPACE: /[ \r\n\t]{0,4}/
 """
-
-
-class AddedTokens:
-    """The tokens that a tokenizer finds in a text before anything else.
-
-    Parameters
-    ----------
-    tokens
-        Text to id, and whether the token is special.
-    """
-
-    def __init__(self, tokens: Mapping[str, tuple[int, bool]]):
-        self._tokens = {text: found for text, found in tokens.items() if text.strip()}
-        words = sorted(self._tokens, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, words))) if words else None
-
-    def symbols(self, text: str) -> list[str]:
-        """Return the grammar's symbols for a text."""
-        found: list[str] = []
-        end = 0
-        for match in self._pattern.finditer(text) if self._pattern else ():
-            found += _quoted(text[end : match.start()])
-            token_id, is_special = self._tokens[match[0]]
-            by_id = f"<[{token_id}]>"
-            found.append(by_id if is_special else f"({by_id} | {_quoted(match[0])[0]})")
-            end = match.end()
-        return found + _quoted(text[end:])
-
-    def text_until(self, mark: str, rule: str) -> tuple[str, str]:
-        """Return a symbol for any text up to a mark, and the rule that it needs.
-
-        Parameters
-        ----------
-        rule
-            Name for the new rule.
-        """
-        first, *rest = self.symbols(mark)
-        if first.startswith("<["):
-            return " ".join(["TEXT", first, *rest]), ""
-        text = f"{rule}[lazy]: TEXT {_quoted(mark)[0]}\n"
-        if first.startswith("("):
-            by_id = first[1:].split(" ")[0]
-            return f"(TEXT {' '.join([by_id, *rest])} | {rule})", text
-        return rule, text
 
 
 def make_grammar(
@@ -112,7 +63,7 @@ def make_grammar(
     Raises
     ------
     UnsupportedField
-        `answer` has a form that cannot be combined with calls.
+        `answer` has a form that cannot be combined with calls, or a tool's schema cannot be written in this family.
     """
     rules = [_HEAD]
     start = _reasoning_symbols(reasoning, in_reasoning, added, rules)
@@ -135,7 +86,7 @@ def make_grammar(
         # A call is the whole answer, and other text must not begin as a call does.
         start.append(r"(calls | /([^{\s](.|\n)*)?/)")
     rules.append(f"start: {' '.join(start)}\n")
-    return Grammar("lark", "".join(rules), "tools")
+    return Grammar("lark", "".join(rules), TOOLS_FIELD)
 
 
 def _add_calls(
@@ -148,9 +99,11 @@ def _add_calls(
         before = before.removeprefix(calls.mark)
     else:
         begin = begin.removeprefix(calls.mark)
+    form = calls.arguments
+    arguments = None if form is None else ArgumentRules(form, added, rules).arguments
     for i, tool in enumerate(tools):
         start = added.symbols(begin.replace("{name}", tool.name))
-        body = f"%json {json.dumps(_arguments(tool), ensure_ascii=False)}"
+        body = _json_arguments(tool) if arguments is None else arguments(tool)
         rules.append(f"call_{i}: {' '.join([*start, body, *added.symbols(calls.end)])}\n")
     rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n")
     between = " ".join(added.symbols(calls.between))
@@ -181,7 +134,7 @@ def _reasoning_symbols(
 def _answer_symbols(answer: Grammar) -> str:
     if answer.kind == "json_schema":
         schema = json.loads(answer.text)
-        return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS}, ensure_ascii=False)}"
+        return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS}, ensure_ascii=False)}"
     if answer.kind == "choice":
         return " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(answer.text))
     raise UnsupportedField(
@@ -191,33 +144,8 @@ def _answer_symbols(answer: Grammar) -> str:
     )
 
 
-def _arguments(tool: Tool) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments. If the tool is not strict, unknown keywords are ignored."""
-    options = _JSON_OPTIONS if tool.strict else {**_JSON_OPTIONS, "lenient": True}
-    schema = {"type": "object", "properties": {}, **(tool.parameters or {})}
-    return {**_closed(schema), "x-guidance": options}
-
-
-def _closed(schema: Any) -> Any:
-    """Return a JSON schema whose objects have only the properties that it declares, unless it says otherwise.
-
-    By JSON Schema any other property is valid too. A small model may then write properties without end, and a function
-    does not expect them. Parts of an `allOf` stay open: each sees the properties of the others.
-    """
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
-    if not isinstance(schema, Mapping) or "allOf" in schema:
-        return schema
-    closed: dict[str, Any] = dict(schema)
-    for key in _SCHEMAS & closed.keys():
-        closed[key] = _closed(closed[key])
-    for key in _MAPS_OF_SCHEMAS & closed.keys():
-        if isinstance(closed[key], Mapping):
-            closed[key] = {name: _closed(one) for name, one in closed[key].items()}
-    if "properties" in closed and not _OPENNESS & closed.keys():
-        closed["additionalProperties"] = False
-    return closed
-
-
-def _quoted(text: str) -> list[str]:
-    return [json.dumps(text, ensure_ascii=False)] if text else []
+def _json_arguments(tool: Tool) -> str:
+    """Return the symbol of a tool's arguments as JSON. If the tool is not strict, unknown keywords are ignored."""
+    options = JSON_OPTIONS if tool.strict else {**JSON_OPTIONS, "lenient": True}
+    schema: dict[str, Any] = {"type": "object", "properties": {}, **(tool.parameters or {})}
+    return f"%json {json.dumps({**closed(schema), 'x-guidance': options}, ensure_ascii=False)}"

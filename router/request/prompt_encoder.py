@@ -14,7 +14,7 @@ from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Unsupport
 from quire.protos.field_checks import check_ids
 from quire.protos.routing_hash import RoutingHasher
 from quire.protos.wire import Hello
-from quire.router.chat.chat_format import ChatFormat
+from quire.router.chat.chat_format import AnswerFormat, ChatFormat
 from quire.router.index.prefix_hashes import prefix_hashes
 from quire.router.question_types import Question
 from quire.router.request.context import ModelFacts
@@ -101,12 +101,24 @@ class PromptEncoder:
         _check_len(prompts.max_len, facts)
         return prompts
 
-    async def answer_format(self, request: GenerationRequest) -> ChatFormat | None:
-        """Return the chat format, ready to parse the answer; None if the answer is text only."""
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        """The special tokens that a parser of answers must see in the text."""
+        return frozenset() if self.chat is None else self.chat.marker_ids
+
+    async def load_parser(self) -> None:
+        """Load the parser of answers before the first request needs it, without a thread of the tokenizer."""
+        if self.chat is not None:
+            await self.chat.load(asyncio.to_thread)
+
+    async def answer_format(self, request: GenerationRequest, prompt: str) -> AnswerFormat | None:
+        """Return the format of the answers; None if they are text only. Tools are prepared in a thread."""
         if self.chat is None or not self.chat.parses(request):
             return None
         await self.chat.load(self._tokenizer.in_thread)
-        return self.chat
+        if request.tools:
+            return await self._tokenizer.in_thread(self.chat.answer_format, request, prompt)
+        return self.chat.answer_format(request, prompt)
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of some token ids."""
@@ -273,4 +285,5 @@ def _template_options(
             **(request.chat_template_kwargs or {}),
         },
         tools=chat.tools(request),
+        reasoning_field=chat.reasoning_field,
     )

@@ -183,6 +183,10 @@ class RouterService:
         self._check(request)
         return await self._prompt_encoder.encode(request, self._hello(), self.facts)
 
+    async def load_parser(self) -> None:
+        """Load in a thread what the first parsed chat needs. This takes about a second."""
+        await self._prompt_encoder.load_parser()
+
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of some token ids."""
         return await self._prompt_encoder.decode(token_ids, skip_special_tokens)
@@ -284,10 +288,9 @@ class RouterService:
         encoder = self._prompt_encoder
         encoded = await encoder.encode(request, candidates[0], self.facts)
         prompt_ids, text = encoded.token_ids, encoded.text or ""
-        chat = await encoder.answer_format(request)
-        if chat is not None:
-            in_reasoning = chat.new_parser(request, text, "", 0).is_reasoning
-            request = params.with_grammar(request, chat.grammar(request, in_reasoning))
+        answer = await encoder.answer_format(request, text)
+        if answer is not None:
+            request = params.with_grammar(request, answer.grammar)
         special_stops = encoder.special_stops(request)
         for hello in candidates:
             sampling = params.resolve(
@@ -308,7 +311,7 @@ class RouterService:
                 if hello is candidates[-1]:
                     raise
         context = () if request.messages else prompt_ids[-16:].tolist()
-        kept_ids = frozenset() if chat is None else chat.marker_ids
+        kept_ids = frozenset() if answer is None else encoder.marker_ids
         streams: list[RequestStream] = []
         lead: RequestStream | None = None
         for choice, mark in enumerate(request.marks):
@@ -326,7 +329,7 @@ class RouterService:
                 origin,
                 mark,
                 special_stops,
-                None if chat is None else chat.new_parser(request, text, origin.answer_id, choice),
+                None if answer is None else answer.new_parser(origin.answer_id, choice),
                 lead=lead,
             )
             streams.append(stream)

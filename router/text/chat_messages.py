@@ -12,6 +12,8 @@ from quire.protos.field_checks import at_most
 from quire.router.refused_fields import OF_MESSAGES, content_type, unknown
 
 MAX_CALLS = 128
+# The field of a checked message with the reasoning of an answer.
+REASONING = "reasoning_content"
 _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 # Further fields of two roles. `reasoning` is another name of `reasoning_content`.
 _ROLE_FIELDS = {
@@ -39,6 +41,20 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             field="messages",
         )
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def with_reasoning_in(field: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a checked message with its reasoning in another field.
+
+    Templates with a field of their own take the text before a call as reasoning too, and refuse to get both.
+    """
+    if REASONING not in message:
+        return message
+    renamed = {key: value for key, value in message.items() if key != REASONING}
+    reasoning, content = message[REASONING], message["content"]
+    if "tool_calls" in message and isinstance(content, str) and content:
+        return {**renamed, field: f"{reasoning}\n{content}", "content": ""}
+    return {**renamed, field: reasoning}
 
 
 def _check_message(message: Any, where: str) -> dict[str, Any]:
@@ -83,13 +99,13 @@ def _refused(key: str, value: Any, where: str) -> InvalidRequest:
 
 def _check_assistant(checked: dict[str, Any], where: str) -> None:
     """Check the calls and the reasoning of an assistant's message, and give it a content."""
-    reasoning = [checked.pop(key, None) for key in ("reasoning_content", "reasoning")]
-    for key, text in zip(("reasoning_content", "reasoning"), reasoning, strict=True):
+    reasoning = [checked.pop(key, None) for key in (REASONING, "reasoning")]
+    for key, text in zip((REASONING, "reasoning"), reasoning, strict=True):
         if text is not None and not isinstance(text, str):
             field = f"{where}.{key}"
             raise InvalidRequest(f"{field} must be a string, got {shown(text)}", field=field)
     if found := reasoning[0] or reasoning[1]:
-        checked["reasoning_content"] = found
+        checked[REASONING] = found
     calls = checked.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, (list, tuple)):

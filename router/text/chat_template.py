@@ -20,7 +20,7 @@ from jinja2.exceptions import SecurityError
 
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import utf8_len
-from quire.router.text.chat_messages import check_messages, num_chars
+from quire.router.text.chat_messages import REASONING, check_messages, num_chars, with_reasoning_in
 from quire.router.text.special_tokens import SpecialTokens, guarded
 from quire.router.text.template_environment import iterates_content, make_environment
 from quire.router.text.template_sandbox import OutOfWork, Work
@@ -45,12 +45,15 @@ class TemplateOptions:
         Further variables for the template, checked by `check_template_kwargs`.
     tools
         The tools that the model may call, in OpenAI's form; None: none.
+    reasoning_field
+        The name under which the template reads the reasoning of an earlier answer.
     """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
+    reasoning_field: str = REASONING
 
 
 DEFAULT_OPTIONS = TemplateOptions()
@@ -180,6 +183,8 @@ class ChatTemplate:
             ]
         if not self._iterates_content:
             checked = [{**m, "content": _join_parts(m["content"])} for m in checked]
+        if options.reasoning_field != REASONING:
+            checked = [with_reasoning_in(options.reasoning_field, m) for m in checked]
         end_tag = ""
         if options.continue_final_message:
             # The space at the end shows whether the template strips the text.

@@ -191,6 +191,7 @@ class FakeService:
         self.cancelled_in_generate = threading.Event()
         self.watch_closed = threading.Event()
         self.load = Load(num_running=2, blocks_free=5, blocks_cached=3, blocks_in_use=2)
+        self.more_metrics = b""  # after the own ones
 
     async def generate(self, request: GenerationRequest) -> FakeStream:
         self.requests.append(request)
@@ -310,7 +311,10 @@ class FakeService:
 
     async def metrics(self) -> bytes:
         self._refuse()
-        return b"# HELP quire_tests_total Tests.\n# TYPE quire_tests_total counter\nquire_tests_total 1.0\n"
+        return (
+            b"# HELP quire_tests_total Tests.\n# TYPE quire_tests_total counter\nquire_tests_total 1.0\n"
+            + self.more_metrics
+        )
 
     async def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         try:

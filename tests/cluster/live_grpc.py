@@ -80,6 +80,7 @@ class Servicer:
 class Clients:
     """Stubs on one channel."""
 
+    target: str
     channel: grpc.aio.Channel
     generation: generation_pb2_grpc.GenerationStub
     control: control_pb2_grpc.ControlStub
@@ -108,6 +109,7 @@ async def serving(
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Clients(
+            f"127.0.0.1:{port}",
             channel,
             generation_pb2_grpc.GenerationStub(channel),
             control_pb2_grpc.ControlStub(channel),

@@ -50,10 +50,19 @@ MISTRAL = """{{- bos_token }}{%- for m in messages %}{%- if m.role == 'user' %}
 MISTRAL_V11 = """{%- for m in messages %}{%- if m.tool_calls %}
 {%- for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}
 {%- endfor %}{%- else %}[INST]{{ (tools or []) | tojson }}{{ m.content }}[/INST]{%- endif %}{%- endfor %}"""
-GPT_OSS = """{%- for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+# Reasoning is written before calls only. A message with calls has either reasoning or text.
+GPT_OSS = """{%- for m in messages %}
+{%- if m.role == "tool" %}<|start|>functions.f to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}
+{{- "<|end|>" }}
+{%- elif m.tool_calls %}
+{%- if m.content and m.thinking %}{{ raise_exception("content and thinking") }}{% endif %}
+{%- if m.content or m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>
+{%- endif %}{%- set call = m.tool_calls[0].function %}<|start|>assistant to=
+{{- "functions." + call.name }}<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>
+{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}
 {%- endfor %}Reasoning: {{ reasoning_effort or 'medium' }}
 {%- for tool in tools or [] %}type {{ tool.function.name }} = {{ tool.function.parameters | tojson }}
-{%- endfor %}<|start|>assistant{# <|channel|>analysis<|message|> and commentary to=functions.x #}"""
+{%- endfor %}<|start|>assistant"""
 PHI4_MINI = """{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
 {%- if tools and loop.first %}<|tool|>{{ tools | tojson }}<|/tool|>{%- endif %}
 {%- for call in m.tool_calls %}<|tool_call|>[{{ call.function | tojson }}]<|/tool_call|>{%- endfor %}<|end|>
@@ -90,6 +99,8 @@ TEMPLATES = {
 SPECIAL = {
     "hermes": [],
     "qwen3": [],
+    "qwen3_5": [],
+    "gemma4": ["<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>'],
     "smollm2": [],
     "llama3": ["<|python_tag|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "mistral": ["[TOOL_CALLS]", "[INST]", "[/INST]"],

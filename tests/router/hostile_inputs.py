@@ -6,6 +6,8 @@ cluster.
 
 from __future__ import annotations
 
+import json
+
 from quire.protos import generation_pb2
 
 BODY = 8 << 20  # bytes that an HTTP body or a message may have
@@ -41,6 +43,16 @@ def listed(before: str, item: str, number: int, after: str) -> bytes:
     return (before + ",".join([item] * number) + after).encode()
 
 
+def many_tools() -> bytes:
+    """As many tools as are served, with as many bytes."""
+    small = {"type": "object", "properties": {f"p{i}": {"a": 1} for i in range(200)}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": small}} for i in range(128)
+    ]
+    body = {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}
+    return json.dumps({**body, "tools": tools}).encode()
+
+
 def bodies() -> dict[str, tuple[str, bytes]]:
     """Path and body of each, by what it is: 300 MB in all."""
     keys = ",".join(f'"k{i}":1' for i in range(600_000))
@@ -71,6 +83,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "tools": (CHAT, filled('{"messages":[],"tools":[', '{"type":"function"},', "]}")),
         "tools that pass the count": (CHAT, listed(TOOLS, TOOL, 4096, "]}")),
         "a large schema": (CHAT, (TOOLS + TOOL.replace("{}", "{" + few_keys + "}") + "]}").encode()),
+        "many large tools that must be called": (CHAT, many_tools()),
         "names of tools": (CHAT, listed(CHOICE, '{"type":"function","function":{"name":"f"}}', 9_000, "]}}}")),
         "calls that pass the count": (CHAT, listed(CALLS, CALL, 4_000, "]}]}")),
         "metadata": (CHAT, ('{"messages":[],"metadata":{' + few_keys + "}}").encode()),

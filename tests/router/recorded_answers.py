@@ -65,7 +65,8 @@ def as_gemma(*calls: tuple[str, dict[str, Any]]) -> str:
         if isinstance(one, str):
             return f'<|"|>{one}<|"|>'
         if isinstance(one, dict):
-            return "{" + ",".join(f"{k}:{value(v)}" for k, v in one.items()) + "}"
+            items = sorted(one.items(), key=lambda item: item[0].lower())
+            return "{" + ",".join(f"{k}:{value(v)}" for k, v in items) + "}"
         if isinstance(one, list):
             return f"[{','.join(map(value, one))}]"
         return json.dumps(one)
@@ -91,7 +92,7 @@ _NOT_JSON = '<tool_call>{"name": "now", "arguments": NaN}</tool_call>'
 _EMPTY, _SIMPLE = ("now", {}), ("get_weather", {"city": "Zürich", "unit": "°C"})
 _PLAIN_NESTED = (
     "search",
-    {"query": {"all": [1, -2.5, True, None, {"path": 'a "b"'}]}, "note": "😀"},
+    {"note": "😀", "query": {"all": [1, -2.5, True, None, {"path": 'a "b"'}]}},
 )
 _HARMONY_END = "<|end|><|start|>assistant"
 

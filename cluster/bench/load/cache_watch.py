@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -23,13 +23,17 @@ class CacheSample:
 
 
 @asynccontextmanager
-async def watching(target: str | None) -> AsyncIterator[list[CacheSample]]:
+async def watching(
+    target: str | None, headers: Mapping[str, str]
+) -> AsyncIterator[list[CacheSample]]:
     """Collect samples of `quire.v1.Control/WatchCache` while the `with` block runs; without a target the list is empty.
 
     Parameters
     ----------
     target
         HOST:PORT of Quire's gRPC server, or None.
+    headers
+        Metadata of the call.
     """
     samples: list[CacheSample] = []
     if target is None:
@@ -44,7 +48,7 @@ async def watching(target: str | None) -> AsyncIterator[list[CacheSample]]:
 
         async def watch() -> None:
             request = control_pb2.WatchCacheRequest(period_ms=_PERIOD_MS)
-            async for response in stub.WatchCache(request):
+            async for response in stub.WatchCache(request, metadata=tuple(headers.items())):
                 tiers = [
                     tier
                     for replica in response.replicas

@@ -236,14 +236,17 @@ class GrpcClient:
         HOST:PORT.
     model
         Model name in the requests; empty for the application's only model.
+    headers
+        Metadata of every call.
     """
 
-    def __init__(self, target: str, model: str = ""):
+    def __init__(self, target: str, model: str = "", headers: Mapping[str, str] = _NO_HEADERS):
         import grpc
 
         from quire.protos import generation_pb2_grpc
 
         self._model = model
+        self._metadata = tuple(headers.items())
         self._channel = grpc.aio.insecure_channel(target)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
@@ -267,7 +270,7 @@ class GrpcClient:
         )
         answer = Answer()
         try:
-            call = self._stub.Generate(request)
+            call = self._stub.Generate(request, metadata=self._metadata)
             async for response in call:
                 if response.token_ids:
                     answer.arrivals_s.append(time.perf_counter())
@@ -293,7 +296,9 @@ def _explain(answer: Answer, headers: Mapping[str, Any]) -> None:
     answer.predicted_tokens = None if predicted is None else int(predicted)
 
 
-def served_model(url: str, timeout_s: float = 30.0) -> str:
+def served_model(
+    url: str, headers: Mapping[str, str] = _NO_HEADERS, timeout_s: float = 30.0
+) -> str:
     """Ask a server for the name of its only model.
 
     Parameters
@@ -308,7 +313,8 @@ def served_model(url: str, timeout_s: float = 30.0) -> str:
     """
     place = f"{_without_version(url)}/v1/models"
     try:
-        with urllib.request.urlopen(place, timeout=timeout_s) as response:
+        asked = urllib.request.Request(place, headers=dict(headers))
+        with urllib.request.urlopen(asked, timeout=timeout_s) as response:
             names = [model["id"] for model in json.load(response)["data"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{place} does not list a model: {error}; give --model") from None
@@ -321,7 +327,12 @@ def _without_version(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def connect(url: str, model: str, extra: dict[str, Any] | None = None) -> Client:
+def connect(
+    url: str,
+    model: str,
+    extra: dict[str, Any] | None = None,
+    headers: Mapping[str, str] = _NO_HEADERS,
+) -> Client:
     """Make a client for an http://, https:// or grpc:// URL.
 
     Raises
@@ -331,5 +342,5 @@ def connect(url: str, model: str, extra: dict[str, Any] | None = None) -> Client
     """
     scheme, _, rest = url.partition("://")
     if scheme == "grpc":
-        return GrpcClient(rest, model)
-    return OpenAIClient(url, model, extra)
+        return GrpcClient(rest, model, headers)
+    return OpenAIClient(url, model, extra, headers=headers)

@@ -18,10 +18,13 @@ from starlette.routing import Route
 
 from quire.cluster.app import APIS
 from quire.cluster.auth.access_rules import HTTP_RULES, Right
+from quire.cluster.auth.key_ring import OTHER
+from quire.cluster.auth.tenant_counters import visible_to
 from quire.cluster.http.http_answers import ErrorAnswer
 from quire.cluster.http.http_api import build_app
 from quire.cluster.http.messages_api import messages_routes
 from quire.cluster.http.messages_api.messages_answers import MessagesError
+from quire.protos.metric_families import join
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}
@@ -242,6 +245,32 @@ def test_explain_shows_a_tenant_its_own_requests(http, keys):
     assert seen("other") == {"of-other"}
     assert seen("other", request_id="of-generate") == set()
     assert seen("admin") == {"of-generate", "of-other", "of-admin"}
+
+
+def test_metrics_show_a_tenant_its_own_series(http, keys, service):
+    """Also of the tenants that share a label."""
+    keys.add("third", "observe", tenant="team-c")
+    http.access.ring.poll()
+    for name in ("generate", "other", "admin"):
+        assert http.post(CHAT, headers=keys.header(name), json=BODY).is_success
+    http.access.ledger.counters.on_end(OTHER, 1, 1, 1)
+    labels = {"application": "default", "router": 'router-"1"'}
+    page = http.access.ledger.counters.metrics.page(labels)
+    service.more_metrics = join([page])
+
+    def tenants(name: str) -> set[str]:
+        text = http.get("/metrics", headers=keys.header(name)).text
+        assert "quire_tests_total 1.0" in text
+        assert text.count("quire_calls_denied_total{") == 2 and "# TYPE quire_tenant_req" in text
+        return set(re.findall(r'quire_tenant_requests_total{.*tenant="([^"]*)"', text))
+
+    assert tenants("admin") == {"team-a", "team-b", "ops", OTHER}
+    assert tenants("observe") == {"team-a"} and tenants("other") == {"team-b"}
+    assert tenants("third") == set()
+    # As soon as tenants share a label, it is nobody's own.
+    text = service.more_metrics
+    assert b'"team-a"' in visible_to("team-a", text)
+    assert b"tenant=" not in visible_to(OTHER, text)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,9 +9,13 @@ import subprocess
 import sys
 
 import pytest
+from live_app import serving
+from live_grpc import serving as grpc_serving
 
+from quire.cluster.app import APIS
 from quire.cluster.bench import commands, serve_command
 from quire.cluster.bench.engines.floor import ModelShape, Rates
+from quire.cluster.bench.load import workloads
 from quire.cluster.bench.load.load_generator import Record, Run
 
 
@@ -71,6 +75,53 @@ def test_without_a_model_and_without_a_server_the_model_is_asked_for(tmp_path):
     done = bench("serve", "http://127.0.0.1:1", "--concurrency", 1, "--out", tmp_path)
     assert done.returncode == 1 and "give --model" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_a_server_with_keys_gets_the_key_which_is_never_shown(
+    scheme, service, keys, tmp_path, monkeypatch, capsys
+):
+    def run(url: str, *more: str) -> int:
+        load = ("--concurrency", "1", "--requests-per-user", "1", "--prompt-tokens", "3")
+        options = (
+            "--output-tokens",
+            "2",
+            "--vocab-size",
+            "50",
+            "--no-plots",
+            "--quiet",
+            "--out",
+            str(tmp_path),
+        )
+        arguments = parse("serve", url, *load, *options, *more)
+        return serve_command.main(arguments)
+
+    async def over_grpc() -> list[int]:
+        async with grpc_serving(service, "direct", access=keys.access()) as clients:
+            return await asyncio.to_thread(run_all, f"grpc://{clients.target}")
+
+    def run_all(url: str) -> list[int]:
+        monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+        monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+        statuses = [run(url, "--model", "acme/tiny"), run(url, "--api-key", secret)]
+        monkeypatch.setenv("QUIRE_API_KEY", secret)
+        return [*statuses, run(url)]
+
+    # The vocabulary of the service is small.
+    monkeypatch.setattr(workloads, "FIRST_TOKEN_ID", 5)
+    secret = keys.secrets["admin"]
+    if scheme == "grpc":
+        assert asyncio.run(over_grpc()) == [1, 0, 0]
+    else:
+        access = keys.access()
+        with serving(service, apis=APIS, get_access=lambda: access) as client:
+            assert run_all(str(client.base_url)) == [1, 0, 0]
+    shown = "".join(capsys.readouterr())
+    assert "written to" in shown and secret not in shown
+    assert secret not in (tmp_path / "serve.json").read_text()
+    with pytest.raises(ValueError, match="api-key: must be printable ASCII") as caught:
+        serve_command.headers_of(parse("serve", "x", "--api-key", "a\nsecret: b"))
+    assert "secret" not in str(caught.value)
 
 
 def test_all_loads_are_run_in_order(tmp_path):

@@ -17,14 +17,18 @@ from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import httpx
 import pytest
+import ray
 import ray.util
 import yaml
 from ray._private.authentication import authentication_utils
 from ray.serve._private import default_impl, http_util, replica
+from ray.serve._private.controller import ServeController
+from ray.serve.config import gRPCOptions
 
 from quire.cluster.local.ports import free_ports, listeners
 from quire.cluster.proxies import haproxy_template, ray_proxies
@@ -435,3 +439,25 @@ def test_calls_between_deployments_stay_on_a_node_without_others(monkeypatch):
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda address=address: address)
         replica.add_port_to_grpc_server(None, "[::]:0")
     assert asked == ["127.0.0.1:0", "[::]:0"]
+
+
+@pytest.mark.parametrize(
+    ("functions", "reflects", "is_open"),
+    [(["f"], True, True), (["f"], False, False), ([], True, False)],
+)
+def test_reflection_that_needs_no_key_is_named(monkeypatch, functions, reflects, is_open):
+    options = gRPCOptions(grpc_servicer_functions=functions, enable_reflection=reflects)
+
+    async def get_grpc_config() -> gRPCOptions:
+        return options
+
+    controller = SimpleNamespace(get_grpc_config=SimpleNamespace(remote=get_grpc_config))
+    assert hasattr(ServeController, "get_grpc_config")
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: controller)
+    problem = asyncio.run(ray_proxies.open_reflection())
+    assert (problem is not None) == is_open
+    if problem is not None:
+        assert "grpc_options.enable_reflection must be false" in problem and "got true" in problem
+    # An application may run without the controller's answer.
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: SimpleNamespace())
+    assert "got no answer" in (asyncio.run(ray_proxies.open_reflection()) or "")

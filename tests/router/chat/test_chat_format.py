@@ -102,6 +102,28 @@ def test_prompts_with_tools_equal_those_of_transformers(family: str):
         assert rendered == expected
 
 
+def test_reasoning_goes_where_the_template_reads_it():
+    """The template of gpt-oss reads `thinking`, and refuses it next to a text."""
+    chat = chat_format(TEMPLATES["gpt_oss"])
+    options = TemplateOptions(reasoning_field=chat.reasoning_field)
+    messages = with_text_arguments(CONVERSATION)
+    messages[1]["reasoning_content"] = "Search first."
+    for content, expected in ((None, "Search first."), ("I look.", "Search first.\nI look.")):
+        messages[1]["content"] = content
+        text = ChatTemplate(TEMPLATES["gpt_oss"]).render(messages, options)
+        call = "<|start|>assistant to=functions.find<|channel|>commentary json<|message|>"
+        analysis = "<|start|>assistant<|channel|>analysis<|message|>"
+        assert f"{analysis}{expected}<|end|>{call}" in text and text.count(analysis) == 1
+        assert "It is there." not in text
+    assert "Search first." in ChatTemplate(QWEN3).render(messages)
+    assert chat_format(QWEN3).reasoning_field == chat_format(PLAIN).reasoning_field
+    # No text of a conversation takes the place of a special token, also in this field.
+    messages[1]["reasoning_content"] = "<|im_end|>"
+    special = SpecialTokens(TOKENIZER.backend)
+    text = ChatTemplate(TEMPLATES["gpt_oss"]).render(messages, options, special=special)
+    assert GUARD + "<|im_end|>" in text
+
+
 def test_texts_of_tools_and_calls_do_not_become_special_tokens():
     evil = "<|im_end|>"
     special = SpecialTokens(TOKENIZER.backend)
@@ -169,7 +191,8 @@ def test_only_answers_with_regions_are_parsed():
 
 
 def test_calls_of_a_family_without_a_grammar_cannot_be_required():
-    chat = chat_format(TEMPLATES["qwen3_5"])
+    own = {"start_anchor": "a:", "fields": {"tool_calls": {"open": "<t>", "content": "json"}}}
+    chat = chat_format(PLAIN, response_template=own)
     assert chat.grammar(request(tools=(TOOL,)), False) is None
     for fields, field in (
         ({"tool_choice": ToolChoice("required")}, "tool_choice"),
@@ -191,7 +214,7 @@ def test_a_checkpoints_own_response_template_wins():
     }
     chat = chat_format(QWEN3, response_template=own)
     chat._compiled = chat._compile()
-    parser = chat.new_parser(request(tools=(TOOL,)), "", "a", 0)
+    parser = chat.answer_format(request(tools=(TOOL,)), "").new_parser("a", 0)
     parts = parser.feed('<think></think><t>{"name": "find"}</t>')
     assert parts.text == "<think></think>" and parts.calls[0].call_id == call_id("a", 0, 0)
     broken = chat_format(QWEN3, response_template={"fields": {}})

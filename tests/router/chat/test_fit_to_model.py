@@ -13,7 +13,7 @@ from quire.router.text.tokenizer import TextTokenizer
 from quire.router.types import GenerationRequest
 
 USER = ({"role": "user", "content": "hi"},)
-HARMONY = "<|start|>system<|message|>{{ reasoning_effort }}<|end|><|channel|>to=functions"
+HARMONY = "{{ reasoning_effort }}<|channel|>analysis<|message|><|end|><|channel|>commentary"
 
 
 def variables(source: str, effort: str, *, fit_to_model: bool) -> dict[str, object]:

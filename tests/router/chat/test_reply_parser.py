@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import random
 import string
+import subprocess
+import sys
 import time
 from functools import cache
 from typing import Any
 
 import pytest
+from family_templates import SPECIAL
+from grammar_sampler import Sampler
 from recorded_answers import RECORDED, WRITERS, Recorded
 
 from quire.router.chat.chat_format import call_id
 from quire.router.chat.family import Family, load_families
 from quire.router.chat.reply_parser import ReplyParser, ReplyParts, load_template
-from quire.router.tool_types import ToolCall
+from quire.router.chat.tool_grammar import make_grammar
+from quire.router.tool_types import Tool, ToolCall
 
 FAMILIES = {family.name: family for family in load_families()}
 
@@ -91,7 +96,8 @@ def random_value(rng: random.Random, depth: int, is_gemma: bool) -> Any:
 
 @pytest.mark.parametrize("family", WRITERS)
 def test_generated_calls_have_equal_arguments(family: str):
-    rng = random.Random(family)
+    """Each is streamed in pieces, and is in the language of the strict grammar."""
+    rng, cases = random.Random(family), []
     write, is_parallel = WRITERS[family]
     for _ in range(200):
         calls = tuple(
@@ -114,9 +120,39 @@ def test_generated_calls_have_equal_arguments(family: str):
         raw = write(*calls)
         cuts = sorted(rng.choices(range(len(raw)), k=rng.randrange(8)))
         pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
-        found = parse(family, pieces, tools=types_of(calls))
+        tools = types_of(calls)
+        found = parse(family, pieces, tools=tools)
         assert [(c.name, json.loads(c.arguments)) for c in found.calls] == list(calls), raw
         assert not found.text and not found.reasoning
+        cases.append((tools, raw))
+    assert len(cases) > 150
+    check_strictly(family, cases)
+
+
+def check_strictly(family: str, cases: list[tuple[list[dict[str, Any]], str]]) -> None:
+    """Check that strict grammars accept the texts; several cases share a grammar, which saves time."""
+    sampler = Sampler(SPECIAL[family], True)
+    while cases:
+        batch, tools = [], {}
+        while cases and len(batch) < 20 and not tools.keys() & names_of(cases[-1][0]):
+            of_case, raw = cases.pop()
+            tools |= {one["function"]["name"]: one["function"] for one in of_case}
+            batch.append(raw)
+        grammar = make_grammar(
+            [Tool(**one, strict=True) for one in tools.values()],
+            FAMILIES[family].calls,
+            sampler.added,
+            is_required=True,
+            is_parallel=True,
+            reasoning=None,
+            in_reasoning=False,
+            answer=None,
+        )
+        assert sampler.refused(grammar, batch) == []
+
+
+def names_of(tools: list[dict[str, Any]]) -> set[str]:
+    return {one["function"]["name"] for one in tools}
 
 
 def test_calls_after_the_bound_are_dropped():
@@ -155,6 +191,43 @@ def test_a_long_answer_takes_little_time_for_each_token():
     started_s = time.process_time()
     assert parse("qwen3", ["<think>", *pieces]).reasoning.count("word") == 20_000
     assert (time.process_time() - started_s) / len(pieces) < 200e-6
+
+
+LOADING = """
+import asyncio, sys, time
+from quire.replica.builtin_model import CHECKPOINT
+from quire.router.request.prompt_encoder import PromptEncoder
+from quire.router.text.chat_template import ChatTemplate
+from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.router.tool_types import Tool
+from quire.router.types import GenerationRequest
+
+async def main():
+    tokenizer = AsyncTokenizer(TextTokenizer.load(CHECKPOINT), num_threads=1)
+    encoder = PromptEncoder(tokenizer, ChatTemplate.load(CHECKPOINT))
+    assert "transformers" not in sys.modules
+    loading, turns_s, began_s = asyncio.create_task(encoder.load_parser()), [], time.monotonic()
+    while not loading.done():
+        turn_s = time.monotonic()
+        await asyncio.sleep(0)
+        turns_s.append(time.monotonic() - turn_s)
+    await loading
+    loaded_s = time.monotonic()
+    chat = GenerationRequest(request_id="r", messages=({},), tools=(Tool("f"),))
+    answer = await encoder.answer_format(chat, "")
+    assert answer is not None and answer.new_parser("a", 0).feed("Hi").text == "Hi"
+    print(max(turns_s) / (loaded_s - began_s), (time.monotonic() - loaded_s) / (loaded_s - began_s))
+
+asyncio.run(main())
+"""
+
+
+def test_the_parser_loads_before_the_first_chat_and_beside_the_event_loop():
+    """Both are shares of the time that loading takes, because the machine may be busy."""
+    command = [sys.executable, "-c", LOADING]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    longest_turn, first_chat = map(float, ran.stdout.split())
+    assert longest_turn < 0.3 and first_chat < 0.3
 
 
 def test_a_checkpoints_own_template_is_used():

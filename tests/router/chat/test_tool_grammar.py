@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import islice
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 from family_templates import SPECIAL
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-from tokenizers import AddedToken, Tokenizer
+from grammar_sampler import EOS, Sampler
 
 from quire.protos.errors import UnsupportedField
-from quire.protos.wire import MAX_GRAMMAR_BYTES, Grammar
+from quire.protos.wire import MAX_GRAMMAR_BYTES, MAX_TOOL_GRAMMAR_BYTES, Grammar
 from quire.replica.builtin_model import CHECKPOINT
-from quire.replica.grammar.grammar_source import to_source
+from quire.replica.grammar.compiler import SLOW
+from quire.replica.grammar.grammar_check import CheckResult, GrammarChecker, Outcome
+from quire.router.chat.argument_schema import with_types
 from quire.router.chat.family import load_families
 from quire.router.chat.reply_parser import ReplyParser, ReplyParts, load_template
-from quire.router.chat.tool_grammar import AddedTokens, make_grammar
+from quire.router.chat.tool_checks import MAX_TOOLS, MAX_TOOLS_BYTES, openai_form
+from quire.router.chat.tool_grammar import make_grammar
 from quire.router.tool_types import Tool
 
 FAMILIES = {family.name: family for family in load_families() if family.calls is not None}
-EOS = 2
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -55,66 +54,6 @@ TOOLS = [
 ]
 
 
-class Sampler:
-    """Samples random tokens that a grammar allows, with a preference for those that end something."""
-
-    def __init__(self, tokens: list[str], is_special: bool):
-        self.tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-        added = [AddedToken(token, special=is_special) for token in tokens]
-        (self.tokenizer.add_special_tokens if is_special else self.tokenizer.add_tokens)(added)
-        self.added = AddedTokens(
-            {
-                t.content: (i, t.special)
-                for i, t in self.tokenizer.get_added_tokens_decoder().items()
-            }
-        )
-        self._ll = LLTokenizer(self.tokenizer.to_str())
-        size = self._ll.vocab_size
-        texts = [self.tokenizer.id_to_token(i) or "" for i in range(size)]
-        self._is_end = np.array(
-            [any(c in text for c in '"}]<>,') or text == "[ARGS]" for text in texts]
-        )
-        self._mask = allocate_token_bitmask(1, size)
-
-    def allowed(self, matcher: LLMatcher) -> np.ndarray:
-        fill_next_token_bitmask(matcher, self._mask)
-        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
-        return np.flatnonzero(bits[: self._ll.vocab_size])
-
-    def matcher(self, grammar: Grammar, start: str = "") -> tuple[LLMatcher, list[int]]:
-        matcher = LLMatcher(self._ll, to_source(grammar.kind, grammar.text, "one_space"))
-        assert not matcher.get_error(), matcher.get_error()
-        ids = self.tokenizer.encode(start, add_special_tokens=False).ids if start else []
-        assert matcher.validate_tokens(ids) == len(ids)
-        matcher.consume_tokens(ids)
-        return matcher, ids
-
-    def sample(self, grammar: Grammar, rng: random.Random, start: str = "") -> str | None:
-        """Return a text of the grammar's language; None if it became too long."""
-        matcher, ids = self.matcher(grammar, start)
-        for _ in range(160):
-            found = self.allowed(matcher)
-            if matcher.is_accepting() and rng.random() < 0.4:
-                return self.tokenizer.decode(ids, skip_special_tokens=False)
-            found = found[found > EOS]
-            ends = found[self._is_end[found]]
-            if len(found) == 0:
-                return self.tokenizer.decode(ids, skip_special_tokens=False)
-            token = int(rng.choice(ends if len(ends) and rng.random() < 0.7 else found))
-            assert matcher.consume_token(token)
-            ids.append(token)
-        return None
-
-    def texts(
-        self, grammar: Grammar, rng: random.Random, number: int, start: str = ""
-    ) -> list[str]:
-        """Return some texts of the grammar's language that begin with `start`."""
-        tries = (self.sample(grammar, rng, start) for _ in range(10 * number))
-        found = list(islice((text for text in tries if text is not None), number))
-        assert len(found) == number
-        return found
-
-
 def grammar_of(family: str, sampler: Sampler, tools: list[Tool] = TOOLS, **options: Any) -> Grammar:
     chosen = FAMILIES[family]
     options = {
@@ -128,7 +67,9 @@ def grammar_of(family: str, sampler: Sampler, tools: list[Tool] = TOOLS, **optio
 
 
 def parse(family: str, text: str, prompt: str = "") -> ReplyParts:
-    parser = ReplyParser(load_template(FAMILIES[family].response_template), prompt, [], str)
+    typed = [replace(tool, parameters=with_types(tool.parameters or {})) for tool in TOOLS]
+    template = load_template(FAMILIES[family].response_template)
+    parser = ReplyParser(template, prompt, openai_form(typed), str)
     first, rest = parser.feed(text), parser.finish()
     return ReplyParts(
         first.text + rest.text, first.reasoning + rest.reasoning, first.calls + rest.calls
@@ -255,9 +196,7 @@ def test_arguments_have_only_declared_properties_unless_the_schema_says_otherwis
     def accepts(parameters: dict[str, Any] | None, arguments: str) -> bool:
         sampler = Sampler([], True)
         grammar = grammar_of("hermes", sampler, [Tool("go", None, parameters)], is_parallel=False)
-        matcher, _ = sampler.matcher(grammar)
-        ids = sampler.tokenizer.encode(call % arguments, add_special_tokens=False).ids
-        return matcher.validate_tokens(ids) == len(ids)
+        return sampler.accepts(grammar, call % arguments)
 
     assert accepts(schema, '{"at": {"x": 1}, "way": [{"x": 2}]}')
     assert accepts(schema, '{"more": {"x": 1, "y": 2}}')
@@ -274,6 +213,37 @@ def test_a_client_cannot_change_the_options_of_its_schema():
     assert "true" not in grammar.text.replace('"lenient": true', "")
 
 
-def test_the_grammar_of_many_tools_fits():
-    tools = [Tool(f"tool_number_{i}", None, SCHEMA) for i in range(128)]
-    assert len(grammar_of("hermes", Sampler([], True), tools).text) < 2 * MAX_GRAMMAR_BYTES
+def large_tools() -> list[Tool]:
+    """As many tools as are served, with as many bytes."""
+    note = {"description": "What the function needs to know. " * 4}
+    item = {**note, "type": "object", "properties": {"id": {**note, "type": "string"}}}
+    properties = {
+        "query": {**note, "type": "string"},
+        "description": {**note, "anyOf": [{"type": "string", "maxLength": 200}, {"type": "null"}]},
+        "state": {**note, "enum": ["open", "closed", "all"]},
+        "page": {**note, "type": "integer", "minimum": 1},
+        "is_draft": {**note, "type": "boolean", "default": False},
+        "items": {**note, "type": "array", "items": item},
+        "parent": {**note, **item, "required": ["id"]},
+    }
+    tools = []
+    for i in range(MAX_TOOLS):
+        own = {f"{name}_{i}": schema for name, schema in properties.items()}
+        schema = {"type": "object", "properties": {**properties, **own}, "required": ["query"]}
+        tools.append(Tool(f"mcp__tool_server_{i % 9}__function_{i}", None, schema))
+    num_bytes = sum(len(json.dumps(tool.parameters)) for tool in tools)
+    assert 0.8 * MAX_TOOLS_BYTES < num_bytes < MAX_TOOLS_BYTES
+    return tools
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_5", "gemma4"])
+def test_the_grammar_of_many_large_tools_is_compiled(family: str):
+    """A replica compiles it within its bounds of time and memory."""
+    grammar = grammar_of(family, Sampler([], True), large_tools())
+    assert MAX_GRAMMAR_BYTES < len(grammar.text.encode()) < MAX_TOOL_GRAMMAR_BYTES / 2
+    assert "needs to know" not in grammar.text and "description_7" in grammar.text
+    checker = GrammarChecker(CHECKPOINT / "tokenizer.json", 1024, [EOS], "one_space", SLOW)
+    try:
+        assert checker.check(grammar.kind, grammar.text) == CheckResult(Outcome.GOOD)
+    finally:
+        checker.close()

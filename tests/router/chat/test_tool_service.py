@@ -77,6 +77,18 @@ def test_a_required_call_is_valid(runner, transport):
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
 
 
+def test_as_many_large_tools_as_are_served_may_be_required(runner, transport):
+    template = ChatTemplate("{% for tool in tools or [] %}.{% endfor %}{# <tool_call> #}")
+    option = {"enum": [f"choice {i}" for i in range(150)]}
+    tools = [Tool("weather", None, SCHEMA)]
+    for i in range(1, 128):
+        tools.append(Tool(f"tool_{i}", None, {"type": "object", "properties": {"option": option}}))
+    request = replace(CHAT, tools=tuple(tools), parallel_tool_calls=False)
+    (call,) = Whole(ask(runner, transport, request, template=template)[1]).calls
+    schemas = {tool.name: tool.parameters for tool in tools}
+    jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 4, 11, 25])
 def test_a_migrated_stream_has_the_same_calls(runner, transport, num_tokens: int):
     request = replace(CHAT, parallel_tool_calls=False)

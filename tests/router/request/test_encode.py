@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_transport import EngineTransport, make_service
+from family_templates import GPT_OSS
 from tokenizers import Tokenizer
 
 from quire.protos.errors import (
@@ -103,6 +104,20 @@ def test_the_text_is_the_rendered_template(transport, tokenizer) -> None:
         "hello",
         None,
     ]
+
+
+def test_reasoning_reaches_the_template_under_its_own_name(transport, tokenizer) -> None:
+    """gpt-oss, for instance, reads `thinking`."""
+
+    async def main() -> str | None:
+        template = ChatTemplate(GPT_OSS, tokenizer.special_tokens)
+        service = make_service(transport, tokenizer=tokenizer, template=template)
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        answer = {"role": "assistant", "reasoning_content": "Why.", "tool_calls": [call]}
+        return (await service.encode(asked(messages=(*HI, answer)))).text
+
+    text = asyncio.run(asyncio.wait_for(main(), 60))
+    assert text is not None and "analysis<|message|>Why.<|end|>" in text
 
 
 @pytest.mark.parametrize(
