@@ -71,6 +71,7 @@ LAYERS = (
     "cluster.grpc",
     "cluster.proxies",
     "cluster.config",
+    "cluster.tls",
     "cluster.local",
     "cluster.bench.load",
     "cluster.bench.engines",
@@ -92,6 +93,8 @@ RAY = (
     "quire.cluster.config.serve_config",
     "quire.cluster.ingress",
     "quire.cluster.local",
+    "quire.cluster.tls.listener_actor",
+    "quire.cluster.tls.tls_listeners",
     "quire.replica.serving",
     "quire.router.transport",
 )
