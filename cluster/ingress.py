@@ -94,7 +94,7 @@ class Router(GrpcApi):
         # proxy forwards is a task of its own (`is_direct_call`).
         self._start_task = ray.get_runtime_context().get_task_id()
         context = serve.get_replica_context()
-        self._listeners = None
+        self._listeners: TlsListeners | None = None
         if app.tls is not None:
             self._listeners = TlsListeners(app.tls, context.app_name)
             with final_errors("router"):
