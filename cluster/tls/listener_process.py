@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +58,12 @@ class ListenerProcess:
         For configuration and socket. It is made if it is missing; only this user can read it.
     binary
         Path of HAProxy.
+    settings
+        See `configuration`.
     """
 
-    def __init__(self, folder: Path, binary: str):
+    def __init__(self, folder: Path, binary: str, settings: Mapping[str, str]):
+        self._settings = settings
         self._files = ListenerFiles(folder)
         self._binary = binary
         self._process: asyncio.subprocess.Process | None = None
@@ -88,7 +91,7 @@ class ListenerProcess:
         old_pid = await self._listening_pid()
         if old_pid is None:
             _check_ports(args)
-        self._files.config.write_text(configuration(args, self._files, os.environ))
+        self._files.config.write_text(configuration(args, self._files, self._settings))
         try:
             _write_secret(self._files.server, certificates.server)
             if certificates.client_authorities is not None:
@@ -139,9 +142,7 @@ class ListenerProcess:
         free = [i for i, router in enumerate(self._slots) if router is None]
         new = sorted(wanted.difference(filter(None, self._slots)))
         if len(new) > len(free):
-            logger.error(
-                "the TLS listener has room for %d routers, got %d", NUM_SLOTS, len(wanted)
-            )
+            logger.error("the TLS listener has room for %d routers, got %d", NUM_SLOTS, len(wanted))
         for i, router in zip(free, new, strict=False):
             for backend, port in (
                 (HTTP_BACKEND, router.http_port),

