@@ -4,8 +4,8 @@
     controller ◀──which routers?── │
     files ◀──changed?───────────── ┘
 
-The actor is detached, so streams through it do not depend on the router that made it. It ends by itself when no router
-has called `keep` for `LEASE_S`.
+The actor is detached, so streams through it do not depend on the router that made it. It ends when no router has called
+`keep` for `LEASE_S`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from quire.cluster.config.tls_section import TlsArgs
 from quire.cluster.proxies.ray_proxies import serve_settings
@@ -54,6 +55,7 @@ class TlsListener:
         self._kept_s = time.monotonic()
         self._certificates: Certificates | None = None
         self._problem = ""
+        self._controller: ActorHandle | None = None
         self._lock = asyncio.Lock()
         self._task = asyncio.get_running_loop().create_task(self._follow())
 
@@ -86,6 +88,7 @@ class TlsListener:
         return self._process.pid
 
     async def _start(self, args: TlsArgs) -> str | None:
+        """Start with these arguments; return the reason if they cannot be used."""
         try:
             certificates = await asyncio.to_thread(read_certificates, args)
             await self._process.start(args, certificates)
@@ -100,24 +103,33 @@ class TlsListener:
         while time.monotonic() - self._kept_s < LEASE_S:
             await asyncio.sleep(POLL_S)
             async with self._lock:
-                if self._args is not None:
-                    await self._step(self._args)
-        await self._end()
+                await self._step()
+        try:
+            await asyncio.wait_for(self._process.finish(), FINISH_TIMEOUT_S)
+        except TimeoutError:
+            await self._process.kill()
+        # `exit_actor` works in methods only.
+        ray.kill(ray.get_runtime_context().current_actor)
 
-    async def _step(self, args: TlsArgs) -> None:
+    async def _step(self) -> None:
         """Bring HAProxy up to date. A problem is logged once, and what runs stays."""
+        args, certificates = self._args, self._certificates
+        if args is None or certificates is None:
+            return
         problem = ""
         try:
             if self._process.pid is None:
                 logger.warning("HAProxy of the TLS listener has ended; it starts again")
-                problem = await self._start(args) or ""
-            else:
-                await self._follow_routers()
-                await self._follow_files(args)
-        except (CertificateError, ListenerError) as error:
+                await self._process.start(args, certificates)
+            await self._follow_routers()
+            await self._follow_files(args)
+        except (CertificateError, ListenerError, OSError) as error:
             problem = str(error)
+        except Exception as error:
+            # The listener must follow its routers whatever has happened.
+            problem = repr(error)
         if problem and problem != self._problem:
-            logger.error("the TLS listener keeps its certificates: %s", problem)
+            logger.error("the TLS listener stays as it is: %s", problem)
         self._problem = problem
 
     async def _follow_files(self, args: TlsArgs) -> None:
@@ -139,15 +151,17 @@ class TlsListener:
         from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
         try:
-            controller = await asyncio.to_thread(
+            controller: Any = self._controller or await asyncio.to_thread(
                 ray.get_actor, SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE
             )
+            self._controller = controller
             # As HAProxy's manager gets them. With Ray's own proxy these are the proxies, for all applications.
             groups = await asyncio.wait_for(
                 controller.get_target_groups.remote(from_proxy_manager=True), 5 * POLL_S
             )
         except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
             logger.debug("Serve's controller does not answer: %s", error)
+            self._controller = None
             return []
         ports: dict[tuple[str, str], dict[Any, int]] = {}
         for group in groups:
@@ -160,10 +174,3 @@ class TlsListener:
             for (_, ip), found in ports.items()
             if RequestProtocol.HTTP in found
         ]
-
-    async def _end(self) -> None:
-        try:
-            await asyncio.wait_for(self._process.finish(), FINISH_TIMEOUT_S)
-        except TimeoutError:
-            await self._process.kill()
-        ray.actor.exit_actor()

@@ -20,6 +20,8 @@ from quire.cluster.tls.listener_process import ListenerError
 logger = logging.getLogger("ray.serve")
 
 KEEP_S = 5.0
+# Ray may have to start a process for the actor, on a machine that starts many others.
+_START_TIMEOUT_S = 120.0
 _ANSWER_TIMEOUT_S = 30.0
 _NAMESPACE = "serve"
 
@@ -34,6 +36,7 @@ class TlsListeners:
     """
 
     def __init__(self, args: TlsArgs, application: str):
+        self._actor_class = ray.remote(TlsListener)
         self._args = args.model_dump()
         self._application = application
         self._since_s = time.time()
@@ -46,9 +49,12 @@ class TlsListeners:
         Raises
         ------
         ListenerError
-            The listener of this node does not run; the message names the field.
+            The arguments cannot be used on this node; the message names the field.
+        TimeoutError, RayError
+            The listener does not answer; another attempt may succeed.
         """
-        problem = await self._keep(ray.get_runtime_context().get_node_id())
+        node = ray.get_runtime_context().get_node_id()
+        problem = await self._keep(node, _START_TIMEOUT_S)
         if problem is not None:
             raise ListenerError(problem)
         self._task = asyncio.create_task(self._keep_all())
@@ -62,42 +68,48 @@ class TlsListeners:
 
     async def _keep_all(self) -> None:
         while True:
-            nodes = await asyncio.to_thread(ray.nodes)
-            alive = {node["NodeID"]: node["NodeManagerHostname"] for node in nodes if node["Alive"]}
-            problems = await asyncio.gather(*map(self._keep, alive))
-            for node, problem in zip(alive, problems, strict=True):
-                if problem is not None and problem != self._problems.get(node):
-                    logger.error("no TLS listener on node %r: %s", alive[node], problem)
-                self._problems[node] = problem
+            try:
+                await self._keep_once()
+            except Exception as error:
+                # Ray does not answer. The listeners run on.
+                logger.warning("TLS listeners were not reached: %r", error)
             await asyncio.sleep(KEEP_S)
 
-    async def _keep(self, node: str) -> str | None:
+    async def _keep_once(self) -> None:
+        nodes = await asyncio.to_thread(ray.nodes)
+        alive = {node["NodeID"]: node["NodeManagerHostname"] for node in nodes if node["Alive"]}
+        problems = await asyncio.gather(*map(self._try_to_keep, alive))
+        for node, problem in zip(alive, problems, strict=True):
+            if problem is not None and problem != self._problems.get(node):
+                logger.error("no TLS listener on node %r: %s", alive[node], problem)
+        self._problems = dict(zip(alive, problems, strict=True))
+
+    async def _try_to_keep(self, node: str) -> str | None:
         """Keep the listener of a node; return why it does not run, or None."""
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                listener = await asyncio.to_thread(self._listener, node)
-                return await listener.keep.remote(self._args, self._since_s)
+            return await self._keep(node, _ANSWER_TIMEOUT_S)
         except TimeoutError:
             return f"no answer within {_ANSWER_TIMEOUT_S:g} s"
         except (ValueError, ray.exceptions.RayError) as error:
             # The next call finds a listener that Ray has started again.
             return str(error)
 
+    async def _keep(self, node: str, timeout_s: float) -> str | None:
+        async with asyncio.timeout(timeout_s):
+            listener = await asyncio.to_thread(self._listener, node)
+            return await listener.keep.remote(self._args, self._since_s)
+
     def _listener(self, node: str) -> ActorHandle:
         """The listener's actor; it is made if the node has none."""
-        return (
-            ray.remote(TlsListener)
-            .options(
-                name=f"quire-tls:{self._application}:{node}",
-                namespace=_NAMESPACE,
-                get_if_exists=True,
-                lifetime="detached",
-                max_restarts=-1,
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            )
-            .remote(self._application, str(_folder(self._application, node)))
-        )
+        return self._actor_class.options(
+            name=f"quire-tls:{self._application}:{node}",
+            namespace=_NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        ).remote(self._application, str(_folder(self._application, node)))
 
 
 def _folder(application: str, node: str) -> Path:
