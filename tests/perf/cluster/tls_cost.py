@@ -46,7 +46,8 @@ from tests.perf.cluster.data_plane import VOCAB_SIZE, Meter, StreamRun, Streams,
 from tests.perf.cluster.paced_replica import STEP_S
 from tests.perf.cluster.token_streams import GrpcStreams, SseStreams
 
-KINDS = ("plain", "tls")
+PROXIES = {"plain": "haproxy", "tls": "tls_listener"}
+KINDS = tuple(PROXIES)
 PROTOCOLS = ("sse", "grpc")
 MOST_RATIO = 1.10
 MODEL = "acme/tiny"
@@ -205,12 +206,13 @@ def costs_us(run: StreamRun) -> dict[str, float]:
     return {who: round(us, 2) for who, us in run.us_per_token(idle).items()}
 
 
-def server_us(run: StreamRun) -> float:
-    """CPU time of front ends and proxy per token."""
-    return sum(us for who, us in costs_us(run).items() if who != "client")
+def server_us(run: StreamRun, kind: str) -> float:
+    """CPU time of the front ends and of the proxy that the streams passed, per token."""
+    costs = costs_us(run)
+    return costs["front_ends"] + costs[PROXIES[kind]]
 
 
-def gap_ms(run: StreamRun) -> float:
+def gap_ms(run: StreamRun, kind: str) -> float:
     """Mean time between two tokens of a stream."""
     return 1e3 * statistics.fmean(run.gaps_s)
 
@@ -223,7 +225,7 @@ def bars_of(runs: dict[tuple[str, str], list[StreamRun]]) -> list[Bar]:
             ("cpu_per_token", server_us, "us"),
             ("time_per_token", gap_ms, "ms"),
         ):
-            plain, tls = ([value(run) for run in runs[protocol, kind]] for kind in KINDS)
+            plain, tls = ([value(run, kind) for run in runs[protocol, kind]] for kind in KINDS)
             ratios = [with_tls / without for without, with_tls in zip(plain, tls, strict=True)]
             details = {
                 f"plain_{unit}": round(statistics.median(plain), 2),
