@@ -30,6 +30,7 @@ from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.cluster.grpc.grpc_poller import batch_pollers
 from quire.cluster.proxies.ray_proxies import open_ports, open_reflection
 from quire.cluster.scrape import Answers, Scrape
+from quire.cluster.tls.tls_listeners import TlsListeners
 from quire.protos.metric_families import Page
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.serving.final_errors import final_errors
@@ -93,6 +94,11 @@ class Router(GrpcApi):
         # proxy forwards is a task of its own (`is_direct_call`).
         self._start_task = ray.get_runtime_context().get_task_id()
         context = serve.get_replica_context()
+        self._listeners: TlsListeners | None = None
+        if app.tls is not None:
+            self._listeners = TlsListeners(app.tls, context.app_name)
+            with final_errors("router"):
+                await self._listeners.start()
         router_id = f"router-{context.replica_tag}"  # the name in the Ray dashboard
         table = ReplicaTable(PrefixIndex(), lost_after_s=app.router.stream_idle_timeout_s)
         self._args = app.router
@@ -197,6 +203,9 @@ class Router(GrpcApi):
         return self.service.router_id, page
 
     async def __del__(self) -> None:
+        listeners = getattr(self, "_listeners", None)
+        if listeners is not None:
+            await listeners.close()
         bus = getattr(self, "_bus", None)
         if bus is not None:
             await bus.close()

@@ -74,6 +74,7 @@ LAYERS = (
     "cluster.grpc",
     "cluster.proxies",
     "cluster.config",
+    "cluster.tls",
     "cluster.local",
     "cluster.bench.load",
     "cluster.bench.engines",
@@ -95,6 +96,8 @@ RAY = (
     "quire.cluster.config.serve_config",
     "quire.cluster.ingress",
     "quire.cluster.local",
+    "quire.cluster.tls.listener_actor",
+    "quire.cluster.tls.tls_listeners",
     "quire.replica.serving",
     "quire.router.transport",
 )

@@ -25,6 +25,7 @@ from quire.cluster.config.scaling_sections import (
 )
 from quire.cluster.config.section import NodePath, Section
 from quire.cluster.config.session_section import SessionArgs
+from quire.cluster.config.tls_section import TlsArgs
 from quire.protos.errors import InvalidRequest
 from quire.replica.config import Device, Dtype
 from quire.router.text.template_kwargs import check_template_kwargs
@@ -85,6 +86,10 @@ class AppConfig(Section):
         default=None,
         description="Keys, which every call then needs. Default: no keys; everybody who reaches the ports may do "
         "everything.",
+    )
+    tls: TlsArgs | None = Field(
+        default=None,
+        description="TLS for clients, on further ports. Default: no TLS; the plain ports are the only ones.",
     )
     replica_resources: ReplicaResources = Field(
         default=ReplicaResources(), description="Resources that Ray reserves for each replica."

@@ -175,6 +175,7 @@ def check(data: Any) -> ServeConfig:
         applications.append(application)
         problems += found
     problems += _reflection_problems(data, applications)
+    problems += _tls_problems(schema, applications)
     if not applications and not problems:
         problems.append(Problem("applications", "must name at least one application, got []"))
     if problems or schema is None:
@@ -255,6 +256,26 @@ def _reflection_problems(
             "grpc_options.enable_reflection",
             f"must be false, because {with_keys[0]!r} has the section auth and reflection needs no key",
         )
+
+
+def _tls_problems(
+    schema: ServeDeploySchema | None, applications: Iterable[Application]
+) -> Iterator[Problem]:
+    """Refuse a TLS port that is another one's."""
+    if schema is None:
+        return
+    taken = {
+        schema.http_options.port: "http_options.port",
+        schema.grpc_options.port: "grpc_options.port",
+    }
+    for index, app in enumerate(applications):
+        if app.config is None or app.config.tls is None:
+            continue
+        for name in ("http_port", "grpc_port"):
+            path, port = f"applications[{index}].args.tls.{name}", getattr(app.config.tls, name)
+            if port in taken:
+                yield Problem(path, f"must differ from {taken[port]}, got {port} for both")
+            taken[port] = path
 
 
 def _first_of_each_path(problems: Iterable[Problem]) -> list[Problem]:

@@ -67,6 +67,11 @@ def check_ports(config: ServeConfig) -> None:
     listeners = {"http_options.port": (endpoint.host, endpoint.port)}
     if config.schema.grpc_options.grpc_servicer_functions:
         listeners["grpc_options.port"] = (endpoint.host, config.schema.grpc_options.port)
+    for index, app in enumerate(config.applications):
+        if app.config is not None and (tls := app.config.tls):
+            for name in ("http_port", "grpc_port"):
+                path = f"applications[{index}].args.tls.{name}"
+                listeners[path] = (tls.host, getattr(tls, name))
     options = config.schema.controller_options
     env_vars = ((options and options.runtime_env) or {}).get("env_vars", {})
     if effective_variables(env_vars).get(HAPROXY_VARIABLE) == "1":

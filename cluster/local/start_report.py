@@ -54,6 +54,10 @@ def ready_lines(
             yield f"{app.name}: {replicas}{describe({**engine, 'model': app.config.model_name})}"
     yield from listening_lines(listeners)
     for app in config.applications:
+        if app.config is not None and (tls := app.config.tls):
+            asked = "" if tls.client_ca_file is None else "; clients need a certificate"
+            yield f"TLS: HTTPS on port {tls.http_port}, gRPC on port {tls.grpc_port}{asked}"
+    for app in config.applications:
         if app.config is not None and app.route_prefix is not None:
             metrics = endpoint.url(app.route_prefix, "/metrics")
             if answers(metrics):

@@ -24,6 +24,7 @@ from quire.cluster.proxies.ray_settings import (
     HAPROXY_VARIABLE,
     MAX_CONNECTIONS_VARIABLE,
     REQUEST_TIMEOUT_VARIABLE,
+    SERVE_DEFAULTS,
     set_serve_defaults,
 )
 from quire.replica.serving.final_errors import MARK, reason_of
@@ -70,6 +71,11 @@ def fit_connections() -> None:
 def runs_haproxy() -> bool:
     """Whether Serve's controller runs HAProxy, according to the environment that this process inherited from it."""
     return os.environ.get(HAPROXY_VARIABLE) == "1"
+
+
+def serve_settings() -> dict[str, str]:
+    """The values that this process has for the variables of `SERVE_DEFAULTS`."""
+    return {name: os.environ.get(name) or default for name, default in SERVE_DEFAULTS.items()}
 
 
 def _adapt_haproxy() -> None:

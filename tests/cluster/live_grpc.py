@@ -78,9 +78,9 @@ class Servicer:
 
 @dataclass
 class Clients:
-    """Stubs on one channel."""
+    """Stubs on one channel, and the server's port."""
 
-    target: str
+    port: int
     channel: grpc.aio.Channel
     generation: generation_pb2_grpc.GenerationStub
     control: control_pb2_grpc.ControlStub
@@ -109,7 +109,7 @@ async def serving(
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Clients(
-            f"127.0.0.1:{port}",
+            port,
             channel,
             generation_pb2_grpc.GenerationStub(channel),
             control_pb2_grpc.ControlStub(channel),

@@ -154,6 +154,7 @@ def checked(
     grpc_port: int = 9000,
     controller_options: dict[str, Any] | None = None,
     auth: dict[str, Any] | None = None,
+    tls: dict[str, Any] | None = None,
     **http: Any,
 ) -> serve_config.ServeConfig:
     return serve_config.check(
@@ -170,7 +171,7 @@ def checked(
                     "name": "one",
                     "route_prefix": "/one",
                     "import_path": APP_IMPORT_PATH,
-                    "args": {"served_model_name": "it's", "auth": auth},
+                    "args": {"served_model_name": "it's", "auth": auth, "tls": tls},
                 }
             ],
         }
@@ -189,15 +190,26 @@ def test_free_ports_are_none_that_the_kernel_hands_out():
         assert found[0] not in {p for _ in range(30) for p in ports.free_ports(900)}
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_a_port_in_use_is_refused_by_name(free_ports, which: int):
-    name = ("http_options.port", "grpc_options.port")[which]
-    ports.check_ports(checked(*free_ports))
+    tls_name = r"applications\[0\].args.tls."
+    names = (
+        "http_options.port",
+        "grpc_options.port",
+        f"{tls_name}http_port",
+        f"{tls_name}grpc_port",
+    )
+    name, plain, of_tls = names[which], free_ports[:2], ports.free_ports(2)
+    tls = dict(zip(("http_port", "grpc_port"), of_tls, strict=True)) | {"host": "127.0.0.1"}
+    tls |= {"certificate_file": "tls.crt", "key_file": "tls.key"}
+    config = checked(*plain, tls=tls)
+    ports.check_ports(config)
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", free_ports[which]))
+        taken = [*plain, *of_tls][which]
+        holder.bind(("127.0.0.1", taken))
         holder.listen()
-        with pytest.raises(ConfigError, match=rf"{name}: .*port {free_ports[which]}: .*in use"):
-            ports.check_ports(checked(*free_ports))
+        with pytest.raises(ConfigError, match=rf"{name}: .*port {taken}: .*in use"):
+            ports.check_ports(config)
 
 
 HAPROXY_PORTS = ("HAPROXY_STATS", "HAPROXY_METRICS", "FALLBACK_PROXY_HTTP", "FALLBACK_PROXY_GRPC")

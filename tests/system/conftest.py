@@ -13,6 +13,7 @@ from quire.protos import generation_pb2_grpc
 sys.path.insert(0, str(Path(__file__).parent))  # for `live`
 sys.path.append(str(Path(__file__).parents[1] / "router"))  # for `hostile_inputs`
 sys.path.append(str(Path(__file__).parents[1] / "chaos"))  # for `memory`
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))  # for `authority`
 
 from live import Cluster, start_cluster, wait_until
 

@@ -1,11 +1,15 @@
-"""Keys on every route and every gRPC method of a real cluster, at every port through which a client can call."""
+"""Keys and TLS of a real cluster: at every port through which a client can call, every route and every method."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
+import signal
+import ssl
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +17,10 @@ from typing import Any
 
 import grpc
 import httpx
+import openai
 import pytest
+from authority import Authority, Issued
+from cryptography import x509
 from grpc_health.v1 import health_pb2
 from live import Cluster, processes, start_cluster, wait_until
 
@@ -21,7 +28,7 @@ from quire.cluster.app import APIS
 from quire.cluster.auth.access_rules import GRPC_RULES, HTTP_RULES, Right
 from quire.cluster.auth.key_file import new_key
 from quire.cluster.http.http_api import build_app
-from quire.cluster.local.ports import listeners
+from quire.cluster.local.ports import free_ports, listeners
 from quire.protos import control_pb2, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
@@ -40,16 +47,46 @@ def secrets(tmp_path_factory) -> dict[str, str]:
     return made
 
 
+class MountedSecret:
+    """A certificate and its key where Kubernetes mounts a secret: behind links, replaced at once by another link."""
+
+    def __init__(self, folder: Path):
+        self.authority = Authority()
+        self._folder = folder
+        self._versions = itertools.count()
+        self.replace(self.authority.issue())
+        for name in ("tls.crt", "tls.key"):
+            (folder / name).symlink_to(f"..data/{name}")
+
+    def replace(self, issued: Issued) -> None:
+        version = f"..{next(self._versions)}"
+        issued.write(self._folder / version, "tls")
+        link = self._folder / "..next"
+        link.symlink_to(version)
+        link.replace(self._folder / "..data")
+
+    def args(self) -> dict[str, str]:
+        names = {"certificate_file": "tls.crt", "key_file": "tls.key"}
+        return {field: str(self._folder / name) for field, name in names.items()}
+
+
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory, secrets) -> Iterator[Cluster]:
-    """A cluster with keys."""
+def mounted(tmp_path_factory) -> MountedSecret:
+    return MountedSecret(tmp_path_factory.mktemp("mounted"))
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory, secrets, mounted) -> Iterator[Cluster]:
+    """A cluster with keys and TLS."""
     folder = tmp_path_factory.mktemp("keyed")
 
     def change(config: dict) -> None:
         config["grpc_options"]["enable_reflection"] = False
         auth = {"key_file": secrets["file"], "usage_log_folder": str(folder / "usage")}
         router = {"decision_log_folder": str(folder / "decisions")}
-        args = {"replicas": 1, "auth": auth, "router": router}
+        http_port, grpc_port = free_ports(2)
+        ports = {"host": "127.0.0.1", "http_port": http_port, "grpc_port": grpc_port}
+        args = {"replicas": 1, "auth": auth, "router": router, "tls": mounted.args() | ports}
         config["applications"][0]["args"] |= args
 
     yield from start_cluster(folder, change, secrets["observe"])
@@ -254,3 +291,109 @@ def test_no_prompt_and_no_key_is_written(keyed, secrets, tmp_path):
     )
     text = metrics.text + keyed.ray_metrics()
     assert metrics.is_success and not [word for word in words if word.decode() in text]
+
+
+# --------------------------------------------------------------------------------------------------
+# TLS
+# --------------------------------------------------------------------------------------------------
+
+
+class TlsClient:
+    """Calls a cluster through its TLS ports."""
+
+    def __init__(self, cluster: Cluster, authority: Authority, key: str):
+        args = cluster.config["applications"][0]["args"]["tls"]
+        self.ports: list[int] = [args["http_port"], args["grpc_port"]]
+        self.url = f"https://127.0.0.1:{self.ports[0]}"
+        self.context = ssl.create_default_context(cadata=authority.certificate.decode())
+        self._credentials = grpc.ssl_channel_credentials(authority.certificate)
+        self._key = key
+
+    def channel(self) -> grpc.Channel:
+        options = [("grpc.enable_retries", 0)]
+        return grpc.secure_channel(f"127.0.0.1:{self.ports[1]}", self._credentials, options)
+
+    def is_served(self) -> bool:
+        headers = {"authorization": f"Bearer {self._key}"}
+        with contextlib.suppress(httpx.TransportError):
+            url = f"{self.url}/v1/models"
+            return httpx.get(url, headers=headers, verify=self.context, timeout=30).is_success
+        return False
+
+    def serials(self) -> list[int]:
+        """Serial numbers of the certificates that new connections get."""
+        pems = [ssl.get_server_certificate(("127.0.0.1", port)) for port in self.ports]
+        return [x509.load_pem_x509_certificate(pem.encode()).serial_number for pem in pems]
+
+    def stream_http(self, num_tokens: int) -> int:
+        """Stream an answer; return the number of its tokens."""
+        client = openai.OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=self._key,
+            max_retries=0,
+            http_client=httpx.Client(verify=self.context, timeout=60),
+        )
+        with client:
+            chunks = client.completions.create(
+                model="embedded",
+                prompt="The harbour",
+                max_tokens=num_tokens,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+            *_, last = chunks
+        return last.usage.completion_tokens
+
+    def stream_grpc(self, num_tokens: int) -> int:
+        """See `stream_http`."""
+        asked = generation_pb2.GenerateRequest(prompt="The harbour", ignore_eos=True)
+        asked.sampling.max_tokens = num_tokens
+        metadata = [("x-api-key", self._key)]
+        with self.channel() as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            stream = stub.Generate(asked, metadata=metadata, timeout=60)
+            return sum(len(response.token_ids) for response in stream)
+
+
+@pytest.fixture
+def tls(keyed, secrets, mounted) -> TlsClient:
+    return TlsClient(keyed, mounted.authority, secrets["generate"])
+
+
+def test_over_tls_a_key_is_needed_as_without(keyed, secrets, tls):
+    method = generation_pb2.DESCRIPTOR.services_by_name["Generation"].methods_by_name["Tokenize"]
+    for headers, granted in callers(secrets):
+        url = f"{tls.url}/v1/models"
+        status = httpx.get(url, headers=headers, verify=tls.context, timeout=60).status_code
+        assert status == (401 if granted is None else 200)
+        with tls.channel() as channel:
+            code = status_of(channel, method, headers)
+        assert (code is grpc.StatusCode.UNAUTHENTICATED) == (granted is None)
+    printed = keyed.output.read_text()
+    assert f"TLS: HTTPS on port {tls.ports[0]}, gRPC on port {tls.ports[1]}" in printed
+
+
+def test_a_replaced_secret_applies_to_new_connections_and_cuts_no_stream(tls, mounted):
+    answers: list[int] = []
+    calls = [tls.stream_http, tls.stream_grpc] * 3
+    threads = [threading.Thread(target=lambda c=call: answers.append(c(1000))) for call in calls]
+    for thread in threads:
+        thread.start()
+    issued = mounted.authority.issue("renewed")
+    mounted.replace(issued)
+    wait_until(lambda: tls.serials() == [issued.serial] * 2, 30, "new connections get it")
+    running = sum(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join()
+    print(f"{running} of {len(threads)} streams ran while the certificate changed")
+    assert running and answers == [1000] * len(threads)
+
+
+def test_a_listener_that_dies_is_replaced(keyed, tls):
+    (pid,) = (pid for pid, c in processes(keyed).items() if c.startswith("ray::TlsListener"))
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not tls.is_served(), 10, "its HAProxy ends with it")
+    took_s = wait_until(tls.is_served, 60, "another one listens")
+    print(f"served again after {took_s:.1f} s")
+    assert tls.stream_grpc(8) == 8

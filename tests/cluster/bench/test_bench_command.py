@@ -98,7 +98,7 @@ def test_a_server_with_keys_gets_the_key_which_is_never_shown(
 
     async def over_grpc() -> list[int]:
         async with grpc_serving(service, "direct", access=keys.access()) as clients:
-            return await asyncio.to_thread(run_all, f"grpc://{clients.target}")
+            return await asyncio.to_thread(run_all, f"grpc://127.0.0.1:{clients.port}")
 
     def run_all(url: str) -> list[int]:
         monkeypatch.delenv("QUIRE_API_KEY", raising=False)

@@ -38,6 +38,7 @@ from quire.replica.config import EngineArgs as ReplicaEngineArgs
 from quire.replica.config import EngineOptions, SizingError, check_args
 
 ROOT = Path(__file__).parents[3]
+TLS = {"certificate_file": "tls.crt", "key_file": "tls.key"}
 CLUSTER_YAML = (ROOT / "cluster.yaml").read_text()
 SECTIONS = (
     AppConfig,
@@ -318,6 +319,10 @@ def test_block_size_is_a_power_of_two(value: int):
             "engine.scheduler",
             ["'prefil_first'", "did you mean 'prefill_first'?"],
         ),
+        ({"tls": {"certificate_file": "a"}}, "tls.key_file", ["required"]),
+        ({"tls": TLS | {"host": "localhost"}}, "tls.host", ["an IP address", "'localhost'"]),
+        ({"tls": TLS | {"min_version": 1.3}}, "tls.min_version", ["'1.2' or '1.3'", "1.3"]),
+        ({"tls": TLS | {"grpc_port": 8443}}, "tls", ["grpc_port", "http_port", "8443 for both"]),
         ({"engine": {"demotion_order": "mru"}}, "engine.demotion_order", ["'lru'", "'mru'"]),
         ({"engine": {"max_prefill_ms": 0.5}}, "engine.max_prefill_ms", ["equal to 1", "0.5"]),
         (
@@ -526,6 +531,12 @@ def set_at(data: Any, path: list[str | int], value: Any) -> None:
         (["applications", 0, "route_prefix"], "a", "applications[0].route_prefix", "start with"),
         (["applications", 0, "route_prefix"], "/a/", "applications[0].route_prefix", "'/a/'"),
         (["applications", 0, "args"], None, "applications[0].args", "a mapping"),
+        (
+            ["applications", 0, "args", "tls"],
+            TLS | {"http_port": 9000},
+            "applications[0].args.tls.http_port",
+            "must differ from grpc_options.port, got 9000 for both",
+        ),
         (["applications", 0, "args", "replicas"], 0, "applications[0].args.replicas", "got 0"),
         (
             ["applications", 0, "runtime_env"],

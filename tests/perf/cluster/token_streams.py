@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -52,10 +53,12 @@ class SseStreams:
         Port on the loopback.
     model
         Model name in the requests.
+    context
+        With it, the streams use TLS.
     """
 
-    def __init__(self, port: int, model: str):
-        self._port, self._model = port, model
+    def __init__(self, port: int, model: str, context: ssl.SSLContext | None = None):
+        self._port, self._model, self._context = port, model, context
 
     async def read(self, prompt_ids: Iterable[int], num_tokens: int) -> TokenStream:
         """Request exactly `num_tokens` tokens; returns when the last one has arrived.
@@ -82,7 +85,9 @@ class SseStreams:
         )
         sent_s = time.perf_counter()
         loop = asyncio.get_running_loop()
-        transport, reader = await loop.create_connection(_Reader, "127.0.0.1", self._port)
+        transport, reader = await loop.create_connection(
+            _Reader, "127.0.0.1", self._port, ssl=self._context
+        )
         try:
             transport.write(head.encode() + data)
             pieces = await reader.ended
@@ -180,13 +185,20 @@ class GrpcStreams:
         Port on the loopback.
     model
         Model name in the requests.
+    authority
+        Certificate in PEM form that the server's must be signed with; with it, the channel uses TLS.
     """
 
-    def __init__(self, port: int, model: str):
+    def __init__(self, port: int, model: str, authority: bytes | None = None):
         import grpc
 
         self._model = model
-        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        if authority is None:
+            self._channel = grpc.aio.insecure_channel(address)
+        else:
+            credentials = grpc.ssl_channel_credentials(authority)
+            self._channel = grpc.aio.secure_channel(address, credentials)
         self._generate = self._channel.unary_stream(
             "/quire.v1.Generation/Generate",
             request_serializer=pb.GenerateRequest.SerializeToString,
