@@ -53,4 +53,10 @@ def completions_iterations(target: Target) -> Count:
     return _count(target, "/v1/completions")
 
 
-run([chat_iterations, completions_iterations])
+def responses(target: Target) -> Count:
+    """Requests over the Responses API whose tokens are right; it has further events."""
+    tokens = [request["output_tokens"] for request in _requests(target, "/v1/responses")]
+    return Count(sum(num == OUTPUT_LEN for num in tokens), REQUESTS, "requests")
+
+
+run([chat_iterations, completions_iterations, responses])
