@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ import smollm2
 import tools_model
 import yaml
 from checks import TOOLS, Outcome, Target
+from earlier_results import with_others
 from environments import Client
 
 from quire.cluster.bench.results.report import RESULTS, ROOT, Bar, write
@@ -41,7 +43,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/clients", description=__doc__)
     parser.add_argument("--model", type=Path, help="a checkpoint folder; default: SmolLM2 is made")
     parser.add_argument(
-        "--only", nargs="+", metavar="CLIENT", help="writes results with --out only"
+        "--only",
+        nargs="+",
+        metavar="CLIENT",
+        help="writes results with --out only, where the other clients' results stay",
     )
     parser.add_argument("--home", type=Path, default=ROOT / ".cache" / "clients", help="is kept")
     parser.add_argument("--out", type=Path, help="default: tests/perf/results/clients.json")
@@ -132,11 +137,14 @@ def bar(client: Client, outcome: Outcome) -> Bar:
 
 def _report(bars: list[Bar], clients: list[Client], options: argparse.Namespace) -> None:
     versions = {client.name: client.version for client in clients}
-    if options.out or not options.only:
-        write(options.out or RESULTS / "clients.json", COMMAND, bars, versions=versions)
+    if options.only and not options.out:
+        for found in bars:
+            print(found.to_json())
         return
-    for found in bars:
-        print(found.to_json())
+    out = options.out or RESULTS / "clients.json"
+    if options.only and out.exists():
+        bars, versions = with_others(json.loads(out.read_text()), bars, versions)
+    write(out, COMMAND, bars, versions=versions)
 
 
 if __name__ == "__main__":

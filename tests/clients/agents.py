@@ -1,7 +1,7 @@
 """What the scripts of agents share: a turn of an agent in a folder of its own, and what must hold of it.
 
 ```
- first request    the agent's tools, one of them narrowed     ─▶  a call, which the engine's grammar makes
+ first request    the agent's tools, one narrowed             ─▶  a call, which the engine's grammar makes
  the agent        runs it: it reads the only file
  second request   the same with the call and its result       ─▶  a text
 ```

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# Name of the application whose model has a format for tools, of its model, and of the first part of its paths.
+# Name of the application with tools, of its model, and of the first part of its paths.
 TOOLS = "tools"
 _MAX_ERROR_CHARS = 500
 
@@ -37,7 +37,7 @@ class Target:
         return f"{self.url}/v1"
 
     def with_tools(self) -> Target:
-        """The application whose model has a format for tools."""
+        """The application with tools."""
         return replace(
             self,
             url=f"{self.url}/{TOOLS}",
@@ -97,7 +97,7 @@ def _outcome(check: Check, target: Target) -> Outcome:
     name = check.__name__
     try:
         found = check(target) or Count(1, 1, "ok")
-    except Exception as error:  # whatever the client raises
+    except Exception as error:  # any that the client raises
         where = traceback.extract_tb(error.__traceback__)[1:2]
         lines = [f"line {frame.lineno}: {frame.line}" for frame in where]
         text = "; ".join([f"{type(error).__name__}: {error}", *lines])[:_MAX_ERROR_CHARS]

@@ -1,8 +1,8 @@
 """A proxy on the loopback between an agent and the server: it narrows requests and records shapes, never texts.
 
-An agent leaves the choice of a tool to the model, and a small model chooses none. So a test narrows the first turn: it
-demands a call of one tool, whose argument has one value. The engine writes the call under its grammar, and the agent
-can run nothing but what the test allows.
+An agent leaves the choice of a tool to the model, and a small model chooses none. So a test narrows requests: one
+tool's argument has one value, and the first turn has to call this tool. The engine writes the call under its grammar,
+and the agent can run nothing but what the test allows.
 
 The agent also has the tap as its proxy for all other hosts. The tap refuses these requests and counts them.
 """

@@ -14,13 +14,14 @@ from threading import Thread
 
 import pytest
 
-from quire.cluster.bench.results.report import RESULTS, ROOT
+from quire.cluster.bench.results.report import RESULTS, ROOT, Bar
 
 # Tests run with --import-mode=importlib, which leaves their folder off the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
 import environments
 from checks import Outcome, Target, run
+from earlier_results import with_others
 from environments import Client
 from tap import tap
 
@@ -69,6 +70,15 @@ def test_the_documents_table_has_the_committed_results():
         name: (result["versions"][name].replace("==", " "), f"{sum(found)} of {len(found)}")
         for name, found in held.items()
     }
+
+
+def test_results_of_clients_that_did_not_run_stay():
+    kept = Bar("clients/a/x", 2.0, "requests", 3.0, False, {"why": 1})
+    old, new = (Bar("clients/b/y", value, "ok", 1.0, False) for value in (0.0, 1.0))
+    result = {"bars": [old.to_json(), kept.to_json()], "versions": {"a": "a==1", "b": "b==1"}}
+    bars, versions = with_others(result, [new], {"b": "b==2"})
+    assert bars == [kept, new]
+    assert versions == {"a": "a==1", "b": "b==2"}
 
 
 @pytest.fixture

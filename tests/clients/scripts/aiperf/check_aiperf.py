@@ -37,7 +37,7 @@ def _artifacts(target: Target, endpoint: str) -> Path:
 
 
 def _count(target: Target, endpoint: str) -> Count:
-    """Requests whose number of tokens is right."""
+    """Requests with the right number of tokens."""
     lines = _artifacts(target, endpoint).joinpath("profile_export.jsonl").read_text().splitlines()
     metrics = [json.loads(line)["metrics"] for line in lines]
     num = sum(m["usage_completion_tokens"]["value"] == OUTPUT_LEN for m in metrics)

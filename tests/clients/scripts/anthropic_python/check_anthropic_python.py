@@ -170,7 +170,7 @@ def tools(target: Target) -> None:
 
 
 def tools_without_a_format(target: Target) -> None:
-    """A model whose chat template has no tools refuses them and says why."""
+    """A model without a format for tools refuses them and says why."""
     try:
         _create(target, tools=[WEATHER])
     except anthropic.BadRequestError as caught:

@@ -29,7 +29,7 @@ def _requests(target: Target, endpoint: str) -> list[dict]:
 
 
 def _count(target: Target, endpoint: str) -> Count:
-    """Requests whose tokens and iterations are right."""
+    """Requests with the right tokens and iterations."""
     requests = _requests(target, endpoint)
     timings = [request["info"]["timings"] for request in requests]
     found = [
@@ -54,7 +54,7 @@ def completions_iterations(target: Target) -> Count:
 
 
 def responses(target: Target) -> Count:
-    """Requests over the Responses API whose tokens are right; it has further events."""
+    """Requests over the Responses API with the right number of tokens; it has further events."""
     tokens = [request["output_tokens"] for request in _requests(target, "/v1/responses")]
     return Count(sum(num == OUTPUT_LEN for num in tokens), REQUESTS, "requests")
 

@@ -1,4 +1,4 @@
-"""lm-eval on small tasks: `local-completions`, whose numbers do not depend on `--batch_size`, and chats."""
+"""lm-eval on small tasks: `local-completions`, with equal numbers for every `--batch_size`, and chats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUESTIONS = [
     ("A week has this number of days:", ["seven", "two", "ninety", "zero"], 0),
     ("Cats and dogs are", ["stones", "animals", "numbers", "planets"], 1),
 ]
-# lm-eval reads tasks in YAML, of which JSON is a part.
+# lm-eval reads tasks in YAML, and JSON is YAML.
 _DATA = {"dataset_path": "json", "test_split": "test"}
 _CHOICE = {
     "task": "quire_choice",

@@ -233,7 +233,7 @@ def tools_parsed(target: Target) -> None:
 
 
 def tools_without_a_format(target: Target) -> None:
-    """A model whose chat template has no tools refuses them and says why."""
+    """A model without a format for tools refuses them and says why."""
     try:
         _chat(target, tools=TOOLS)
     except openai.BadRequestError as error:

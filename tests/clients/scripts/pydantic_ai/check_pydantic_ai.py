@@ -59,7 +59,7 @@ def responses_tool_output(target: Target) -> None:
 
 
 def tool(target: Target) -> None:
-    """An agent whose model calls a function or the tool for its answer: each run ends, some call the function."""
+    """The model calls a function or the tool for its answer: each run ends, some call the function."""
     agent = _agent(target.with_tools(), City)
     seen = []
 
