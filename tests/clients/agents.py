@@ -38,24 +38,29 @@ class Turn:
     record: Record
 
     def checked(self, path: str) -> Count:
-        """The answers of a turn; the details have the shapes and sizes of all requests.
+        """The answers to requests with tools; the details have the shapes and sizes of all requests.
 
         An agent may repeat a request in a simpler form after a refusal.
         """
         exchanges = self.record.exchanges
-        served = [one for one in exchanges if one.path == path and one.status == 200]
-        assert all(one.sent["tools"] for one in served)
+        with_tools = [one for one in exchanges if one.path == path and "tools" in one.sent]
+        num_served = sum(one.status == 200 for one in with_tools)
         assert {one.status for one in exchanges} <= {200, 400}
         details = {
             "exchanges": [asdict(one) for one in exchanges],
             "refused_elsewhere": dict(self.record.elsewhere),
         }
-        return Count(len(served), _ANSWERS, "answers", details)
+        return Count(num_served, _ANSWERS, "answers", details)
 
 
 def file(target: Target) -> Path:
     """The only file in the agent's folder."""
     return target.work / "project" / FILE
+
+
+def find_tool(body: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """The tool of this name in a request; None if it has none."""
+    return next((tool for tool in body.get("tools", ()) if tool.get("name") == name), None)
 
 
 def only(**values: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from agents import NOTES, QUESTION, Turn, file, only, run_agent
+from agents import NOTES, QUESTION, Turn, file, find_tool, only, run_agent
 from checks import Count, Target, run
 from tap import tap
 
@@ -23,9 +23,10 @@ def _turn(target: Target) -> Turn:
 
     def narrow(body: dict[str, Any]) -> None:
         """`Read` reads one file. The first turn has to call it."""
-        for tool in body["tools"]:
-            if tool["name"] == "Read":
-                tool["input_schema"] = only(file_path=str(file(target)))
+        read = find_tool(body, "Read")
+        if read is None:
+            return
+        read["input_schema"] = only(file_path=str(file(target)))
         contents = (message["content"] for message in body["messages"])
         blocks = (block for content in contents if isinstance(content, list) for block in content)
         if not any(block["type"] == "tool_result" for block in blocks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from agents import FILE, NOTES, QUESTION, Turn, only, run_agent
+from agents import FILE, NOTES, QUESTION, Turn, find_tool, only, run_agent
 from checks import Count, Target, run
 from tap import tap
 
@@ -29,12 +29,12 @@ metrics_exporter = "none"
 
 def _narrow(body: dict[str, Any]) -> None:
     """The shell runs `COMMAND` only. The first turn has to run it."""
-    for tool in body["tools"]:
-        if tool.get("name") == "exec_command":
-            tool["parameters"] = only(cmd=COMMAND)
+    shell = find_tool(body, "exec_command")
+    if shell is None:
+        return
+    shell["parameters"] = only(cmd=COMMAND)
     if not any(item["type"] == "function_call_output" for item in body["input"]):
         body["tool_choice"] = {"type": "function", "name": "exec_command"}
-        body["parallel_tool_calls"] = False
 
 
 @cache
