@@ -16,6 +16,7 @@ from quire.cluster.http.http_tools import (
     ChatTool,
     NamedTool,
     ToolCallAnswer,
+    allows_parallel_calls,
     tool_choice_of,
     tools_of,
 )
@@ -204,7 +205,7 @@ class ChatCompletionRequest(GenerationBody):
             messages=router_messages(self.messages),
             tools=tools_of(self.tools),
             tool_choice=tool_choice_of(self.tool_choice),
-            parallel_tool_calls=self.parallel_tool_calls is not False,
+            parallel_tool_calls=allows_parallel_calls(self.parallel_tool_calls, self.tool_choice),
             reasoning_effort="xhigh" if self.reasoning_effort == "max" else self.reasoning_effort,
             chat_template_kwargs=self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt,

@@ -148,6 +148,12 @@ def tool_choice_of(given: str | dict[str, Any] | None) -> ToolChoice | None:
     return ToolChoice(mode, names)
 
 
+def allows_parallel_calls(parallel_tool_calls: bool | None, tool_choice: Any) -> bool:
+    """Return whether an answer may have several calls: by OpenAI's rule a named function is called exactly once."""
+    is_named = isinstance(tool_choice, dict) and tool_choice.get("type") == "function"
+    return parallel_tool_calls is not False and not is_named
+
+
 def _function_name(value: Any, where: str) -> str:
     function = _object(_function(value, where), f"{where}.function", {"name"})
     return _name(function, f"{where}.function")

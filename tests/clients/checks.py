@@ -11,26 +11,40 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+# Name of the application with tools, of its model, and of the first part of its paths.
+TOOLS = "tools"
 _MAX_ERROR_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A running server."""
+    """An application of a running server."""
 
-    url: str  # http://HOST:PORT
+    url: str  # http://HOST:PORT, with the application's prefix
     grpc: str  # HOST:PORT
+    application: str  # which gRPC calls name in their metadata
     model: str  # the name that requests give
     tokenizer: str  # folder of the checkpoint that is served
+    tools: str  # folder of the checkpoint with a format for tools
     work: Path  # an empty folder for the client's files
 
     @property
     def api(self) -> str:
         return f"{self.url}/v1"
+
+    def with_tools(self) -> Target:
+        """The application with tools."""
+        return replace(
+            self,
+            url=f"{self.url}/{TOOLS}",
+            application=TOOLS,
+            model=TOOLS,
+            tokenizer=self.tools,
+        )
 
     def environment(self) -> dict[str, str]:
         """The variables from which `from_environment` makes it again."""
@@ -61,9 +75,6 @@ class Outcome:
     of: int
     unit: str
     error: str = ""
-    is_served: bool = (
-        True  # False: the server does not have it yet, and the check is expected to fail
-    )
     details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -75,26 +86,20 @@ class Outcome:
 Check = Callable[[Target], Count | None]
 
 
-def run(checks: Sequence[Check], not_served: Sequence[Check] = ()) -> None:
-    """Run the checks and print their outcomes.
-
-    Parameters
-    ----------
-    not_served
-        Checks of what the server does not have yet.
-    """
+def run(checks: Sequence[Check]) -> None:
+    """Run the checks and print their outcomes."""
     target = Target.from_environment()
-    for check in (*checks, *not_served):
-        print(json.dumps(asdict(_outcome(check, target, check not in not_served))), flush=True)
+    for check in checks:
+        print(json.dumps(asdict(_outcome(check, target))), flush=True)
 
 
-def _outcome(check: Check, target: Target, is_served: bool) -> Outcome:
+def _outcome(check: Check, target: Target) -> Outcome:
     name = check.__name__
     try:
         found = check(target) or Count(1, 1, "ok")
-    except Exception as error:  # whatever the client raises
+    except Exception as error:  # any that the client raises
         where = traceback.extract_tb(error.__traceback__)[1:2]
         lines = [f"line {frame.lineno}: {frame.line}" for frame in where]
         text = "; ".join([f"{type(error).__name__}: {error}", *lines])[:_MAX_ERROR_CHARS]
-        return Outcome(name, 0, 1, "ok", text, is_served)
-    return Outcome(name, found.num, found.of, found.unit, "", is_served, found.details)
+        return Outcome(name, 0, 1, "ok", text)
+    return Outcome(name, found.num, found.of, found.unit, "", found.details)

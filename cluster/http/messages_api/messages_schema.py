@@ -171,8 +171,9 @@ class ThinkingOption(Strict):
     budget_tokens: int | None = Field(
         None, description="Chooses the effort; it is no bound on the tokens of the reasoning."
     )
-    display: Literal["summarized", "omitted"] | None = Field(
-        None, description="`omitted`: thinking blocks have no text."
+    display: Literal["summarized", "omitted", "updates"] | None = Field(
+        None,
+        description="`omitted`: thinking blocks have no text. `updates` is served as `summarized`.",
     )
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from quire.cluster.api_common import structured_output
 from quire.cluster.http.http_schema import RequestBody, Strict
+from quire.cluster.http.http_tools import allows_parallel_calls
 from quire.cluster.http.responses_api.input_items import ITEMS, InputText, to_messages
 from quire.cluster.http.responses_api.response_tools import (
     Objects,
@@ -258,7 +259,7 @@ class ResponsesRequest(RequestBody):
             messages=tuple(await to_messages(self.input, self.instructions)),
             tools=tools.tools,
             tool_choice=tools.choice(self.tool_choice),
-            parallel_tool_calls=self.parallel_tool_calls is not False,
+            parallel_tool_calls=allows_parallel_calls(self.parallel_tool_calls, self.tool_choice),
             reasoning_effort=self._effort(),
             max_tokens=self.max_output_tokens,
             fit_to_model=True,

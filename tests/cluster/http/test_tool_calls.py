@@ -264,6 +264,9 @@ def test_every_form_of_tool_choice_reaches_the_router(http, service, given, expe
     else:
         assert response.status_code == 200, response.text
         assert service.requests[0].tool_choice == expected
+        # A named function is called exactly once.
+        is_named = isinstance(given, dict) and given["type"] == "function"
+        assert service.requests[0].parallel_tool_calls is not is_named
 
 
 def test_a_conversation_with_calls_reaches_the_router(chats, service) -> None:

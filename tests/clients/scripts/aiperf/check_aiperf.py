@@ -1,4 +1,7 @@
-"""aiperf: chat streams, and the server's metrics, which it reads at `/metrics` of the address that it measures."""
+"""aiperf: streams of chats and completions, and the server's metrics.
+
+It reads them at `/metrics` of the address that it measures.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ METRICS = ("prompt_tokens", "output_tokens", "requests_running", "time_to_first_
 
 
 @cache
-def _artifacts(target: Target) -> Path:
+def _artifacts(target: Target, endpoint: str) -> Path:
     """The folder with what one run has written."""
-    folder = target.work / "artifacts"
+    folder = target.work / endpoint
     command = ["aiperf", "profile", "--model", target.model, "--url", target.url]
-    command += ["--endpoint-type", "chat", "--streaming", "--tokenizer", target.tokenizer]
+    command += ["--endpoint-type", endpoint, "--streaming", "--tokenizer", target.tokenizer]
     command += ["--concurrency", "4", "--request-count", str(REQUESTS)]
     command += ["--synthetic-input-tokens-mean", "32", "--output-tokens-mean", str(OUTPUT_LEN)]
     command += ["--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", str(folder)]
@@ -33,21 +36,29 @@ def _artifacts(target: Target) -> Path:
     return folder
 
 
-def chat_stream(target: Target) -> Count:
-    """Requests whose number of tokens is right, by the server and by aiperf's own tokenizer."""
-    lines = _artifacts(target).joinpath("profile_export.jsonl").read_text().splitlines()
+def _count(target: Target, endpoint: str) -> Count:
+    """Requests with the right number of tokens."""
+    lines = _artifacts(target, endpoint).joinpath("profile_export.jsonl").read_text().splitlines()
     metrics = [json.loads(line)["metrics"] for line in lines]
     num = sum(m["usage_completion_tokens"]["value"] == OUTPUT_LEN for m in metrics)
     return Count(num, REQUESTS, "requests")
 
 
+def chat_stream(target: Target) -> Count:
+    return _count(target, "chat")
+
+
+def completions_stream(target: Target) -> Count:
+    return _count(target, "completions")
+
+
 def server_metrics(target: Target) -> Count:
     """The families that aiperf has found, of those that it ought to find."""
-    path = _artifacts(target) / "server_metrics_export.json"
+    path = _artifacts(target, "chat") / "server_metrics_export.json"
     assert path.exists(), "aiperf has found no server metrics at /metrics"
     names = json.loads(path.read_text())["metrics"].keys()
     found = [metric for metric in METRICS if any(metric in name for name in names)]
     return Count(len(found), len(METRICS), "metrics", {"found": found, "families": len(names)})
 
 
-run([chat_stream, server_metrics])
+run([chat_stream, completions_stream, server_metrics])

@@ -145,10 +145,11 @@ def errors(target: Target) -> None:
 
 
 def tools(target: Target) -> None:
-    """A call, its result, and the answer to it."""
+    """A call whole and streamed, its result, and the answer to it."""
+    target = target.with_tools()
     choice = {"type": "any", "disable_parallel_tool_use": True}
     question = {"role": "user", "content": "How is the weather in Lima?"}
-    asked = {"tools": [WEATHER], "max_tokens": 128}
+    asked = {"tools": [WEATHER], "max_tokens": 100}
     call = _create(target, **asked, messages=[question], tool_choice=choice)
     assert call.stop_reason == "tool_use"
     (used,) = (block for block in call.content if block.type == "tool_use")
@@ -168,6 +169,16 @@ def tools(target: Target) -> None:
     assert answer.content[0].text
 
 
+def tools_without_a_format(target: Target) -> None:
+    """A model without a format for tools refuses them and says why."""
+    try:
+        _create(target, tools=[WEATHER])
+    except anthropic.BadRequestError as caught:
+        assert "calls tools" in caught.body["error"]["message"]
+    else:
+        raise AssertionError("tools were accepted")
+
+
 run(
     [
         message,
@@ -180,6 +191,7 @@ run(
         count_tokens,
         cached_tokens,
         errors,
-    ],
-    not_served=[tools],
+        tools,
+        tools_without_a_format,
+    ]
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 from checks import Target, run
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -14,9 +17,31 @@ SERVICES = {"quire.v1.Generation", "quire.v1.Control", "grpc.health.v1.Health"}
 _TIMEOUT_S = 60
 
 
+class _Application(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Names the application in the metadata of every call, reflection included."""
+
+    def __init__(self, name: str):
+        self._metadata = (("application", name),)
+
+    def _intercept(self, continuation, details, request):
+        return continuation(details._replace(metadata=self._metadata), request)
+
+    intercept_unary_unary = intercept_unary_stream = intercept_stream_stream = _intercept
+
+
+@contextmanager
+def _channel(target: Target) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(target.grpc) as channel:
+        yield grpc.intercept_channel(channel, _Application(target.application))
+
+
 def _call(target: Target, service: str, method: str, **fields):
     """The answer of a method, or the list of a stream's messages."""
-    with grpc.insecure_channel(target.grpc) as channel:
+    with _channel(target) as channel:
         pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
         described = pool.FindServiceByName(service).methods_by_name[method]
         request = GetMessageClass(described.input_type)(**fields)
@@ -31,7 +56,7 @@ def _call(target: Target, service: str, method: str, **fields):
 
 
 def services(target: Target) -> None:
-    with grpc.insecure_channel(target.grpc) as channel:
+    with _channel(target) as channel:
         listed = set(ProtoReflectionDescriptorDatabase(channel).get_services())
     assert listed >= SERVICES, listed
 

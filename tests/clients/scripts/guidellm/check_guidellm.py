@@ -29,7 +29,7 @@ def _requests(target: Target, endpoint: str) -> list[dict]:
 
 
 def _count(target: Target, endpoint: str) -> Count:
-    """Requests whose tokens and iterations are right."""
+    """Requests with the right tokens and iterations."""
     requests = _requests(target, endpoint)
     timings = [request["info"]["timings"] for request in requests]
     found = [
@@ -53,4 +53,10 @@ def completions_iterations(target: Target) -> Count:
     return _count(target, "/v1/completions")
 
 
-run([chat_iterations, completions_iterations])
+def responses(target: Target) -> Count:
+    """Requests over the Responses API with the right number of tokens; it has further events."""
+    tokens = [request["output_tokens"] for request in _requests(target, "/v1/responses")]
+    return Count(sum(num == OUTPUT_LEN for num in tokens), REQUESTS, "requests")
+
+
+run([chat_iterations, completions_iterations, responses])

@@ -1,4 +1,4 @@
-"""instructor: structured output through a JSON schema."""
+"""instructor: structured output by a JSON schema and by a tool, whole and streamed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class City(BaseModel):
 def _create(target: Target, mode: instructor.Mode) -> City:
     client = openai.OpenAI(base_url=target.api, api_key="none", max_retries=0)
     return instructor.from_openai(client, mode=mode).chat.completions.create(
-        model=target.model, messages=QUESTION, response_model=City, max_tokens=64, max_retries=0
+        model=target.model, messages=QUESTION, response_model=City, max_tokens=100, max_retries=0
     )
 
 
@@ -32,7 +32,17 @@ def json_schema(target: Target) -> None:
 
 def tools(target: Target) -> None:
     """The default."""
-    assert isinstance(_create(target, instructor.Mode.TOOLS), City)
+    assert isinstance(_create(target.with_tools(), instructor.Mode.TOOLS), City)
 
 
-run([json_schema], not_served=[tools])
+def tools_streamed(target: Target) -> None:
+    """`create_partial` reads the arguments as they come; the last object is complete."""
+    served = target.with_tools()
+    client = openai.OpenAI(base_url=served.api, api_key="none", max_retries=0)
+    *_, last = instructor.from_openai(client).chat.completions.create_partial(
+        model=served.model, messages=QUESTION, response_model=City, max_tokens=100, max_retries=0
+    )
+    assert City.model_validate(last.model_dump())
+
+
+run([json_schema, tools, tools_streamed])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from checks import Count, Target, run
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
@@ -68,10 +69,42 @@ def responses_api(target: Target) -> None:
 
 
 def bind_tools(target: Target) -> None:
-    assert _chat(target).bind_tools([City], tool_choice="City").invoke("A city?").tool_calls
+    """A call whole and streamed, its result, and the answer to it."""
+    llm = _chat(target.with_tools(), max_tokens=100, temperature=0)
+    bound = llm.bind_tools([City], tool_choice="City", parallel_tool_calls=False)
+    called = bound.invoke("A city?")
+    (call,) = called.tool_calls
+    assert City(**call["args"])
+    chunks = list(bound.stream("A city?"))
+    streamed = sum(chunks[1:], chunks[0])
+    assert [one["args"] for one in streamed.tool_calls] == [call["args"]]
+    turns = [HumanMessage("A city?"), called, ToolMessage("Far.", tool_call_id=call["id"])]
+    assert llm.bind_tools([City], tool_choice="none").invoke(turns).content
+
+
+def structured_output_by_a_tool(target: Target) -> None:
+    llm = _chat(target.with_tools(), max_tokens=100)
+    by_tool = llm.with_structured_output(City, method="function_calling")
+    assert isinstance(by_tool.invoke("A city?"), City)
+
+
+def responses_tools(target: Target) -> None:
+    llm = _chat(target.with_tools(), max_tokens=100, use_responses_api=True)
+    answer = llm.bind_tools([City], tool_choice="City").invoke("A city?")
+    assert answer.tool_calls and all(City(**call["args"]) for call in answer.tool_calls)
 
 
 run(
-    [invoke, stream, batch, completion_batch, structured_output, logprobs, responses_api],
-    not_served=[bind_tools],
+    [
+        invoke,
+        stream,
+        batch,
+        completion_batch,
+        structured_output,
+        logprobs,
+        responses_api,
+        bind_tools,
+        structured_output_by_a_tool,
+        responses_tools,
+    ]
 )

@@ -1,4 +1,4 @@
-"""lm-eval's `local-completions` on two small tasks: its numbers do not depend on `--batch_size`."""
+"""lm-eval on small tasks: `local-completions`, with equal numbers for every `--batch_size`, and chats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUESTIONS = [
     ("A week has this number of days:", ["seven", "two", "ninety", "zero"], 0),
     ("Cats and dogs are", ["stones", "animals", "numbers", "planets"], 1),
 ]
-# lm-eval reads tasks in YAML, of which JSON is a part.
+# lm-eval reads tasks in YAML, and JSON is YAML.
 _DATA = {"dataset_path": "json", "test_split": "test"}
 _CHOICE = {
     "task": "quire_choice",
@@ -38,21 +38,31 @@ _GENERATE = {
 }
 
 
+_TASKS = (_CHOICE, _GENERATE)
+_COMPLETIONS, _CHAT = "local-completions", "local-chat-completions"
+
+
 @cache
-def _samples(target: Target, batch_size: int) -> dict[str, list[dict[str, Any]]]:
+def _samples(
+    target: Target, batch_size: int, model: str = _COMPLETIONS
+) -> dict[str, list[dict[str, Any]]]:
     """What the server answered and how it was scored, by task and in the order of the data."""
-    folder = target.work / f"batch_{batch_size}"
+    # A chat gives no probabilities of a given answer.
+    tasks = _TASKS if model == _COMPLETIONS else (_GENERATE,)
+    folder = target.work / f"{model}_{batch_size}"
     folder.mkdir()
     data = folder / "questions.jsonl"
     rows = [dict(zip(("question", "choices", "answer"), row, strict=True)) for row in QUESTIONS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for task in (_CHOICE, _GENERATE):
+    for task in tasks:
         text = json.dumps(_DATA | task | {"dataset_kwargs": {"data_files": {"test": str(data)}}})
         folder.joinpath(f"{task['task']}.yaml").write_text(text)
-    arguments = f"model={target.model},base_url={target.api}/completions"
+    path = "completions" if model == _COMPLETIONS else "chat/completions"
+    arguments = f"model={target.model},base_url={target.api}/{path}"
     arguments += f",tokenizer={target.tokenizer},max_length=2048,num_concurrent=1,max_retries=1"
-    command = ["lm-eval", "run", "--model", "local-completions", "--model_args", arguments]
-    command += ["--tasks", f"{_CHOICE['task']},{_GENERATE['task']}", "--include_path", str(folder)]
+    command = ["lm-eval", "run", "--model", model, "--model_args", arguments]
+    command += ["--tasks", ",".join(task["task"] for task in tasks), "--include_path", str(folder)]
+    command += ["--apply_chat_template"] if model == _CHAT else []
     command += ["--batch_size", str(batch_size), "--log_samples", "--output_path", str(folder)]
     environment = os.environ | {"HF_HOME": str(folder / "cache")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -64,7 +74,7 @@ def _samples(target: Target, batch_size: int) -> dict[str, list[dict[str, Any]]]
             for path in folder.rglob(f"samples_{task['task']}_*.jsonl")
             for row in map(json.loads, path.read_text().splitlines())
         ]
-        for task in (_CHOICE, _GENERATE)
+        for task in tasks
     }
 
 
@@ -93,4 +103,10 @@ def accuracy(target: Target) -> Count:
     return Count(int(sum(row["acc"] for row in rows)), len(QUESTIONS) // 2, "questions")
 
 
-run([loglikelihood_batches, generate_until_batches, accuracy])
+def chat_generate_until(target: Target) -> Count:
+    """Questions that a chat answers with a text."""
+    rows = _samples(target, 1, _CHAT)[_GENERATE["task"]]
+    return Count(sum(bool(row["resps"][0][0].strip()) for row in rows), len(QUESTIONS), "questions")
+
+
+run([loglikelihood_batches, generate_until_batches, accuracy, chat_generate_until])

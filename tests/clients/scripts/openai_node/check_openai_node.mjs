@@ -2,7 +2,7 @@
 import assert from 'node:assert/strict'
 import { createOpenAI } from '@ai-sdk/openai'
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible'
-import { generateObject, generateText, streamText } from 'ai'
+import { generateText, Output, stepCountIs, streamText, tool } from 'ai'
 import OpenAI from 'openai'
 import { z } from 'zod'
 
@@ -14,6 +14,9 @@ const served = createOpenAICompatible({
   supportsStructuredOutputs: true,
 })(model)
 const byResponses = createOpenAI({ baseURL: `${url}/v1`, apiKey: 'none' })(model)
+const tools = new OpenAI({ baseURL: `${url}/tools/v1`, apiKey: 'none', maxRetries: 0 })
+const withTools = createOpenAICompatible({ name: 'quire', baseURL: `${url}/tools/v1` })('tools')
+const toolsByResponses = createOpenAI({ baseURL: `${url}/tools/v1`, apiKey: 'none' })('tools')
 const messages = [{ role: 'user', content: 'Name three colours.' }]
 const prompt = 'Name three colours.'
 
@@ -52,8 +55,9 @@ async function ai_sdk_stream() {
 
 async function ai_sdk_object() {
   const schema = z.object({ country: z.enum(['France', 'Japan', 'Peru']), capital: z.boolean() })
-  const { object } = await generateObject({ model: served, prompt, schema, maxOutputTokens: 64 })
-  assert.ok(schema.safeParse(object).success)
+  const output = Output.object({ schema })
+  const answer = await generateText({ model: served, prompt, output, maxOutputTokens: 64 })
+  assert.ok(schema.safeParse(answer.output).success)
 }
 
 async function responses() {
@@ -80,8 +84,68 @@ async function ai_sdk_responses() {
 
 async function ai_sdk_responses_object() {
   const schema = z.object({ country: z.enum(['France', 'Japan', 'Peru']), capital: z.boolean() })
-  const { object } = await generateObject({ model: byResponses, prompt, schema, maxOutputTokens: 64 })
-  assert.ok(schema.safeParse(object).success)
+  const output = Output.object({ schema })
+  const answer = await generateText({ model: byResponses, prompt, output, maxOutputTokens: 64 })
+  assert.ok(schema.safeParse(answer.output).success)
+}
+
+const parameters = {
+  type: 'object',
+  properties: { country: { enum: ['France', 'Japan', 'Peru'] } },
+  required: ['country'],
+  additionalProperties: false,
+}
+const required = { tool_choice: 'required', parallel_tool_calls: false }
+
+// A call whole and streamed, its result, and the answer to it.
+async function chat_tools() {
+  const city = { type: 'function', function: { name: 'city', parameters } }
+  const options = { model: 'tools', tools: [city], max_tokens: 100, temperature: 0 }
+  const asked = { ...options, ...required, messages }
+  const { message } = (await tools.chat.completions.create(asked)).choices[0]
+  const [call] = message.tool_calls
+  assert.ok(parameters.properties.country.enum.includes(JSON.parse(call.function.arguments).country))
+  const streamed = await tools.chat.completions.stream(asked).finalChatCompletion()
+  assert.equal(streamed.choices[0].message.tool_calls[0].function.arguments, call.function.arguments)
+  const result = { role: 'tool', tool_call_id: call.id, content: 'It is far.' }
+  const turns = [...messages, message, result]
+  const answer = await tools.chat.completions.create({ ...options, messages: turns, tool_choice: 'none' })
+  assert.ok(answer.choices[0].message.content)
+}
+
+async function responses_tools() {
+  const city = { type: 'function', name: 'city', parameters, strict: true }
+  const asked = { model: 'tools', tools: [city], input: prompt, max_output_tokens: 100, temperature: 0, ...required }
+  const whole = await tools.responses.create(asked)
+  const call = whole.output.find((item) => item.type === 'function_call')
+  const streamed = await tools.responses.stream(asked).finalResponse()
+  assert.equal(streamed.output.find((item) => item.type === 'function_call').arguments, call.arguments)
+}
+
+// One step calls the function, which the SDK runs; the next step answers.
+async function checkTool(model) {
+  const ran = []
+  const inputSchema = z.object({ country: z.enum(['France', 'Japan', 'Peru']) })
+  const execute = async ({ country }) => {
+    ran.push(country)
+    return 'It is far.'
+  }
+  const city = tool({ description: 'A city.', inputSchema, execute })
+  const first = { toolChoice: { type: 'tool', toolName: 'city' } }
+  const prepareStep = ({ stepNumber }) => (stepNumber === 0 ? first : { toolChoice: 'none' })
+  const options = { model, prompt, tools: { city }, prepareStep, stopWhen: stepCountIs(2), maxOutputTokens: 100 }
+  const { steps, text } = await generateText(options)
+  assert.equal(steps.length, 2)
+  assert.equal(ran.length, 1)
+  assert.ok(text)
+}
+
+async function ai_sdk_tool() {
+  await checkTool(withTools)
+}
+
+async function ai_sdk_responses_tool() {
+  await checkTool(toolsByResponses)
 }
 
 const checks = [
@@ -94,6 +158,10 @@ const checks = [
   responses,
   ai_sdk_responses,
   ai_sdk_responses_object,
+  chat_tools,
+  responses_tools,
+  ai_sdk_tool,
+  ai_sdk_responses_tool,
 ]
 for (const check of checks) {
   const outcome = { check: check.name, num: 1, of: 1, unit: 'ok', error: '' }

@@ -1,4 +1,4 @@
-"""openai-python: completions, chats and responses, whole and streamed."""
+"""openai-python: completions, chats and responses, whole and streamed, with structured output and tools."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ STREAMS = 50
 class City(BaseModel):
     country: Literal["France", "Japan", "Peru"]
     districts: int = Field(ge=1, le=99)
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "City", "parameters": City.model_json_schema()}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}},
+]
 
 
 def _client(target: Target) -> openai.OpenAI:
@@ -163,11 +169,77 @@ def parallel_streams(target: Target) -> Count:
 
 
 def tools(target: Target) -> None:
-    function = {"name": "now", "parameters": {"type": "object", "properties": {}}}
-    answer = _chat(
-        target, tools=[{"type": "function", "function": function}], tool_choice="required"
+    """A call, its result, and the answer to it."""
+    served = target.with_tools()
+    asked = {"tools": TOOLS, "max_tokens": 100, "seed": 3}
+    choice = _chat(served, tool_choice="required", parallel_tool_calls=False, **asked).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name in ("City", "now")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Fog, 17 degrees."}
+    messages = [*QUESTION, choice.message, result]
+    answer = _chat(served, messages=messages, tool_choice="none", **asked)
+    assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
+
+
+def tools_named(target: Target) -> None:
+    """The function that is named is called once, and its arguments follow the schema."""
+    named = {"type": "function", "function": {"name": "City"}}
+    answer = _chat(target.with_tools(), tools=TOOLS, tool_choice=named, max_tokens=100)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "City"
+    City.model_validate_json(call.function.arguments)
+
+
+def tools_streamed(target: Target) -> None:
+    """The stream's helper puts the same calls together, with their parsed arguments."""
+    served = target.with_tools()
+    asked = {
+        "model": served.model,
+        "messages": QUESTION,
+        "tools": [openai.pydantic_function_tool(City)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 100,
+        "seed": 3,
+    }
+    (whole,) = _client(served).chat.completions.create(**asked).choices
+    with _client(served).chat.completions.stream(**asked) as stream:
+        deltas = [
+            event.arguments_delta
+            for event in stream
+            if event.type == "tool_calls.function.arguments.delta"
+        ]
+        (streamed,) = stream.get_final_completion().choices
+    (call,), (again,) = whole.message.tool_calls, streamed.message.tool_calls
+    assert call.function.arguments == again.function.arguments == "".join(deltas)
+    assert streamed.finish_reason == whole.finish_reason == "tool_calls"
+    assert isinstance(again.function.parsed_arguments, City)
+
+
+def tools_parsed(target: Target) -> None:
+    """`chat.completions.parse` with a pydantic model as a tool."""
+    served = target.with_tools()
+    answer = _client(served).chat.completions.parse(
+        model=served.model,
+        messages=QUESTION,
+        tools=[openai.pydantic_function_tool(City)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=100,
     )
-    assert answer.choices[0].message.tool_calls
+    calls = answer.choices[0].message.tool_calls
+    assert all(isinstance(call.function.parsed_arguments, City) for call in calls)
+
+
+def tools_without_a_format(target: Target) -> None:
+    """A model without a format for tools refuses them and says why."""
+    try:
+        _chat(target, tools=TOOLS)
+    except openai.BadRequestError as error:
+        assert error.param == "tools" and "calls tools" in str(error)
+    else:
+        raise AssertionError("tools were accepted")
 
 
 def responses(target: Target) -> None:
@@ -213,11 +285,41 @@ def responses_turns(target: Target) -> None:
 
 
 def responses_tools(target: Target) -> None:
-    function = {"type": "function", "name": "now", "parameters": {"type": "object"}}
-    answer = _client(target).responses.create(
-        model=target.model, input="Hello", tools=[function], tool_choice="required"
+    """A call whole and streamed, its result, and the answer to it."""
+    served = target.with_tools()
+    asked = {
+        "model": served.model,
+        "tools": [{"type": "function", "strict": True, **TOOLS[0]["function"]}],
+        "max_output_tokens": 100,
+        "temperature": 0,
+    }
+    chosen = {"tool_choice": "required", "parallel_tool_calls": False}
+    turns = [{"role": "user", "content": "A city?"}]
+    whole = _client(served).responses.create(**asked, **chosen, input=turns)
+    (call,) = (item for item in whole.output if item.type == "function_call")
+    City.model_validate_json(call.arguments)
+    events = list(_client(served).responses.create(**asked, **chosen, input=turns, stream=True))
+    (done,) = (one for one in events if one.type == "response.function_call_arguments.done")
+    assert done.arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "It is far."}
+    turns += [*whole.output, result]
+    answer = _client(served).responses.create(**asked, input=turns, tool_choice="none")
+    assert answer.output_text
+
+
+def responses_tools_parsed(target: Target) -> None:
+    """`responses.parse` with a pydantic model as a tool."""
+    served = target.with_tools()
+    answer = _client(served).responses.parse(
+        model=served.model,
+        input="A city?",
+        tools=[openai.pydantic_function_tool(City)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=100,
     )
-    assert [item.name for item in answer.output if item.type == "function_call"]
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert calls and all(isinstance(call.parsed_arguments, City) for call in calls)
 
 
 def decisions(target: Target) -> None:
@@ -271,6 +373,12 @@ run(
         responses_parse,
         responses_turns,
         decisions,
-    ],
-    not_served=[tools, responses_tools],
+        tools,
+        tools_named,
+        tools_streamed,
+        tools_parsed,
+        tools_without_a_format,
+        responses_tools,
+        responses_tools_parsed,
+    ]
 )

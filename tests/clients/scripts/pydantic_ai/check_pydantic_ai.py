@@ -8,9 +8,11 @@ from typing import Literal
 from checks import Target, run
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
+
+RUNS = 8
 
 
 class City(BaseModel):
@@ -20,17 +22,17 @@ class City(BaseModel):
     districts: int = Field(ge=1, le=99)
 
 
-def _agent(target: Target, output_type=str) -> Agent:
+def _agent(target: Target, output_type=str, model_class=OpenAIChatModel) -> Agent:
     provider = OpenAIProvider(base_url=target.api, api_key="none")
-    model = OpenAIChatModel(target.model, provider=provider)
-    settings = ModelSettings(max_tokens=64, temperature=0)
+    model = model_class(target.model, provider=provider)
+    settings = ModelSettings(max_tokens=100, temperature=0, parallel_tool_calls=False)
     return Agent(model, output_type=output_type, model_settings=settings, retries=0)
 
 
 def text(target: Target) -> None:
     result = _agent(target).run_sync("Name a city.")
     assert result.output
-    assert 1 <= result.usage.output_tokens <= 64
+    assert 1 <= result.usage.output_tokens <= 100
 
 
 def stream(target: Target) -> None:
@@ -47,7 +49,30 @@ def native_output(target: Target) -> None:
 
 def tool_output(target: Target) -> None:
     """The default for structured output: a tool."""
-    assert isinstance(_agent(target, City).run_sync("Name a city.").output, City)
+    assert isinstance(_agent(target.with_tools(), City).run_sync("Name a city.").output, City)
 
 
-run([text, stream, native_output], not_served=[tool_output])
+def responses_tool_output(target: Target) -> None:
+    """The same over the Responses API."""
+    agent = _agent(target.with_tools(), City, model_class=OpenAIResponsesModel)
+    assert isinstance(agent.run_sync("Name a city.").output, City)
+
+
+def tool(target: Target) -> None:
+    """The model calls a function or the tool for its answer: each run ends, some call the function."""
+    agent = _agent(target.with_tools(), City)
+    seen = []
+
+    @agent.tool_plain
+    def weather(country: Literal["France", "Japan", "Peru"]) -> str:
+        """The weather in a country."""
+        seen.append(country)
+        return "Fog."
+
+    for seed in range(RUNS):
+        settings = ModelSettings(temperature=1, seed=seed)
+        assert isinstance(agent.run_sync("Name a city.", model_settings=settings).output, City)
+    assert seen
+
+
+run([text, stream, native_output, tool_output, responses_tool_output, tool])

@@ -40,7 +40,7 @@ def _results(target: Target, backend: str, endpoint: str) -> dict:
 
 
 def _count(results: dict) -> Count:
-    """Successful requests whose number of tokens is right."""
+    """Successful requests with the right number of tokens."""
     lens = results["output_lens"]
     num = sum(n == OUTPUT_LEN for n in lens)
     is_summed = results["total_output_tokens"] == REQUESTS * OUTPUT_LEN

@@ -61,10 +61,14 @@ def test_reasoning_text_and_calls_are_blocks_in_their_order(client, service) -> 
     assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
 
 
-def test_omitted_reasoning_leaves_a_block_without_text(client, service) -> None:
+@pytest.mark.parametrize(
+    ("display", "text"),
+    [("omitted", ""), ("summarized", "Let me see."), ("updates", "Let me see.")],
+)
+def test_reasoning_is_shown_unless_it_is_to_be_omitted(client, service, display, text) -> None:
     service.script = SCRIPT
-    whole = answer(client, thinking={"type": "adaptive", "display": "omitted"})
-    assert whole["content"][0] == {"type": "thinking", "thinking": "", "signature": SIGNATURE}
+    whole = answer(client, thinking={"type": "adaptive", "display": display})
+    assert whole["content"][0] == {"type": "thinking", "thinking": text, "signature": SIGNATURE}
 
 
 @pytest.mark.parametrize(

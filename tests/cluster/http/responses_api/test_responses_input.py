@@ -234,7 +234,11 @@ def test_tools_and_namespaces_are_functions_for_the_router(ask, service) -> None
 def test_the_choice_of_tools(ask, service, given, choice) -> None:
     response = ask(tools=[TOOL, GROUP], tool_choice=given)
     assert response.status_code == 200, response.text
-    assert service.requests[-1].tool_choice == choice
+    request = service.requests[-1]
+    assert request.tool_choice == choice
+    # A named function is called exactly once.
+    is_named = isinstance(given, dict) and given["type"] == "function"
+    assert request.parallel_tool_calls is not is_named
     assert response.json()["tool_choice"] == given
 
 
