@@ -53,10 +53,4 @@ def completions_iterations(target: Target) -> Count:
     return _count(target, "/v1/completions")
 
 
-def responses(target: Target) -> Count:
-    """Requests over the Responses API with the right number of tokens; it has further events."""
-    tokens = [request["output_tokens"] for request in _requests(target, "/v1/responses")]
-    return Count(sum(num == OUTPUT_LEN for num in tokens), REQUESTS, "requests")
-
-
-run([chat_iterations, completions_iterations, responses])
+run([chat_iterations, completions_iterations])
