@@ -1,4 +1,4 @@
-"""The types between the front ends (HTTP, gRPC) and the router: requests, deltas, status.
+"""The types between the front ends (HTTP, gRPC) and the router: requests, deltas, the service.
 
 A `GenerationRequest` holds the values of the client, typed but not checked against the model. None means that the
 client gave no value. `router.request.params` resolves it with the checkpoint's defaults and checks every bound, once
@@ -8,16 +8,17 @@ for both front ends.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from quire.protos.errors import QuireError
-from quire.protos.wire import Grammar, Load
+from quire.protos.wire import Grammar
 from quire.router.bill import Bill
 from quire.router.question_types import Question
 from quire.router.scored_token import TokenScores
+from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 
 
@@ -330,78 +331,6 @@ class ReplyScores:
     logprobs: list[list[float]]
     usage: Usage
     explain: Explain
-
-
-@dataclass(slots=True)
-class ModelInfo:
-    """The model that this application serves."""
-
-    name: str
-    created_s: int
-    max_model_len: int
-    vocab_size: int
-    revision: str = ""
-    dtype: str = ""
-    eos_token_ids: tuple[int, ...] = ()
-    block_size: int = 0
-
-
-@dataclass(slots=True)
-class ReplicaStatus:
-    """The state of one replica, as this router sees it.
-
-    Attributes
-    ----------
-    indexed_blocks
-        Number of routing blocks (64 tokens each) that the replica holds, by this router's index.
-    """
-
-    replica: str
-    epoch: str
-    load: Load
-    report_age_s: float
-    attached: bool
-    indexed_blocks: int
-
-
-@dataclass(slots=True)
-class Readiness:
-    """Whether a request sent now would be served, and the reason if not.
-
-    Attributes
-    ----------
-    replicas
-        Attached replicas that are ready.
-    startup_s
-        Seconds of each start-up phase of the slowest replica.
-    engine
-        `protos.engine_facts` of one replica; None if no replica is attached.
-    """
-
-    ready: bool
-    reason: str
-    replicas: int
-    startup_s: dict[str, float] = field(default_factory=dict)
-    engine: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
-class Decisions:
-    """The recent decisions of all routers.
-
-    Attributes
-    ----------
-    routers
-        Ids of the routers that answered.
-    num_silent
-        Number of routers that are known not to have answered in time.
-    decisions
-        Plain data (`explain.decisions.DecisionRing`); the oldest first for one request, else the newest first.
-    """
-
-    routers: list[str]
-    num_silent: int
-    decisions: list[dict[str, Any]]
 
 
 class GenerationStream(Protocol):

@@ -185,7 +185,7 @@ def with_headers(
     InvalidRequest
         The value of `TIMEOUT_HEADER` is not a number.
     """
-    names = {}
+    names: dict[str, str] = {}
     if asked.deadline_s is None:
         asked = replace(asked, deadline_s=timeout_seconds(headers.get(TIMEOUT_HEADER)))
         names |= dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)

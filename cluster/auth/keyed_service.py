@@ -22,14 +22,11 @@ from quire.cluster.auth.tenant_counters import visible_to
 from quire.protos.errors import PermissionDenied, QuireError, RateLimited, shown
 from quire.router.question_types import Question
 from quire.router.request.params import check_label
+from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
 from quire.router.types import (
-    Decisions,
     EncodedPrompt,
     GenerationRequest,
     GenerationStream,
-    ModelInfo,
-    Readiness,
-    ReplicaStatus,
     ReplyScores,
     Service,
 )

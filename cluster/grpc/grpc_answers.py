@@ -23,13 +23,8 @@ from quire.protos.errors import QuireError
 from quire.protos.wire import Load
 from quire.router.request.resume import EventIds
 from quire.router.scored_token import ScoredToken, TokenScores
-from quire.router.types import (
-    GenerationRequest,
-    GenerationStream,
-    OutputDelta,
-    ReplicaStatus,
-    Usage,
-)
+from quire.router.status_types import ReplicaStatus
+from quire.router.types import GenerationRequest, GenerationStream, OutputDelta, Usage
 
 _FINISH_REASONS = {
     "stop": generation.FINISH_REASON_STOP,

@@ -18,7 +18,8 @@ from quire.cluster.api_common.front_end import retry_after_ms
 from quire.cluster.http.http_tools import ToolCallAnswer, ToolCallDelta
 from quire.protos.errors import DecisionNotFound, QuireError, Unauthenticated
 from quire.router.scored_token import ScoredToken, TokenScores
-from quire.router.types import Decisions, ModelInfo, Usage
+from quire.router.status_types import Decisions, ModelInfo
+from quire.router.types import Usage
 
 
 class _Answer(BaseModel):

@@ -29,13 +29,8 @@ from quire.cluster.http.sse import DONE, ChunkEncoder, error_event, with_id
 from quire.protos.errors import QuireError
 from quire.router.request.resume import EventIds
 from quire.router.scored_token import TokenScores
-from quire.router.types import (
-    GenerationRequest,
-    GenerationStream,
-    ModelInfo,
-    OutputDelta,
-    Service,
-)
+from quire.router.status_types import ModelInfo
+from quire.router.types import GenerationRequest, GenerationStream, OutputDelta, Service
 
 CHAT_ID_PREFIX, COMPLETION_ID_PREFIX = ID_PREFIXES = ("chatcmpl-", "cmpl-")
 GenerationBody = CompletionRequest | ChatCompletionRequest

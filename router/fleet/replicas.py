@@ -24,7 +24,7 @@ from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.fleet_view import FleetView, prefill_work
 from quire.router.policy.policy import Ranking
 from quire.router.policy.replica_columns import COLUMN, PerColumn, ReplicaColumns
-from quire.router.types import ReplicaStatus
+from quire.router.status_types import ReplicaStatus
 
 
 @dataclass(frozen=True, slots=True)

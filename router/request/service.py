@@ -45,20 +45,17 @@ from quire.router.request.request_stream import RequestStream
 from quire.router.request.token_scores import TokenScorer
 from quire.router.scoring.question_prompts import check_questions
 from quire.router.scoring.reply_scorer import PartOfBill, ReplyScorer
+from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.detokenizer import DetokenizerFactory
 from quire.router.text.tokenizer import AsyncTokenizer
 from quire.router.transport.transport import Transport
 from quire.router.types import (
-    Decisions,
     EncodedPrompt,
     GenerationRequest,
     GenerationStream,
     Mark,
-    ModelInfo,
     Origin,
-    Readiness,
-    ReplicaStatus,
     ReplyScores,
 )
 

@@ -17,8 +17,8 @@ from ray.serve.handle import DeploymentHandle
 
 from quire.protos.errors import Unavailable
 from quire.protos.metric_families import Page
+from quire.router.status_types import Decisions
 from quire.router.transport.calls import answer_of
-from quire.router.types import Decisions
 
 logger = logging.getLogger("ray.serve")
 ANSWER_TIMEOUT_S = 5.0

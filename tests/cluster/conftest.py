@@ -25,18 +25,15 @@ from quire.router.question_types import Question
 from quire.router.request import params
 from quire.router.scored_token import ScoredToken, TokenScores
 from quire.router.scoring.question_prompts import check_questions
+from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
 from quire.router.text.chat_messages import check_messages
 from quire.router.text.stop import StopMatcher
 from quire.router.types import (
-    Decisions,
     EncodedPrompt,
     Explain,
     GenerationRequest,
-    ModelInfo,
     Origin,
     OutputDelta,
-    Readiness,
-    ReplicaStatus,
     ReplyScores,
     Usage,
 )

@@ -40,7 +40,8 @@ from quire.cluster.local.ports import free_ports
 from quire.cluster.proxies.ray_settings import SERVE_DEFAULTS
 from quire.cluster.tls.certificates import read_certificates
 from quire.cluster.tls.listener_process import ListenerProcess, RouterAddress
-from quire.router.types import GenerationRequest, ModelInfo
+from quire.router.status_types import ModelInfo
+from quire.router.types import GenerationRequest
 from tests.cluster.authority import Authority
 from tests.perf.cluster.data_plane import VOCAB_SIZE, Meter, StreamRun, Streams, run_streams
 from tests.perf.cluster.paced_replica import STEP_S

@@ -117,7 +117,7 @@ def test_a_list_is_its_prompts_in_order(run, prompts, options):
 
 def test_equal_prompts_differ_unless_a_seed_is_given(run):
     async def test(client: httpx.AsyncClient, service: RouterService) -> None:
-        body = {"prompt": ["Once"] * 3, "max_tokens": 12, "ignore_eos": True}
+        body = {"prompt": ["Once"] * 3, "max_tokens": 60, "ignore_eos": True}
         free = [choice["text"] for choice in (await ask(client, **body))["choices"]]
         assert len(set(free)) == 3
         seeded = [choice["text"] for choice in (await ask(client, seed=1, **body))["choices"]]
