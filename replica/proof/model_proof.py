@@ -24,7 +24,7 @@ import torch
 from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
 from quire.replica.kv_cache.groups import sequence_blocks
-from quire.replica.proof.tiny_config import VOCAB_SIZE, tiny_config
+from quire.replica.proof.tiny_config import NUM_POSITIONS, VOCAB_SIZE, tiny_config
 
 _SEED = 5
 # Less than a block; several windows; several chunks; a prompt that begins as the one before it.
@@ -62,15 +62,9 @@ StartEngine = Callable[..., AbstractContextManager[TinyEngine]]
 """Starts an engine that proves nothing itself, with the options of `EngineArgs` as keywords."""
 
 
-def tiny_entries(spec: ModelSpec) -> dict[str, Any]:
-    """Return config.json of the tiny model of a checkpoint's class.
-
-    Raises
-    ------
-    CheckpointError
-        The class needs sizes that are not known to be small.
-    """
-    entries = tiny_config(build_config(spec.raw_config).to_dict())
+def tiny_entries(spec: ModelSpec, num_positions: int = NUM_POSITIONS) -> dict[str, Any]:
+    """Return config.json of the tiny model of a checkpoint's class, with a context of `num_positions` tokens."""
+    entries = tiny_config(build_config(spec.raw_config).to_dict(), num_positions)
     return {**entries, "architectures": [spec.architecture]}
 
 

@@ -49,13 +49,15 @@ _MAX_EXPERTS = 8
 _MAX_HEADS_PER_GROUP = 8
 
 
-def tiny_config(config: dict[str, Any]) -> dict[str, Any]:
+def tiny_config(config: dict[str, Any], num_positions: int = NUM_POSITIONS) -> dict[str, Any]:
     """Return the entries of a tiny model's configuration.
 
     Parameters
     ----------
     config
         All entries of the checkpoint's configuration, `PretrainedConfig.to_dict()`; unchanged.
+    num_positions
+        Longest context of the tiny model.
     """
     tiny = copy.deepcopy(config)
     _set_layers(tiny)
@@ -69,7 +71,7 @@ def tiny_config(config: dict[str, Any]) -> dict[str, Any]:
     for name in _WINDOWS:
         if tiny.get(name):
             tiny[name] = WINDOW
-    _set_positions(tiny)
+    _set_positions(tiny, num_positions)
     tiny["vocab_size"] = VOCAB_SIZE
     for name, token in _TOKENS.items():
         if tiny.get(name) is not None:
@@ -147,14 +149,14 @@ def _set_experts(tiny: dict[str, Any]) -> None:
         tiny["n_group"], tiny["topk_group"] = 2, 1
 
 
-def _set_positions(tiny: dict[str, Any]) -> None:
+def _set_positions(tiny: dict[str, Any], num_positions: int) -> None:
     """Shorten the context, and the trained context within it by the same factor."""
     stated = next(
-        (tiny[name] for name in _MAX_POSITIONS if isinstance(tiny.get(name), int)), NUM_POSITIONS
+        (tiny[name] for name in _MAX_POSITIONS if isinstance(tiny.get(name), int)), num_positions
     )
     for name in _MAX_POSITIONS:
         if isinstance(tiny.get(name), int):
-            tiny[name] = NUM_POSITIONS
+            tiny[name] = num_positions
     rope = tiny.get("rope_parameters") or tiny.get("rope_scaling")
     if not isinstance(rope, dict):
         return
@@ -162,5 +164,5 @@ def _set_positions(tiny: dict[str, Any]) -> None:
         trained = entry.get("original_max_position_embeddings")
         if isinstance(trained, int):
             entry["original_max_position_embeddings"] = max(
-                8, NUM_POSITIONS * trained // max(stated, 1)
+                8, num_positions * trained // max(stated, 1)
             )

@@ -58,14 +58,18 @@ def judge(model_type: str, entries: dict[str, Any], folder: Path) -> dict[str, s
         tiny = tiny_entries(spec)
         difference = find_difference(tiny, "cpu", start)
     except CheckpointError as error:
-        return {"verdict": "refused", "reason": _first_line(error)}
+        reason = _first_line(error).replace(f"{folder / 'config'}/", "")
+        return {"verdict": "refused", "reason": reason}
     except (
         Exception
     ) as error:  # each class fails in its own way; a replica refuses it with this text
         return {"verdict": "refused", "reason": f"{type(error).__name__}: {_first_line(error)}"}
     if difference is not None:
         return {"verdict": "refused", "reason": difference}
-    wrong = _differs_from_generate(tiny, folder / "long")
+    try:
+        wrong = _differs_from_generate(tiny_entries(spec, NUM_POSITIONS), folder / "long")
+    except Exception as error:  # the proof should have refused it
+        wrong = f"{type(error).__name__}: {_first_line(error)}"
     return {"verdict": "wrong", "reason": wrong} if wrong else {"verdict": "served"}
 
 
@@ -80,8 +84,7 @@ def _differs_from_generate(tiny: dict[str, Any], folder: Path) -> str:
     from transformers import GenerationConfig
 
     folder.mkdir()
-    long = {**tiny, "max_position_embeddings": NUM_POSITIONS}
-    model = save_random_model(long, folder)
+    model = save_random_model(tiny, folder)
     # Else it ends a sequence, whatever the options say.
     model.generation_config.eos_token_id = None
     random = np.random.default_rng(9)

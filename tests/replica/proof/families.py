@@ -29,7 +29,7 @@ def default_entries(model_type: str) -> dict[str, Any]:
             config[name] = value
     if config.get("num_key_value_heads", 0) is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
-    config["pad_token_id"] = None
+    config["pad_token_id"] = 0
     config |= {
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
         "model_type": model_type,
