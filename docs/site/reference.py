@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -89,7 +90,7 @@ def _models() -> Iterator[str]:
     verdicts: dict[str, dict[str, str]] = result["verdicts"]
     served = sorted(name for name, entry in verdicts.items() if entry["verdict"] == "served")
     yield f"Served of the {len(verdicts)} causal model types of transformers {result['transformers']}, {len(served)}:"
-    yield ", ".join(f"`{name}`" for name in served) + "."
+    yield from textwrap.wrap(", ".join(f"`{name}`" for name in served) + ".", 118)
     yield from ("", "| refused | reason |", "|---|---|")
     for name, entry in sorted(verdicts.items()):
         if entry["verdict"] != "served":
