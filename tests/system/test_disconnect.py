@@ -20,7 +20,7 @@ LONG = {"model": "embedded", "max_tokens": 3000, "ignore_eos": True, "seed": 1}
 def open_http(cluster: Cluster, body: dict) -> socket.socket:
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", cluster.http_port), timeout=30)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
     return connection
 

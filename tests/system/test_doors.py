@@ -19,7 +19,11 @@ BODY = {"prompt": "Once", "max_tokens": 2}
 
 def exchange(cluster: Cluster, body: dict, *headers: bytes, version: bytes = b"1.1") -> bytes:
     raw = json.dumps(body).encode()
-    lines = [b"host: x", b"content-type: application/json", b"content-length: %d" % len(raw)]
+    lines = [
+        b"host: localhost",
+        b"content-type: application/json",
+        b"content-length: %d" % len(raw),
+    ]
     lines += [*headers, *([b"connection: close"] if version == b"1.1" else [])]
     with socket.create_connection(("127.0.0.1", cluster.http_port), timeout=60) as connection:
         connection.sendall(

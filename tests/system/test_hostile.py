@@ -277,7 +277,7 @@ def strange_headers(cluster: Cluster) -> None:
                 status,
             )
     for i in range(300):
-        head = b"VERB%d / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % i
+        head = b"VERB%d / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n" % i
         assert status_of(cluster, head) == 501
 
 
@@ -290,7 +290,7 @@ def status_of(cluster: Cluster, request: bytes) -> int:
 def slow_clients(cluster: Cluster) -> None:
     """Some send a byte now and then, some read nothing of a long answer."""
     raw = json.dumps({**SMALL, "max_tokens": 600, "stream": True, "ignore_eos": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += b"content-length: %d\r\n\r\n" % len(raw)
     with contextlib.ExitStack() as stack:
         connections = []

@@ -90,7 +90,9 @@ def open_stream(cluster: Cluster, seed: int) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(60)
     connection.connect(("127.0.0.1", cluster.http_port))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    )
     connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
     return connection
 

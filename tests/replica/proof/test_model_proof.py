@@ -8,7 +8,6 @@ import json
 import pytest
 from families import MODEL_TYPES, default_entries, write_config
 
-from quire.cluster.cli import main
 from quire.replica import Engine
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
@@ -136,16 +135,6 @@ def test_an_engine_refuses_before_it_reads_weights(tmp_path, monkeypatch):
     (folder / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
     with pytest.raises(CheckpointError, match="DogeForCausalLM"):
         Engine(model=str(folder), device="cpu")
-
-
-def test_the_command_says_whether_a_model_is_served(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
-    served = write_config(tmp_path / "served", default_entries("olmo2"))
-    refused = write_config(tmp_path / "refused", default_entries("mamba"))
-    assert main(["model", "check", str(served)]) == 0
-    assert "Olmo2ForCausalLM: served on cpu" in capsys.readouterr().out
-    assert main(["model", "check", str(refused)]) == 1
-    assert "'mamba'" in capsys.readouterr().out
 
 
 def test_types_of_this_version_are_known():
