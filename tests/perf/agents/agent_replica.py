@@ -18,9 +18,9 @@ from tests.perf.cluster.paced_replica import Pace, PacedEngine
 
 # Copying a token's KV takes a sixteenth of computing it, as for an 8B model on a GPU with 50 GB/s to the host.
 BLOCK_SIZE = 8
-PREFILL_TOKEN_S = 0.15e-3
+PREFILL_TOKEN_S = 0.3e-3
 PACE = Pace(
-    step_s=0.015,
+    step_s=0.030,
     prefill_token_s=PREFILL_TOKEN_S,
     copied_block_s=BLOCK_SIZE * PREFILL_TOKEN_S / 16,
 )

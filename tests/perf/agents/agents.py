@@ -5,7 +5,7 @@
 
 The load is `cluster/bench/load/agent_sessions.py`: sessions of about 33 turns, contexts that grow from 12k to 80k
 tokens, 131 prompt tokens for each output token, log-normal pauses for tools (median 5 s, 99th percentile 81 s). Every
-token count is divided by 32 and every pause by 2. All turns but a session's last one ask for retention.
+token count is divided by 32. All turns but a session's last one ask for retention.
 
 Each system has four paced replicas (`agent_replica`) with a host tier. The sessions in progress hold four times the
 tokens of all devices together; each replica's host tier is six times its device. All systems get the same agents, one
@@ -45,7 +45,7 @@ from tests.perf.cluster.live_cluster import LiveCluster, live_cluster
 from tests.perf.cluster.ray_router_app import ROUTERS
 
 MODEL, VOCAB_SIZE = "embedded", 1024
-SHAPE = AgentShape(token_scale=1 / 32, time_scale=1 / 2)
+SHAPE = AgentShape(token_scale=1 / 32, time_scale=1)
 NUM_AGENTS = 192
 NUM_REPLICAS, NUM_ROUTERS = 4, 2
 # Times all devices, by the means of the shape; 4.0 in the counted time of a run, by its turns.
@@ -294,8 +294,8 @@ def main() -> None:
     )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
     parser.add_argument("--agents", type=int, default=NUM_AGENTS)
-    parser.add_argument("--warm-up-s", type=float, default=24.0, help="of each system")
-    parser.add_argument("--duration-s", type=float, default=36.0, help="of each system, counted")
+    parser.add_argument("--warm-up-s", type=float, default=48.0, help="of each system")
+    parser.add_argument("--duration-s", type=float, default=72.0, help="of each system, counted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--virtual-time", action="store_true", help="without a cluster")
     parser.add_argument("--out", type=Path, help="default: in tests/perf/results")
