@@ -18,7 +18,7 @@ from tests.perf.agents.simulated_cluster import run_in_virtual_time
 from tests.perf.cluster.paced_replica import PacedCopies
 from tests.perf.cluster.test_data_plane import plan
 
-OPTIONS = argparse.Namespace(agents=48, warm_up_s=6.0, duration_s=8.0, seed=1)
+OPTIONS = argparse.Namespace(agents=48, warm_up_s=12.0, duration_s=16.0, seed=1)
 
 
 def test_a_small_run_in_virtual_time_finds_what_routing_is_worth(monkeypatch, capsys):
