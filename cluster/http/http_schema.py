@@ -117,12 +117,34 @@ class RequestBody(Strict):
     refused: ClassVar[Mapping[str, Refused]]
 
 
-class GenerationBody(RequestBody):
-    """Fields that completions and chat completions share."""
+class RoutedBody(RequestBody):
+    """Fields of all requests that run on a replica, but for those of the Messages API."""
 
     model: str | None = Field(
         None, description="Name of the model. Default: the application's only model."
     )
+    prompt_cache_key: str | None = Field(
+        None,
+        description="A hint: requests with the same key are one session, which prefers one replica. Default: the "
+        "header X-Session-Id.",
+    )
+    cache_salt: str | None = Field(
+        None,
+        description="Cached prefixes are shared only between requests with the same salt (vLLM).",
+    )
+    priority: int | None = Field(
+        None, description="Requests with a smaller number are scheduled first (vLLM)."
+    )
+    timeout: float | None = Field(
+        None,
+        description="Seconds from the request's arrival. A request that has not finished by then ends with the error "
+        "deadline_exceeded (408). Default: the header X-Request-Timeout-Seconds, else no limit.",
+    )
+
+
+class GenerationBody(RoutedBody):
+    """Fields that completions and chat completions share."""
+
     max_tokens: int | None = Field(
         None, description="Most tokens to generate. Default: up to the model's maximum length."
     )
@@ -195,27 +217,10 @@ class GenerationBody(RequestBody):
     )
     stream: bool | None = Field(None, description="Server-sent events instead of one JSON object.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    cache_salt: str | None = Field(
-        None,
-        description="Cached prefixes are shared only between requests with the same salt (vLLM).",
-    )
-    prompt_cache_key: str | None = Field(
-        None,
-        description="A hint: requests with the same key are one session, which prefers one replica. Default: the "
-        "header X-Session-Id.",
-    )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
         None,
         description="A hint: with `24h`, the conversation's blocks are retained for `session.retain_s` seconds, "
         "however the answer ends; otherwise after a tool call only.",
-    )
-    priority: int | None = Field(
-        None, description="Requests with a smaller number are scheduled first (vLLM)."
-    )
-    timeout: float | None = Field(
-        None,
-        description="Seconds from the request's arrival. A request that has not finished by then ends with the error "
-        "deadline_exceeded (408). Default: the header X-Request-Timeout-Seconds, else no limit.",
     )
 
     def output_limit_tokens(self) -> int | None:

@@ -126,7 +126,7 @@ class TlsListener:
         except (CertificateError, ListenerError, OSError) as error:
             problem = str(error)
         except Exception as error:
-            # The listener must follow its routers whatever has happened.
+            # The listener follows its routers after any error.
             problem = repr(error)
         if problem and problem != self._problem:
             logger.error("the TLS listener stays as it is: %s", problem)

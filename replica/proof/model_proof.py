@@ -185,16 +185,16 @@ def _difference(output: ScoredOutput, model: torch.nn.Module, tolerance: float) 
     right = expected[np.arange(len(expected)), tokens[1:]]
     assert output.logprobs is not None
     num_prompt = len(output.prompt_token_ids)
-    # Where the engine tells no log-probability, the right one stands.
-    told = right.copy()
+    # Where the engine reports no log-probability, the right one stands.
+    reported = right.copy()
     for part in output.prompt_logprobs or ():
-        told[part.start - 1 : part.start - 1 + len(part.logprobs)] = part.logprobs
-    told[num_prompt - 1 :] = [entry.logprob for entry in output.logprobs]
+        reported[part.start - 1 : part.start - 1 + len(part.logprobs)] = part.logprobs
+    reported[num_prompt - 1 :] = [entry.logprob for entry in output.logprobs]
     # A NaN differs.
-    differs = ~(np.abs(told - right) <= tolerance)
+    differs = ~(np.abs(reported - right) <= tolerance)
     best = expected[num_prompt - 1 :].max(-1)
     differs[num_prompt - 1 :] |= right[num_prompt - 1 :] < best - tolerance
     if not differs.any():
         return None
     at = int(differs.argmax())
-    return f"the log-probability of token {at + 2} of {len(tokens)} is {told[at]:.3f} instead of {right[at]:.3f}"
+    return f"the log-probability of token {at + 2} of {len(tokens)} is {reported[at]:.3f} instead of {right[at]:.3f}"

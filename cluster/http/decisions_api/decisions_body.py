@@ -19,7 +19,7 @@ from quire.cluster.http.decisions_api.decision_questions import (
     parse_question,
     router_question,
 )
-from quire.cluster.http.http_schema import RequestBody, Strict
+from quire.cluster.http.http_schema import RoutedBody, Strict
 from quire.cluster.http.responses_api.input_items import (
     InputCall,
     InputCallOutput,
@@ -69,7 +69,7 @@ REFERENCES: tuple[type[Strict], ...] = (
 )
 
 
-class DecisionsRequest(RequestBody):
+class DecisionsRequest(RoutedBody):
     """Body of POST /v1/decisions."""
 
     path: ClassVar[str] = "/v1/decisions"
@@ -79,9 +79,6 @@ class DecisionsRequest(RequestBody):
         "tools": Refused("decisions call no tools", ([],)),
     }
 
-    model: str | None = Field(
-        None, description="Name of the model. Default: the application's only model."
-    )
     input: str | Objects = Field(
         description="What the questions are about: a text, or the items of a conversation, oldest first. Parts of type "
         "`input_json` are read as text.",
@@ -91,21 +88,6 @@ class DecisionsRequest(RequestBody):
         description=f"1 to {MAX_QUESTIONS} questions, with at most {MAX_REPLIES_IN_ALL} allowed answers in all. The "
         "answers have their order.",
         json_schema_extra=_QUESTIONS_SCHEMA,
-    )
-    prompt_cache_key: str | None = Field(
-        None, description="A hint: requests with the same key prefer the same replica."
-    )
-    cache_salt: str | None = Field(
-        None,
-        description="Cached prefixes are shared only between requests with the same salt (vLLM).",
-    )
-    priority: int | None = Field(
-        None, description="Requests with a smaller number are scheduled first (vLLM)."
-    )
-    timeout: float | None = Field(
-        None,
-        description="Seconds from the request's arrival until it ends with the error deadline_exceeded (408). Default: "
-        "the header X-Request-Timeout-Seconds, else no limit (an extension).",
     )
 
     def router_names(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quire.cluster.api_common import structured_output
-from quire.cluster.http.http_schema import RequestBody, Strict
+from quire.cluster.http.http_schema import RoutedBody, Strict
 from quire.cluster.http.http_tools import allows_parallel_calls
 from quire.cluster.http.responses_api.input_items import ITEMS, InputText, to_messages
 from quire.cluster.http.responses_api.response_tools import (
@@ -147,15 +147,12 @@ REFERENCES: tuple[type[Strict], ...] = (
 )
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(RoutedBody):
     """Body of POST /v1/responses."""
 
     path: ClassVar[str] = "/v1/responses"
     refused: ClassVar[Mapping[str, Refused]] = REFUSED
 
-    model: str | None = Field(
-        None, description="Name of the model. Default: the application's only model."
-    )
     input: str | Objects = Field(
         description="A text of the user, or the items of the conversation, oldest first.",
         json_schema_extra=_ITEMS_SCHEMA,
@@ -205,26 +202,9 @@ class ResponsesRequest(RequestBody):
     client_metadata: dict[str, Any] | None = Field(
         None, description="Accepted and ignored (Codex)."
     )
-    prompt_cache_key: str | None = Field(
-        None,
-        description="A hint: requests with the same key are one session, which prefers one replica. Default: the "
-        "header X-Session-Id.",
-    )
     seed: int | None = Field(
         None,
         description="The same input, parameters and seed give the same tokens. Default: random (an extension).",
-    )
-    cache_salt: str | None = Field(
-        None,
-        description="Cached prefixes are shared only between requests with the same salt (vLLM).",
-    )
-    priority: int | None = Field(
-        None, description="Requests with a smaller number are scheduled first (vLLM)."
-    )
-    timeout: float | None = Field(
-        None,
-        description="Seconds from the request's arrival until it ends with the error deadline_exceeded (408). Default: "
-        "the header X-Request-Timeout-Seconds, else no limit (an extension).",
     )
 
     def router_names(self) -> dict[str, str]:
