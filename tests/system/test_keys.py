@@ -6,9 +6,11 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import ssl
+import string
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +45,8 @@ def secrets(tmp_path_factory) -> dict[str, str]:
         made[right], digest = new_key()
         entry = {"sha256": digest, "name": right, "tenant": "team-a", "rights": [right]}
         entries.append(entry)
+    made["other tenant"], digest = new_key()
+    entries.append({"sha256": digest, "name": "other", "tenant": "team-b", "rights": ["generate"]})
     path.write_text(json.dumps({"keys": entries}))
     return made
 
@@ -291,6 +295,42 @@ def test_no_prompt_and_no_key_is_written(keyed, secrets, tmp_path):
     )
     text = metrics.text + keyed.ray_metrics()
     assert metrics.is_success and not [word for word in words if word.decode() in text]
+
+
+def test_times_do_not_tell_what_another_tenant_has_sent(keyed, secrets):
+    """Who compares the times of two prompts finds the own cached one, and guesses at another tenant's."""
+    words, rounds = random.Random(0), 24
+    seen_is_faster = own_is_faster = 0
+    with httpx.Client(timeout=60) as client:
+
+        def ask(key: str, prompt: str) -> tuple[float, int]:
+            """Return seconds and cached tokens."""
+            body = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True}
+            headers = {"authorization": f"Bearer {secrets[key]}"}
+            began = time.perf_counter()
+            answer = client.post(f"{keyed.url}/v1/completions", json=body, headers=headers)
+            took_s = time.perf_counter() - began
+            usage = answer.raise_for_status().json()["usage"]
+            assert usage["prompt_tokens"] > 1000
+            return took_s, usage["prompt_tokens_details"]["cached_tokens"]
+
+        for turn in range(rounds):
+            sent, unsent = (
+                " ".join("".join(words.choices(string.ascii_lowercase, k=4)) for _ in range(500))
+                for _ in range(2)
+            )
+            assert ask("generate", sent)[1] == 0
+            pair = [sent, unsent] if turn % 2 else [unsent, sent]
+            took = {prompt: ask("other tenant", prompt) for prompt in pair}
+            assert [cached for _, cached in took.values()] == [0, 0]
+            seen_is_faster += took[sent][0] < took[unsent][0]
+            own_s, cached = ask("generate", sent)
+            assert cached > 900
+            own_is_faster += own_s < took[unsent][0]
+    print(f"of {rounds} pairs: own prompt faster {own_is_faster}, the other's {seen_is_faster}")
+    assert own_is_faster >= rounds - 4
+    # A fair coin is outside of these bounds in 3 of 10,000 runs.
+    assert 4 <= seen_is_faster <= rounds - 4
 
 
 # --------------------------------------------------------------------------------------------------
