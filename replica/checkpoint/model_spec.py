@@ -47,7 +47,8 @@ _LEFT_OUT = (
 _CHOICE = "_implementation"  # of attention, of experts: some are kernels of the hub
 # Values of entries that make attention bidirectional.
 _NOT_CAUSAL = {"use_bidirectional_attention": True, "is_causal": False}
-# Names of the longest context in configurations of transformers.
+# Names of the feed-forward width and of the longest context in configurations of transformers.
+_INTERMEDIATE_SIZES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 
 
@@ -247,8 +248,8 @@ def _entry(config: PretrainedConfig, name: str) -> Any:
 
 def _intermediate_size(config: PretrainedConfig) -> int:
     """Return the width of the feed-forward layers, for the memory of a step. Default: four times the hidden size."""
-    size = _entry(config, "intermediate_size")
-    return size if isinstance(size, int) else 4 * config.hidden_size
+    sizes = (_entry(config, name) for name in _INTERMEDIATE_SIZES)
+    return next((size for size in sizes if isinstance(size, int)), 4 * config.hidden_size)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -1,8 +1,8 @@
 """Paged attention, registered with transformers as `quire_paged`.
 
-The decoder is called as ``decoder(input_ids[1, T], position_ids[1, T], use_cache=False, quire=StepContext)``.
-transformers passes unknown keywords on to the attention function, so the step's metadata reaches it without global
-state and without a mask.
+The decoder is called by `run_decoder`. transformers passes unknown keywords on to the attention function, so the step's
+metadata reaches it without global state and without a mask. Some classes lose keywords on the way. Therefore each
+attention module also has the model's `CurrentStep`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention, Plan
 from quire.replica.device.kv_pool import KVPool
@@ -122,6 +123,30 @@ class StepContext:
         )
 
 
+@dataclass(slots=True)
+class CurrentStep:
+    """The step that a model computes; shared by its modules."""
+
+    context: StepContext | None = None
+
+
+def share_step(model: nn.Module) -> None:
+    """Give a model's modules one `CurrentStep`, as their attribute `quire_step`."""
+    step = CurrentStep()
+    for module in model.modules():
+        module.quire_step = step  # type: ignore[assignment]
+
+
+def run_decoder(
+    decoder: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, context: StepContext
+) -> torch.Tensor:
+    """Return hidden states [1, T, hidden] of token ids and positions, [1, T] int64 each."""
+    decoder.quire_step.context = context
+    return decoder(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, quire=context
+    ).last_hidden_state
+
+
 def paged_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -130,7 +155,7 @@ def paged_forward(
     attention_mask: None,
     *,
     scaling: float,
-    quire: StepContext,
+    quire: StepContext | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: object,
@@ -150,10 +175,11 @@ def paged_forward(
     -------
     [1, T, heads, head_dim], and None for the attention weights.
     """
-    layer, pool = module.layer_idx, quire.pool
+    step = module.quire_step.context if quire is None else quire
+    layer, pool = module.layer_idx, step.pool
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
-    pool.write(layer, k, v, quire.write_rows(pool.group_of(layer)))
-    out = quire.attend(layer, q, scaling, softcap, s_aux)
+    pool.write(layer, k, v, step.write_rows(pool.group_of(layer)))
+    out = step.attend(layer, q, scaling, softcap, s_aux)
     return out[None], None
 
 

@@ -38,6 +38,8 @@ _MAX_PARAMETERS = 20_000_000
 # Largest difference of two log-probabilities. Sums in another order make 1e-4 in float32, a wrong layer 0.01 and more.
 _TOLERANCE = {"cpu": 2e-3, "cuda": 1e-2}
 
+_OTHER_ATTENTION = "{} does not compute all its attention through transformers' attention interface"
+
 
 class ScoredOutput(Protocol):
     """The part of `offline.RequestOutput` that a proof uses."""
@@ -64,7 +66,8 @@ StartEngine = Callable[..., AbstractContextManager[TinyEngine]]
 
 def tiny_entries(spec: ModelSpec, num_positions: int = NUM_POSITIONS) -> dict[str, Any]:
     """Return config.json of the tiny model of a checkpoint's class, with a context of `num_positions` tokens."""
-    entries = tiny_config(build_config(spec.raw_config).to_dict(), num_positions)
+    config = build_config(spec.raw_config)
+    entries = tiny_config(config.to_dict(), num_positions, config.attribute_map)
     return {**entries, "architectures": [spec.architecture]}
 
 
@@ -90,7 +93,7 @@ def find_difference(entries: dict[str, Any], device: str, start: StartEngine) ->
         longest = max(_LENGTHS) + _NEW_TOKENS
         # Too few blocks for all prompts at a time, so that some are preempted.
         blocks = sequence_blocks(spec.groups, longest, _CHUNK, _BLOCK_SIZE) * 3 // 2
-        engine = start(
+        options: dict[str, Any] = dict(
             model=str(folder),
             device=device,
             dtype="float32",
@@ -103,8 +106,16 @@ def find_difference(entries: dict[str, Any], device: str, start: StartEngine) ->
             cpu_offload_gib=0,
             cuda_graphs="off",
         )
-        with engine as running:
-            return _compare(running, model, _TOLERANCE[device])
+        try:
+            with start(**options) as running:
+                difference = _compare(running, model, _TOLERANCE[device])
+        except Exception as error:
+            if not model._supports_attention_backend:
+                raise CheckpointError(_OTHER_ATTENTION.format(spec.architecture)) from error
+            raise
+        if difference is not None and not model._supports_attention_backend:
+            return _OTHER_ATTENTION.format(spec.architecture)
+        return difference
 
 
 def save_random_model(entries: dict[str, Any], folder: Path) -> torch.nn.Module:

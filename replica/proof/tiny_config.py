@@ -7,6 +7,7 @@ chosen. It does not show whether large sizes work.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 # Sizes by the names that transformers' configurations have for them. A name that a configuration lacks is skipped.
@@ -49,7 +50,11 @@ _MAX_EXPERTS = 8
 _MAX_HEADS_PER_GROUP = 8
 
 
-def tiny_config(config: dict[str, Any], num_positions: int = NUM_POSITIONS) -> dict[str, Any]:
+def tiny_config(
+    config: dict[str, Any],
+    num_positions: int = NUM_POSITIONS,
+    own_names: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Return the entries of a tiny model's configuration.
 
     Parameters
@@ -58,8 +63,12 @@ def tiny_config(config: dict[str, Any], num_positions: int = NUM_POSITIONS) -> d
         All entries of the checkpoint's configuration, `PretrainedConfig.to_dict()`; unchanged.
     num_positions
         Longest context of the tiny model.
+    own_names
+        The class's own names of entries by their usual names, `PretrainedConfig.attribute_map`.
     """
-    tiny = copy.deepcopy(config)
+    own_names = own_names or {}
+    usual_names = {own: usual for usual, own in own_names.items()}
+    tiny = {usual_names.get(name, name): copy.deepcopy(value) for name, value in config.items()}
     _set_layers(tiny)
     _set_heads(tiny)
     _set_experts(tiny)
@@ -78,7 +87,7 @@ def tiny_config(config: dict[str, Any], num_positions: int = NUM_POSITIONS) -> d
             tiny[name] = token
     tiny["dtype"] = "float32"
     tiny.pop("torch_dtype", None)
-    return tiny
+    return {own_names.get(name, name): value for name, value in tiny.items()}
 
 
 def _set_layers(tiny: dict[str, Any]) -> None:
@@ -132,7 +141,12 @@ def _set_heads(tiny: dict[str, Any]) -> None:
     is_other = isinstance(head_dim, int) and head_dim * heads != hidden
     if isinstance(head_dim, int):
         tiny["head_dim"] = small
+    if isinstance(tiny.get("rotary_dim"), int):
+        tiny["rotary_dim"] = min(small, tiny["rotary_dim"] * small * heads // hidden // 2 * 2)
     tiny["hidden_size"] = few * group * small * (2 if is_other else 1)
+    if tiny.get("word_embed_proj_dim") is not None:
+        is_projected = tiny["word_embed_proj_dim"] != hidden
+        tiny["word_embed_proj_dim"] = tiny["hidden_size"] // (2 if is_projected else 1)
     if isinstance(tiny.get("query_pre_attn_scalar"), int | float):
         tiny["query_pre_attn_scalar"] = small + 4
 

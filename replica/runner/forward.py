@@ -11,7 +11,7 @@ from torch import nn
 from quire.kernels.attention.paged_attention import PagedAttention
 from quire.replica.core.step_plan import PromptTargets
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.attention import StepContext
+from quire.replica.model.attention import StepContext, run_decoder, share_step
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedNorm, Product
 from quire.replica.model.gpu_step_context import GpuStepContext
 from quire.replica.model.output_head import split_model
@@ -43,6 +43,7 @@ class Forward:
         max_logits_rows: int,
     ):
         self._decoder, self._head = split_model(model)
+        share_step(self._decoder)
         self._pool = pool
         self._attentions = attentions
         self._max_logits_rows = max_logits_rows
@@ -87,8 +88,7 @@ class Forward:
     def _run_decoder(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: StepContext
     ) -> torch.Tensor:
-        given = dict(input_ids=token_ids[None], position_ids=positions[None])
-        return self._decoder(**given, use_cache=False, quire=context).last_hidden_state[0]
+        return run_decoder(self._decoder, token_ids[None], positions[None], context)[0]
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Tensors that every forward pass reads, by name, except the KV pool."""

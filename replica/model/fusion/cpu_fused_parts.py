@@ -36,6 +36,11 @@ class PackedProduct(Product):
         bias = merged_bias(parts)
         self.bias = None if bias is None else self.packed.pad_bias(bias)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out_features, in_features], unpacked at each access, for routers that read it themselves."""
+        return self.packed.unpack()[: self.out_features]
+
     def quantize(self) -> bool:
         """Convert bfloat16 weights to int8; return False if dtype or shape does not allow it."""
         if self.packed.dtype != torch.bfloat16 or self.in_features % 4:

@@ -15,7 +15,7 @@ from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.attention import StepContext
+from quire.replica.model.attention import StepContext, run_decoder, share_step
 
 MAX_TOKENS = 5
 _SEED = 0
@@ -105,7 +105,8 @@ class TrialPass:
         """Return hidden states [1, tokens, hidden]. Defaults: the model's decoder, new random input."""
         decoder = self._decoder if decoder is None else decoder
         given = self.input() if given is None else given
-        return decoder(**given, use_cache=False, quire=context).last_hidden_state
+        share_step(decoder)
+        return run_decoder(decoder, context=context, **given)
 
     def normal(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Return normal random values with shape, dtype and device of another tensor."""

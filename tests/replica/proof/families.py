@@ -16,6 +16,7 @@ _STATED = {
     "head_dim": 64,
     "n_shared_experts": 1,
     "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
     "eos_token_id": 2,
     "bos_token_id": 1,
 }

@@ -21,6 +21,9 @@ start = functools.partial(Engine, prove=False, num_threads=1)
 SERVED = (
     *("llama", "gemma2", "gpt_oss", "mixtral", "glm4_moe", "cohere2", "phi", "granitemoeshared"),
     *("exaone4", "ernie4_5_moe", "olmo3", "starcoder2", "gemma"),
+    # Learned positions, sizes of other names; a decoder within the base model; keywords that do not reach attention;
+    # interleaved rotation, two norms and one residual; a router that reads its weight itself.
+    *("gpt2", "opt", "stablelm", "gptj", "gpt_neox", "hunyuan_v1_moe"),
 )
 
 
@@ -48,6 +51,14 @@ def test_a_class_that_computes_something_else_is_refused(tmp_path, model_type, c
     spec = spec_of(tmp_path, model_type, **changes)
     difference = find_difference(tiny_entries(spec), "cpu", start)
     assert difference is not None and "log-probability of token" in difference
+
+
+def test_a_class_with_an_attention_of_its_own_is_refused_by_this_reason(tmp_path):
+    """XGLM computes attention itself, so the engine's is never called; GPT-Neo cannot be made with another one."""
+    reason = "does not compute all its attention through transformers' attention interface"
+    assert reason in str(find_difference(tiny_entries(spec_of(tmp_path, "xglm")), "cpu", start))
+    with pytest.raises(CheckpointError, match=reason):
+        find_difference(tiny_entries(spec_of(tmp_path, "gpt_neo")), "cpu", start)
 
 
 def test_cached_prompts_forks_and_preemption_are_part_of_the_proof(tmp_path):
