@@ -134,7 +134,7 @@ def share_step(model: nn.Module) -> None:
     """Give a model's modules one `CurrentStep`, as their attribute `quire_step`."""
     step = CurrentStep()
     for module in model.modules():
-        module.quire_step = step  # type: ignore[assignment]
+        module.quire_step = step
 
 
 def run_decoder(
