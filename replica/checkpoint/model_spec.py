@@ -20,7 +20,7 @@ from quire.protos.unique_keys import parse_json
 from quire.replica.checkpoint import fp8_checkpoint
 from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
 from quire.replica.checkpoint.rope_types import check_rope_types
-from quire.replica.kv_cache.groups import LayerGroup, group_layers
+from quire.replica.kv_cache.groups import LayerGroup, LayerKind, group_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -70,8 +70,7 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int  # longest context, with RoPE scaling
-    # Per layer: number of keys that a query sees, including its own; None: all.
-    windows: tuple[int | None, ...]
+    kinds: tuple[LayerKind, ...]  # of each layer
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
     temperature: float | None = None  # default in generation_config.json, if any
@@ -81,8 +80,13 @@ class ModelSpec:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers with equal window and KV shape: full-attention and sliding-window layer groups."""
-        return group_layers([(w, None, self.num_kv_heads, self.head_dim) for w in self.windows])
+        """Groups of layers of one kind, full-attention groups first."""
+        return group_layers(self.kinds)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Number of keys that a query sees in each layer, its own included; None: all."""
+        return tuple(kind.window for kind in self.kinds)
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> ModelSpec:
@@ -109,6 +113,8 @@ class ModelSpec:
         _check_rope(config)
         _check_names(config)
         heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         generation = read_json(path / "generation_config.json", optional=True)
         top_k = generation.get("top_k")
         spec = cls(
@@ -119,11 +125,14 @@ class ModelSpec:
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
             num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
             vocab_size=config.vocab_size,
             max_position_embeddings=_max_context(config),
-            windows=_windows(config),
+            kinds=tuple(
+                LayerKind(window=window, num_kv_heads=kv_heads, head_dim=head_dim)
+                for window in _windows(config)
+            ),
             eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
             checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             temperature=generation.get("temperature"),
@@ -329,9 +338,9 @@ def _check_sizes(spec: ModelSpec) -> None:
             f"config.json: num_attention_heads {spec.num_heads} is not a multiple of "
             f"num_key_value_heads {spec.num_kv_heads}"
         )
-    if len(spec.windows) != spec.num_layers:
+    if len(spec.kinds) != spec.num_layers:
         raise CheckpointError(
-            f"config.json: layer_types has {len(spec.windows)} entries for {spec.num_layers} layers"
+            f"config.json: layer_types has {len(spec.kinds)} entries for {spec.num_layers} layers"
         )
     if spec.checkpoint_dtype not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(

@@ -15,7 +15,7 @@ layers leaves a part of each of its blocks unused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -27,17 +27,19 @@ Positions = TypeVar("Positions", int, np.ndarray)
 _MAX_PADDING = 1 / 8
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers of one kind: the keys that their queries see, and the shape of their keys and values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """What a layer's queries see, and the shape of its keys and values. Layers of one kind can share block ids."""
 
-    layers: tuple[int, ...] = ()
-    num_kv_heads: int = 1
-    head_dim: int = 1
     # Number of keys that a query sees, its own included; None: no window.
     window: int | None = None
     # Positions are cut into chunks of this length, and a query sees keys of its own chunk only; None: no chunks.
     chunk: int | None = None
+    num_kv_heads: int = 1
+    # Elements of a key.
+    head_dim: int = 1
+    # Elements of a value; None: as many as a key has.
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk"):
@@ -71,20 +73,25 @@ class LayerGroup:
         return min(whole, -(-(reach - 1 + step_tokens + block_size - 1) // block_size))
 
 
+@dataclass(frozen=True, slots=True)
+class LayerGroup(LayerKind):
+    """Layers of one kind that share block ids."""
+
+    layers: tuple[int, ...] = ()
+
+
 FULL_ATTENTION = LayerGroup()
 
 
-def group_layers(
-    kinds: Sequence[tuple[int | None, int | None, int, int]],
-) -> tuple[LayerGroup, ...]:
+def group_layers(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
     """Cut a model's layers into groups, full-attention groups first.
 
     Parameters
     ----------
     kinds
-        (window, chunk, KV heads, head size) of each layer.
+        Kind of each layer.
     """
-    layers: dict[tuple[int | None, int | None, int, int], list[int]] = {}
+    layers: dict[LayerKind, list[int]] = {}
     for layer, kind in enumerate(kinds):
         layers.setdefault(kind, []).append(layer)
     counts = [len(members) for members in layers.values()]
@@ -98,8 +105,8 @@ def group_layers(
         if padded(width) <= len(kinds) * (1 + _MAX_PADDING)
     )
     groups = [
-        LayerGroup(tuple(members[start : start + width]), heads, head_dim, window, chunk)
-        for (window, chunk, heads, head_dim), members in layers.items()
+        LayerGroup(tuple(members[start : start + width]), **asdict(kind))
+        for kind, members in layers.items()
         for start in range(0, len(members), width)
     ]
     return tuple(sorted(groups, key=lambda group: not group.is_full))

@@ -15,6 +15,7 @@ from quire.replica.core.step_plan import StepResult
 from quire.replica.kv_cache.groups import (
     FULL_ATTENTION,
     LayerGroup,
+    LayerKind,
     group_layers,
     max_sequence_tokens,
     sequence_blocks,
@@ -28,14 +29,18 @@ CONFIG = small_config(
 )
 
 
-def layout(windows, **shape):
-    kinds = [(w, None, 2, 16) for w in windows]
+def kind(**changes):
+    return LayerKind(**{"num_kv_heads": 2, "head_dim": 16} | changes)
+
+
+def layout(windows):
+    kinds = [kind(window=w) for w in windows]
     return [(group.window, len(group.layers)) for group in group_layers(kinds)]
 
 
 def test_layers_of_one_kind_are_one_group():
-    (group,) = group_layers([(7, None, 2, 16)] * 5)
-    assert group == LayerGroup((0, 1, 2, 3, 4), 2, 16, window=7)
+    (group,) = group_layers([kind(window=7)] * 5)
+    assert group == LayerGroup((0, 1, 2, 3, 4), num_kv_heads=2, head_dim=16, window=7)
 
 
 def test_kinds_of_equal_number_are_two_groups_full_attention_first():
@@ -49,10 +54,11 @@ def test_a_rare_kind_sets_the_width():
 
 
 def test_layers_of_different_shape_are_in_different_groups():
-    groups = group_layers([(None, None, 2, 16), (None, None, 4, 16), (None, 32, 2, 16)])
+    groups = group_layers([kind(), kind(num_kv_heads=4), kind(chunk=32), kind(value_dim=8)])
     assert [(g.layers, g.num_kv_heads, g.chunk) for g in groups] == [
         ((0,), 2, None),
         ((1,), 4, None),
+        ((3,), 2, None),
         ((2,), 2, 32),
     ]
 
