@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def check_rope_types(config: Any) -> None:

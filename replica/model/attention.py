@@ -152,7 +152,8 @@ def paged_forward(
     """
     layer, pool = module.layer_idx, quire.pool
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
-    pool.write(layer, k, v, quire.write_rows(pool.group_of(layer)))
+    if pool.stores(layer):
+        pool.write(layer, k, v, quire.write_rows(pool.group_of(layer)))
     out = quire.attend(layer, q, scaling, softcap, s_aux)
     return out[None], None
 

@@ -9,11 +9,19 @@ from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
+class _Output(MoeModelOutputWithPast):
+    """A decoder's output. Fields that only some classes have are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _Identity(nn.Module):
     """Replaces the decoder in the head; returns its input."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, inputs_embeds: torch.Tensor, **_: object) -> _Output:
+        return _Output(last_hidden_state=inputs_embeds)
 
 
 def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:

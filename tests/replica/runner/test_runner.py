@@ -393,6 +393,23 @@ def test_groups_of_different_shapes_share_blocks_of_equal_bytes():
     torch.testing.assert_close(out, expected)
 
 
+def test_a_layer_that_reads_another_has_its_pages_and_scales():
+    """The block is as large as that of the stored layers alone."""
+    shape = dict(num_kv_heads=2, head_dim=16)
+    group = LayerGroup((0, 2), readers=((3, 2), (4, 0)), **shape)
+    scales = {2: (torch.tensor([2.0, 3.0]), torch.tensor([4.0, 5.0]))}
+    pool = KVPool(3, [group], 8, torch.float8_e4m3fn, scales=scales)
+    assert (
+        pool.data.shape[1] == KVPool(3, [LayerGroup((0, 2), **shape)], 8, torch.int8).data.shape[1]
+    )
+    for layer, source in group.readers:
+        assert pool.stores(source) and not pool.stores(layer)
+        assert pool.group_of(layer) == pool.group_of(source)
+        assert pool.keys(layer).data_ptr() == pool.keys(source).data_ptr()
+        assert pool.values(layer).data_ptr() == pool.values(source).data_ptr()
+        assert pool.scales(layer) is pool.scales(source)
+
+
 def test_copy_blocks_runs_in_order():
     pool = KVPool(3, [LayerGroup((0,), num_kv_heads=1, head_dim=16)], 8, torch.float32)
     pool.data[0] = 1.0
