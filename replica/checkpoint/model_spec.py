@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quire.protos.unique_keys import parse_json
 from quire.replica.checkpoint import fp8_checkpoint
 from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
-from quire.replica.checkpoint.rope_types import check_rope_types
+from quire.replica.checkpoint.rope_types import check_rope_types, short_context
 from quire.replica.kv_cache.groups import LayerGroup, LayerKind, group_layers
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class ModelSpec:
     head_dim: int  # largest of a layer
     vocab_size: int
     max_position_embeddings: int  # longest context, with RoPE scaling
+    # Longest context in which `longrope` has its short factors; None: RoPE does not depend on the context.
+    short_context: int | None
     kinds: tuple[LayerKind, ...]  # of each layer
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
@@ -129,6 +131,7 @@ class ModelSpec:
             head_dim=max((kind.head_dim for kind in kinds), default=0),
             vocab_size=config.vocab_size,
             max_position_embeddings=_max_context(config),
+            short_context=short_context(config),
             kinds=kinds,
             eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
             checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),

@@ -49,6 +49,8 @@ _MIN_LAYERS = 3
 _MAX_LAYERS = 16
 _MAX_EXPERTS = 8
 _MAX_HEADS_PER_GROUP = 8
+# Of `longrope`: shorter than a prompt and its output.
+_SHORT_CONTEXT = 16
 
 
 def tiny_config(config: dict[str, Any], num_positions: int = NUM_POSITIONS) -> dict[str, Any]:
@@ -182,6 +184,15 @@ def _set_experts(tiny: dict[str, Any]) -> None:
         tiny["n_group"], tiny["topk_group"] = 2, 1
 
 
+def _shorten_factors(entry: dict[str, Any], tiny: dict[str, Any]) -> None:
+    """Keep as many factors of `longrope` as there are frequencies, from the first to the last."""
+    head_dim = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+    count = int(head_dim * entry.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        factors = entry[name]
+        entry[name] = [factors[i * len(factors) // count] for i in range(count)]
+
+
 def _set_positions(tiny: dict[str, Any], num_positions: int) -> None:
     """Shorten the context, and the trained context within it by the same factor."""
     stated = next(
@@ -195,7 +206,14 @@ def _set_positions(tiny: dict[str, Any], num_positions: int) -> None:
         return
     for entry in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
         trained = entry.get("original_max_position_embeddings")
-        if isinstance(trained, int):
+        if entry.get("rope_type") == "longrope":
+            # The proof's prompts have the long factors, unless no context of the checkpoint has them.
+            short = num_positions if trained >= stated else _SHORT_CONTEXT
+            entry["original_max_position_embeddings"] = short
+            if "original_max_position_embeddings" in tiny:
+                tiny["original_max_position_embeddings"] = short
+            _shorten_factors(entry, tiny)
+        elif isinstance(trained, int):
             entry["original_max_position_embeddings"] = max(
                 8, num_positions * trained // max(stated, 1)
             )

@@ -198,8 +198,8 @@ def test_rope_scaling_lengthens_the_context(checkpoint, rope, tokens):
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         (dict(is_causal=False), "is_causal is false"),
         (
-            dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope type 'dynamic'",
+            dict(rope_parameters={"rope_type": "unheard_of", "rope_theta": 1e4, "factor": 2.0}),
+            "rope type 'unheard_of'",
         ),
         (dict(num_key_value_heads=3), "num_attention_heads 4 .* num_key_value_heads 3"),
         (dict(dtype="float64"), "float64"),
