@@ -195,7 +195,7 @@ def _shorten_factors(entry: dict[str, Any], tiny: dict[str, Any]) -> None:
 
 def _set_positions(tiny: dict[str, Any], num_positions: int) -> None:
     """Shorten the context, and the trained context within it by the same factor."""
-    stated = next(
+    stated: int = next(
         (tiny[name] for name in _MAX_POSITIONS if isinstance(tiny.get(name), int)), num_positions
     )
     for name in _MAX_POSITIONS:
@@ -208,7 +208,8 @@ def _set_positions(tiny: dict[str, Any], num_positions: int) -> None:
         trained = entry.get("original_max_position_embeddings")
         if entry.get("rope_type") == "longrope":
             # The proof's prompts have the long factors, unless no context of the checkpoint has them.
-            short = num_positions if trained >= stated else _SHORT_CONTEXT
+            is_short = trained is None or trained >= stated
+            short = num_positions if is_short else _SHORT_CONTEXT
             entry["original_max_position_embeddings"] = short
             if "original_max_position_embeddings" in tiny:
                 tiny["original_max_position_embeddings"] = short
