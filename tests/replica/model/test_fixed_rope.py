@@ -28,9 +28,17 @@ LONGROPE = dict(
 NUM_SHORT, STEPS = 64, 6
 
 
-def build(folder: Path, **changes: object) -> Path:
-    rope = dict(rope_parameters=LONGROPE | changes, original_max_position_embeddings=NUM_SHORT)
-    return model_zoo.build("phi3", folder, **rope)
+def build(folder: Path, name: str = "phi3", **changes: object) -> Path:
+    """A model with `longrope`: in all layers, or in the full-attention layers of Gemma 3, whose heads have 24."""
+    rope: dict[str, object] = LONGROPE | changes
+    if name == "phi3":
+        options = dict(rope_parameters=rope, original_max_position_embeddings=NUM_SHORT)
+    else:
+        factors = dict(short_factor=SHORT * 2, long_factor=LONG * 2, partial_rotary_factor=1.0)
+        rope |= factors | dict(original_max_position_embeddings=NUM_SHORT, factor=8.0)
+        local = dict(rope_type="default", rope_theta=1e4)
+        options = dict(rope_parameters=dict(full_attention=rope, sliding_attention=local))
+    return model_zoo.build(name, folder, **options)
 
 
 def logits_and_tokens(path: Path, lengths: tuple[int, ...], **config: object):
@@ -59,17 +67,18 @@ def assert_same(path: Path, found) -> None:
 
 
 @pytest.mark.parametrize(
-    "max_model_len, lengths",
+    "name, max_model_len, lengths",
     [
         # The last sequence ends with the last position of the short factors.
-        (NUM_SHORT, (5, 40, NUM_SHORT - STEPS)),
-        (128, (NUM_SHORT + 1, 100, 90)),
+        ("phi3", NUM_SHORT, (5, 40, NUM_SHORT - STEPS)),
+        ("phi3", 128, (NUM_SHORT + 1, 100, 90)),
+        ("gemma3", 128, (NUM_SHORT + 1, 90)),
     ],
 )
 def test_longrope_gives_what_generate_gives_on_one_side_of_the_switch(
-    tmp_path, max_model_len, lengths
+    tmp_path, name, max_model_len, lengths
 ):
-    path = build(tmp_path)
+    path = build(tmp_path, name)
     assert_same(path, logits_and_tokens(path, lengths, max_model_len=max_model_len))
 
 
