@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+# The proof of a class (`replica/proof/`) has heads of 16 or 32.
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)
 MAX_GROUP = 16
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import threading
 import time
 import weakref
@@ -51,6 +52,8 @@ MAX_FAILED_STEPS = 3
 TYPICAL_LEN = 2048
 T = TypeVar("T")
 Prompt = str | Sequence[int]
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -102,6 +105,14 @@ class Engine:
 
         runtime = load_runtime(args, self.startup_s, check)
         self.config: EngineConfig = runtime.config
+        short = runtime.spec.short_context
+        if prove and short is not None and self.config.max_model_len > short:
+            logger.warning(
+                "max_model_len %d exceeds original_max_position_embeddings %d: all sequences get the long factors of "
+                "longrope, also those for which transformers uses the short factors",
+                self.config.max_model_len,
+                short,
+            )
         self.checkpoint: Path = runtime.checkpoint
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         scheduler = Scheduler(self.config)

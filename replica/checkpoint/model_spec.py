@@ -12,6 +12,7 @@ checks that the class which it will choose is the one in `architectures`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from quire.protos.unique_keys import parse_json
 from quire.replica.checkpoint import fp8_checkpoint
 from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
-from quire.replica.checkpoint.rope_types import check_rope_types
-from quire.replica.kv_cache.groups import LayerGroup, group_layers
+from quire.replica.checkpoint.rope_types import check_rope_types, short_context
+from quire.replica.kv_cache.groups import LayerGroup, LayerKind, group_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,12 +68,13 @@ class ModelSpec:
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # most of a layer
+    head_dim: int  # largest of a layer
     vocab_size: int
     max_position_embeddings: int  # longest context, with RoPE scaling
-    # Per layer: number of keys that a query sees, including its own; None: all.
-    windows: tuple[int | None, ...]
+    # Longest context in which `longrope` has its short factors; None: RoPE does not depend on the context.
+    short_context: int | None
+    kinds: tuple[LayerKind, ...]  # of each layer
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
     temperature: float | None = None  # default in generation_config.json, if any
@@ -82,8 +84,13 @@ class ModelSpec:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers with equal window and KV shape: full-attention and sliding-window layer groups."""
-        return group_layers([(w, None, self.num_kv_heads, self.head_dim) for w in self.windows])
+        """Groups of layers of one kind, full-attention groups first."""
+        return group_layers(self.kinds)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Number of keys that a query sees in each layer, its own included; None: all."""
+        return tuple(kind.window for kind in self.kinds)
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> ModelSpec:
@@ -110,6 +117,7 @@ class ModelSpec:
         _check_rope(config)
         _check_names(config)
         heads = config.num_attention_heads
+        kinds = _kinds(config)
         generation = read_json(path / "generation_config.json", optional=True)
         top_k = generation.get("top_k")
         spec = cls(
@@ -120,11 +128,12 @@ class ModelSpec:
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
             num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            num_kv_heads=max((kind.num_kv_heads for kind in kinds), default=0),
+            head_dim=max((kind.head_dim for kind in kinds), default=0),
             vocab_size=config.vocab_size,
             max_position_embeddings=_max_context(config),
-            windows=_windows(config),
+            short_context=short_context(config),
+            kinds=kinds,
             eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
             checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             temperature=generation.get("temperature"),
@@ -252,19 +261,55 @@ def _intermediate_size(config: PretrainedConfig) -> int:
     return next((size for size in sizes if isinstance(size, int)), 4 * config.hidden_size)
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
+def _kinds(config: Any) -> tuple[LayerKind, ...]:
+    """Return each layer's kind. transformers has a configuration of each layer, for entries that differ."""
+    layers = [config] * config.num_hidden_layers
+    if config.is_heterogeneous:
+        layers = list(config.per_layer_config)
     types = getattr(config, "layer_types", None)
     if types is None:
         types = [
-            "full_attention" if window is None else "sliding_attention"
-        ] * config.num_hidden_layers
+            "full_attention"
+            if getattr(layer, "sliding_window", None) is None
+            else "sliding_attention"
+            for layer in layers
+        ]
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
         raise CheckpointError(
             f"config.json: layer_types has {sorted(unknown)}; served are full_attention, sliding_attention"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if len(types) != len(layers):
+        raise CheckpointError(
+            f"config.json: layer_types has {len(types)} entries for {len(layers)} layers"
+        )
+    sources = _kv_sources(config, types)
+    return tuple(
+        LayerKind(
+            window=getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None,
+            num_kv_heads=getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
+            head_dim=getattr(layer, "head_dim", None)
+            or layer.hidden_size // layer.num_attention_heads,
+            source=source,
+        )
+        for layer, kind, source in zip(layers, types, sources, strict=True)
+    )
+
+
+def _kv_sources(config: Any, types: Sequence[str]) -> list[int | None]:
+    """Return for each layer the earlier layer whose keys and values it reads; None: its own.
+
+    The last `num_kv_shared_layers` read those of the last layer of their type before them.
+    """
+    first = len(types) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    last = {kind: layer for layer, kind in enumerate(types[: max(first, 0)])}
+    missing = set(types[max(first, 0) :]) - last.keys()
+    if missing:
+        raise CheckpointError(
+            f"config.json: num_kv_shared_layers is {len(types) - first} of {len(types)} layers, so no layer of type "
+            f"{min(missing)} stores keys and values"
+        )
+    return [None if layer < first else last[kind] for layer, kind in enumerate(types)]
 
 
 def _max_context(config: PretrainedConfig) -> int:
@@ -325,15 +370,12 @@ def _check_sizes(spec: ModelSpec) -> None:
         value = getattr(spec, name)
         if not isinstance(value, int) or value < 1:
             raise CheckpointError(f"config.json: {name} must be a positive integer, is {value!r}")
-    if spec.num_heads % spec.num_kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads {spec.num_heads} is not a multiple of "
-            f"num_key_value_heads {spec.num_kv_heads}"
-        )
-    if len(spec.windows) != spec.num_layers:
-        raise CheckpointError(
-            f"config.json: layer_types has {len(spec.windows)} entries for {spec.num_layers} layers"
-        )
+    for num_kv_heads in {kind.num_kv_heads for kind in spec.kinds}:
+        if spec.num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads {spec.num_heads} is not a multiple of "
+                f"num_key_value_heads {num_kv_heads}"
+            )
     if spec.checkpoint_dtype not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(
             f"config.json: dtype is {spec.checkpoint_dtype!r}, served are float32, bfloat16, float16"

@@ -51,7 +51,7 @@ class KVPool:
     num_blocks
         Usable blocks. One more is allocated: the trash block, with id `num_blocks`.
     groups
-        The model's layer groups; every layer belongs to one group.
+        The model's layer groups; every layer is stored or read in one group.
     block_size
         Tokens of a block.
     dtype
@@ -80,6 +80,9 @@ class KVPool:
         self._places = {
             layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
         }
+        for layer, source in (pair for group in groups for pair in group.readers):
+            self._places[layer] = self._places[source]
+        self._stored = frozenset(layer for group in groups for layer in group.layers)
         self.is_scaled = dtype == torch.float8_e4m3fn
         self._scales = self._fixed_scales(scales or {}) if self.is_scaled else {}
 
@@ -87,12 +90,14 @@ class KVPool:
         self, given: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         found = {}
-        for layer, (g, _) in self._places.items():
+        for layer in self._stored:
+            g = self.group_of(layer)
             one = torch.ones(self.groups[g].num_kv_heads)
             found[layer] = tuple(
                 x.to(self.data.device, torch.float32).contiguous()
                 for x in given.get(layer, (one, one))
             )
+        found |= {layer: found[source] for group in self.groups for layer, source in group.readers}
         return found
 
     def _view(self, group: LayerGroup) -> torch.Tensor:
@@ -106,6 +111,10 @@ class KVPool:
     def group_of(self, layer: int) -> int:
         """Index of the layer's group."""
         return self._places[layer][0]
+
+    def stores(self, layer: int) -> bool:
+        """Whether the layer stores keys and values; else it reads those of an earlier layer."""
+        return layer in self._stored
 
     def keys(self, layer: int) -> torch.Tensor:
         """[num_blocks + 1, kv_heads, block_size, head_dim] view."""

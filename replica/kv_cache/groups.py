@@ -3,8 +3,9 @@
 All groups share one pool of blocks of equal size: a block holds `block_size` tokens of one group's layers. So every
 group can use any free block, and admission only compares the number of blocks needed with the number available. A model
 with one kind of layers has one group. Other models have unequal numbers of each kind (Gemma 3 has one full-attention
-layer for five sliding-window layers), so each kind is cut into groups of at most `width` layers. A group with fewer
-layers leaves a part of each of its blocks unused.
+layer for five sliding-window layers), so each kind is cut into groups whose layers fit into one block. Of larger layers
+a block has fewer. A group with fewer layers than fit leaves a part of each of its blocks unused. A layer that reads an
+earlier layer's keys and values takes no room: it is a reader of that layer's group.
 
 ```
  kinds    full: 5 layers                 sliding 1024: 29 layers                                     (34 layers)
@@ -14,36 +15,45 @@ layers leaves a part of each of its blocks unused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
 Positions = TypeVar("Positions", int, np.ndarray)
 
-# Largest allowed memory overhead of padding groups to `width` layers. Less padding needs narrower and therefore more
-# groups, each with a block table of its own.
+# Largest allowed memory overhead of padding groups to the width of a block. Less padding needs narrower and therefore
+# more groups, each with a block table of its own.
 _MAX_PADDING = 1 / 8
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers of one kind: the keys that their queries see, and the shape of their keys and values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """What a layer's queries see, and the shape of its keys and values. Layers of one kind can share block ids."""
 
-    layers: tuple[int, ...] = ()
-    num_kv_heads: int = 1
-    head_dim: int = 1
     # Number of keys that a query sees, its own included; None: no window.
     window: int | None = None
     # Positions are cut into chunks of this length, and a query sees keys of its own chunk only; None: no chunks.
     chunk: int | None = None
+    num_kv_heads: int = 1
+    # Elements of a key.
+    head_dim: int = 1
+    # Elements of a value; None: as many as a key has.
+    value_dim: int | None = None
+    # An earlier layer whose keys and values it reads; it stores none then. None: it stores its own.
+    source: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def token_elements(self) -> int:
+        """Elements of one token's keys and values in one layer."""
+        return self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
     @property
     def is_full(self) -> bool:
@@ -71,38 +81,74 @@ class LayerGroup:
         return min(whole, -(-(reach - 1 + step_tokens + block_size - 1) // block_size))
 
 
+@dataclass(frozen=True, slots=True)
+class LayerGroup(LayerKind):
+    """Layers of one kind that share block ids."""
+
+    # Layers that store keys and values.
+    layers: tuple[int, ...] = ()
+    # (layer, its source) for each layer that stores none and reads those of one of `layers`.
+    readers: tuple[tuple[int, int], ...] = ()
+
+
 FULL_ATTENTION = LayerGroup()
 
 
-def group_layers(
-    kinds: Sequence[tuple[int | None, int | None, int, int]],
-) -> tuple[LayerGroup, ...]:
+def group_layers(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
     """Cut a model's layers into groups, full-attention groups first.
 
     Parameters
     ----------
     kinds
-        (window, chunk, KV heads, head size) of each layer.
+        Kind of each layer.
+
+    Raises
+    ------
+    ValueError
+        A layer reads from a layer that stores nothing, or that is of another kind.
     """
-    layers: dict[tuple[int | None, int | None, int, int], list[int]] = {}
+    layers: dict[LayerKind, list[int]] = {}
     for layer, kind in enumerate(kinds):
-        layers.setdefault(kind, []).append(layer)
-    counts = [len(members) for members in layers.values()]
+        if kind.source is None:
+            layers.setdefault(kind, []).append(layer)
+        elif replace(kind, source=None) != kinds[kind.source]:
+            raise ValueError(
+                f"layer {layer} is {kind}, but layer {kind.source} that it reads is {kinds[kind.source]}"
+            )
+    width = _block_width({kind: len(members) for kind, members in layers.items()})
+    groups = []
+    for kind, members in layers.items():
+        count = width // kind.token_elements
+        for start in range(0, len(members), count):
+            part = tuple(members[start : start + count])
+            readers = tuple((i, k.source) for i, k in enumerate(kinds) if k.source in part)
+            groups.append(LayerGroup(part, readers, **asdict(kind)))
+    return tuple(sorted(groups, key=lambda group: not group.is_full))
+
+
+def _block_width(counts: Mapping[LayerKind, int]) -> int:
+    """Return the elements of one token in a block, for a number of layers of each kind.
+
+    The widest block that wastes at most `_MAX_PADDING` of the pool, else the block that wastes least.
+    """
+    needed = sum(count * kind.token_elements for kind, count in counts.items())
 
     def padded(width: int) -> int:
-        return sum(-(-count // width) * width for count in counts)
+        return sum(
+            -(-count // (width // kind.token_elements)) * width for kind, count in counts.items()
+        )
 
-    width = max(
-        width
-        for width in range(1, max(counts) + 1)
-        if padded(width) <= len(kinds) * (1 + _MAX_PADDING)
+    least = max(kind.token_elements for kind in counts)
+    widths = {
+        number * kind.token_elements
+        for kind, count in counts.items()
+        for number in range(1, count + 1)
+    }
+    possible = [width for width in widths if width >= least]
+    return max(
+        (width for width in possible if padded(width) <= needed * (1 + _MAX_PADDING)),
+        default=min(possible, key=padded),
     )
-    groups = [
-        LayerGroup(tuple(members[start : start + width]), heads, head_dim, window, chunk)
-        for (window, chunk, heads, head_dim), members in layers.items()
-        for start in range(0, len(members), width)
-    ]
-    return tuple(sorted(groups, key=lambda group: not group.is_full))
 
 
 def max_sequence_tokens(

@@ -178,7 +178,8 @@ def paged_forward(
     step = module.quire_step.context if quire is None else quire
     layer, pool = module.layer_idx, step.pool
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
-    pool.write(layer, k, v, step.write_rows(pool.group_of(layer)))
+    if pool.stores(layer):
+        pool.write(layer, k, v, step.write_rows(pool.group_of(layer)))
     out = step.attend(layer, q, scaling, softcap, s_aux)
     return out[None], None
 

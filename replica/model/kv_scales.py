@@ -15,6 +15,7 @@ import torch
 
 from quire.replica.checkpoint.checkpoint import weight_files
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
+from quire.replica.kv_cache.groups import LayerKind
 from quire.replica.model.weights import StoredTensor, list_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -43,27 +44,29 @@ def read_kv_scales(spec: ModelSpec) -> dict[int, tuple[torch.Tensor, torch.Tenso
         scales = read_tensors(
             (t for t in stored if t.name in named), lambda t: torch.empty(t.shape, dtype=t.dtype)
         )
-        found[kind] = {named[t.name]: _checked(spec, t, value) for t, value in scales}
+        found[kind] = {
+            named[t.name]: _checked(spec.kinds[named[t.name]], t, value) for t, value in scales
+        }
     lone = found["k"].keys() ^ found["v"].keys()
     if lone:
         raise CheckpointError(
             f"{spec.path}: layer {min(lone)} has a scale of its cache for keys or for values only"
         )
-    absent = spec.num_layers - len(found["k"])
+    absent = sum(kind.source is None for kind in spec.kinds) - len(found["k"])
     if absent:
         logger.info("KV cache in FP8: %d of %d layers have scale 1", absent, spec.num_layers)
     return {layer: (k, found["v"][layer]) for layer, k in found["k"].items()}
 
 
-def _checked(spec: ModelSpec, tensor: StoredTensor, value: torch.Tensor) -> torch.Tensor:
+def _checked(kind: LayerKind, tensor: StoredTensor, value: torch.Tensor) -> torch.Tensor:
     scales = value.float().reshape(-1)
-    if len(scales) not in (1, spec.num_kv_heads):
+    if len(scales) not in (1, kind.num_kv_heads):
         raise CheckpointError(
-            f"{tensor.file}: {tensor.name!r} must be one number or one for each of {spec.num_kv_heads} heads, is "
+            f"{tensor.file}: {tensor.name!r} must be one number or one for each of {kind.num_kv_heads} heads, is "
             f"{list(tensor.shape)}"
         )
     if not (torch.isfinite(scales) & (scales > 0)).all():
         raise CheckpointError(
             f"{tensor.file}: {tensor.name!r} must be finite and positive, is {scales.tolist()}"
         )
-    return scales.expand(spec.num_kv_heads).clone()
+    return scales.expand(kind.num_kv_heads).clone()

@@ -65,6 +65,7 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch_dtype, attn_implementation=ATTENTION_NAME
         )
+    stored = _without_ignored(model, stored)
     if weights == "fp8":
         _put_fp8(model, stored, spec)
     # For some architectures, transformers keeps some tensors in float32 while it converts the others.
@@ -83,6 +84,16 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
 def _is_left_out(name: str, spec: ModelSpec) -> bool:
     """Whether a stored tensor is skipped, because the model has no such tensor."""
     return bool(_DERIVED.fullmatch(name) or (spec.fp8 is not None and EXTRA.fullmatch(name)))
+
+
+def _without_ignored(model: nn.Module, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Drop the tensors that the class names as surplus: projections of layers that read another layer's keys."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    if not patterns:
+        return stored
+    surplus = re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns)))
+    own = model.state_dict().keys()
+    return {name: t for name, t in stored.items() if name in own or not surplus.search(name)}
 
 
 def _put_fp8(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> None:

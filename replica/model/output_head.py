@@ -11,9 +11,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
 class _Output(MoeModelOutputWithPast):
-    """What a head may read of a decoder's output; only hidden states are there."""
+    """A decoder's output. Fields that only some classes have are None."""
 
-    cross_attentions = None
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class _Identity(nn.Module):

@@ -20,6 +20,8 @@ _WIDTHS = {
     "shared_expert_intermediate_size": 56,
     "moe_shared_expert_intermediate_size": 56,
     "shared_intermediate_size": 56,
+    "hidden_size_per_layer_input": 24,
+    "laurel_rank": 24,
 }
 _MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _WINDOWS = ("sliding_window", "window_size", "sliding_window_size")
@@ -48,6 +50,8 @@ _MIN_LAYERS = 3
 _MAX_LAYERS = 16
 _MAX_EXPERTS = 8
 _MAX_HEADS_PER_GROUP = 8
+# Of `longrope`: shorter than a prompt and its output.
+_SHORT_CONTEXT = 16
 
 
 def tiny_config(
@@ -73,7 +77,8 @@ def tiny_config(
     _set_heads(tiny)
     _set_experts(tiny)
     for name, width in _WIDTHS.items():
-        if isinstance(tiny.get(name), int):
+        # Of 0, the model has no such part.
+        if isinstance(tiny.get(name), int) and tiny[name]:
             tiny[name] = width
         elif isinstance(tiny.get(name), list):
             tiny[name] = [width] * len(tiny[name])
@@ -81,6 +86,10 @@ def tiny_config(
         if tiny.get(name):
             tiny[name] = WINDOW
     _set_positions(tiny, num_positions)
+    _set_overrides(tiny, config)
+    if isinstance(tiny.get("vocab_size_per_layer_input"), int):
+        is_smaller = tiny["vocab_size_per_layer_input"] < tiny["vocab_size"]
+        tiny["vocab_size_per_layer_input"] = VOCAB_SIZE - 20 * is_smaller
     tiny["vocab_size"] = VOCAB_SIZE
     for name, token in _TOKENS.items():
         if tiny.get(name) is not None:
@@ -98,7 +107,10 @@ def _set_layers(tiny: dict[str, Any]) -> None:
     lists = [
         name for name, value in tiny.items() if isinstance(value, list) and len(value) == num_layers
     ]
-    kinds = list(zip(*(map(str, tiny[name]) for name in lists), strict=True)) or [()] * num_layers
+    num_shared = tiny.get("num_kv_shared_layers") or 0
+    is_shared = [layer >= num_layers - num_shared for layer in range(num_layers)]
+    own = _by_layer(tiny, num_layers)
+    kinds = list(zip(is_shared, map(str, own), *(map(str, tiny[n]) for n in lists), strict=True))
     steps = [tiny[name] for name in _STEPS if isinstance(tiny.get(name), int)]
     for name in _FIRST_LAYERS:
         if isinstance(tiny.get(name), int):
@@ -116,11 +128,21 @@ def _set_layers(tiny: dict[str, Any]) -> None:
         tiny["mlp_only_layers"] = [
             i for i, layer in enumerate(kept) if layer in tiny["mlp_only_layers"]
         ]
+    if "per_layer_config" in tiny:
+        tiny["per_layer_config"] = {i: own[layer] for i, layer in enumerate(kept)}
+    if num_shared:
+        tiny["num_kv_shared_layers"] = sum(is_shared[layer] for layer in kept)
     tiny["num_hidden_layers"] = len(kept)
     if isinstance(tiny.get("max_window_layers"), int):
         tiny["max_window_layers"] = min(tiny["max_window_layers"], 1)
     if isinstance(tiny.get("num_nextn_predict_layers"), int):
         tiny["num_nextn_predict_layers"] = 0
+
+
+def _by_layer(tiny: dict[str, Any], num_layers: int) -> list[dict[str, Any]]:
+    """Return the entries of each layer that differ between layers: `per_layer_config`, whose keys may be strings."""
+    stated = {int(layer): own for layer, own in (tiny.get("per_layer_config") or {}).items()}
+    return [stated.get(layer, {}) for layer in range(num_layers)]
 
 
 def _set_heads(tiny: dict[str, Any]) -> None:
@@ -151,6 +173,19 @@ def _set_heads(tiny: dict[str, Any]) -> None:
         tiny["query_pre_attn_scalar"] = small + 4
 
 
+def _set_overrides(tiny: dict[str, Any], config: dict[str, Any]) -> None:
+    """Keep the ratio of a layer's own head size and number of KV heads to that of the other layers."""
+    for own in (tiny.get("per_layer_config") or {}).values():
+        if "head_dim" in own:
+            own["head_dim"] = max(16, tiny["head_dim"] * own["head_dim"] // config["head_dim"])
+        if "num_key_value_heads" in own:
+            ratio = own["num_key_value_heads"] / config["num_key_value_heads"]
+            few = max(1, int(tiny["num_key_value_heads"] * ratio))
+            own["num_key_value_heads"] = min(few, tiny["num_attention_heads"])
+        own |= {name: width for name, width in _WIDTHS.items() if own.get(name)}
+        own |= {name: WINDOW for name in _WINDOWS if own.get(name)}
+
+
 def _set_experts(tiny: dict[str, Any]) -> None:
     for name in _EXPERTS:
         if isinstance(tiny.get(name), int) and tiny[name] > _MAX_EXPERTS:
@@ -163,9 +198,18 @@ def _set_experts(tiny: dict[str, Any]) -> None:
         tiny["n_group"], tiny["topk_group"] = 2, 1
 
 
+def _shorten_factors(entry: dict[str, Any], tiny: dict[str, Any]) -> None:
+    """Keep as many factors of `longrope` as there are frequencies, from the first to the last."""
+    head_dim = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+    count = int(head_dim * entry.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        factors = entry[name]
+        entry[name] = [factors[i * len(factors) // count] for i in range(count)]
+
+
 def _set_positions(tiny: dict[str, Any], num_positions: int) -> None:
     """Shorten the context, and the trained context within it by the same factor."""
-    stated = next(
+    stated: int = next(
         (tiny[name] for name in _MAX_POSITIONS if isinstance(tiny.get(name), int)), num_positions
     )
     for name in _MAX_POSITIONS:
@@ -176,7 +220,15 @@ def _set_positions(tiny: dict[str, Any], num_positions: int) -> None:
         return
     for entry in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
         trained = entry.get("original_max_position_embeddings")
-        if isinstance(trained, int):
+        if entry.get("rope_type") == "longrope":
+            # The proof's prompts have the long factors, unless no context of the checkpoint has them.
+            is_short = trained is None or trained >= stated
+            short = num_positions if is_short else _SHORT_CONTEXT
+            entry["original_max_position_embeddings"] = short
+            if "original_max_position_embeddings" in tiny:
+                tiny["original_max_position_embeddings"] = short
+            _shorten_factors(entry, tiny)
+        elif isinstance(trained, int):
             entry["original_max_position_embeddings"] = max(
                 8, num_positions * trained // max(stated, 1)
             )

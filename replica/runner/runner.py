@@ -37,6 +37,7 @@ from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.open_device import open_device
 from quire.replica.kv_cache.groups import LayerGroup
+from quire.replica.model.fixed_rope import fix_rope
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.model.loader import load_model
@@ -101,6 +102,7 @@ class Runner:
         self._outputs = self.kernels.outputs(self._device, config.num_rows + 1)
         self._busy_until_s = 0.0  # end of the last collected step
         self._compiles = CompileCount()
+        fix_rope(model, config.max_model_len)
         self._attentions = [self._attention(group) for group in pool.groups]
         if fused is None:
             fused = self.kernels.fuse(config, model, pool, self._attentions)

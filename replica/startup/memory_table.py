@@ -147,7 +147,7 @@ def memory_table(
     num_host_blocks = sizing.num_host_blocks(args, block, host_available)
     # Elements per token that are live at once: residual stream and its norm, and either q, k, v and attention's output
     # in float32, or gate, up and their product.
-    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    attention = max((2 * spec.num_heads + 2 * k.num_kv_heads) * k.head_dim for k in spec.kinds)
     width = 2 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)
     width = sizing.layer_width(spec, width)
     extra = sizing.attention_bytes(args, spec, block_size, element)

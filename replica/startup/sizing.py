@@ -76,7 +76,7 @@ def resolve(
     if weights == "fp8":
         check_fp8(device, dtype)
     max_batch_tokens = args.max_batch_tokens or sizing.batch_tokens
-    max_model_len = args.max_model_len or spec.max_position_embeddings
+    max_model_len = args.max_model_len or spec.short_context or spec.max_position_embeddings
     if max_model_len > spec.max_position_embeddings:
         raise SizingError(
             f"max_model_len {max_model_len} exceeds the checkpoint's max_position_embeddings "

@@ -129,6 +129,9 @@ class Candidates:
         # 512 is `MAX_HEAD_DIM` of the compiled library (`kernels/cpu/native/attention.h`).
         if call is None or group.head_dim > 512:
             return None
+        # transformers hands its keys and values on to later layers.
+        if any(source == module.layer_idx for _, source in group.readers):
+            return None
         if table_repeats == 2 and not self._has_half_tables(module, group.head_dim):
             return None
         norms = None

@@ -22,9 +22,9 @@ def entries() -> Iterator[Entry]:
     for arch in tuning.ARCHS:
         for head_dim in HEAD_DIMS:
             yield from _attention(arch, torch.bfloat16, head_dim)
-        for head_dim in (64, 96, 128, 256):
+        for head_dim in (16, 32, 64, 96, 128, 256):
             yield from _attention(arch, torch.float32, head_dim)
-        for head_dim in (128, 256):
+        for head_dim in (128, 256, 512):
             yield from _attention(arch, torch.bfloat16, head_dim, "fp8")
         yield from _attention(arch, torch.bfloat16, 128, "window")
         yield from _planners(arch)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
 import model_zoo
 import pytest
+import transformers
 
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
+from quire.replica.kv_cache.groups import LayerKind
 from quire.replica.proof.verdicts import TESTED_FOR_GPU
 
 
@@ -49,6 +52,40 @@ def test_reads_the_shape(zoo):
 )
 def test_reads_each_layers_window(zoo, name, windows):
     assert ModelSpec.from_checkpoint(zoo(name)).windows == windows
+
+
+def _gemma4(**changes):
+    """Two sliding layers, a global one, and the same again; the checkpoints' names of sizes."""
+    return transformers.Gemma4TextConfig(
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "global_head_dim": 512} | changes,
+    )
+
+
+def _kinds_of(tmp_path, config):
+    config.architectures = ["Gemma4ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    return ModelSpec.from_checkpoint(tmp_path).kinds
+
+
+def test_layers_have_their_own_heads_and_read_earlier_layers(tmp_path):
+    kinds = _kinds_of(
+        tmp_path,
+        _gemma4(attention_k_eq_v=True, num_global_key_value_heads=2, num_kv_shared_layers=2),
+    )
+    sliding = LayerKind(window=512, num_kv_heads=4, head_dim=256)
+    full = LayerKind(num_kv_heads=2, head_dim=512)
+    assert kinds == (
+        *(sliding, sliding, full, sliding),
+        dataclasses.replace(sliding, source=3),
+        dataclasses.replace(full, source=2),
+    )
+
+
+def test_layers_that_read_a_type_that_no_layer_stores_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="num_kv_shared_layers is 4 of 6 layers"):
+        _kinds_of(tmp_path, _gemma4(num_kv_shared_layers=4))
 
 
 def test_the_classes_that_need_no_proof_on_a_gpu_are_those_of_the_zoo(zoo):
@@ -161,8 +198,8 @@ def test_rope_scaling_lengthens_the_context(checkpoint, rope, tokens):
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         (dict(is_causal=False), "is_causal is false"),
         (
-            dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope type 'dynamic'",
+            dict(rope_parameters={"rope_type": "unheard_of", "rope_theta": 1e4, "factor": 2.0}),
+            "rope type 'unheard_of'",
         ),
         (dict(num_key_value_heads=3), "num_attention_heads 4 .* num_key_value_heads 3"),
         (dict(dtype="float64"), "float64"),

@@ -15,6 +15,7 @@ from quire.replica.core.step_plan import StepResult
 from quire.replica.kv_cache.groups import (
     FULL_ATTENTION,
     LayerGroup,
+    LayerKind,
     group_layers,
     max_sequence_tokens,
     sequence_blocks,
@@ -28,14 +29,18 @@ CONFIG = small_config(
 )
 
 
-def layout(windows, **shape):
-    kinds = [(w, None, 2, 16) for w in windows]
+def kind(**changes):
+    return LayerKind(**{"num_kv_heads": 2, "head_dim": 16} | changes)
+
+
+def layout(windows):
+    kinds = [kind(window=w) for w in windows]
     return [(group.window, len(group.layers)) for group in group_layers(kinds)]
 
 
 def test_layers_of_one_kind_are_one_group():
-    (group,) = group_layers([(7, None, 2, 16)] * 5)
-    assert group == LayerGroup((0, 1, 2, 3, 4), 2, 16, window=7)
+    (group,) = group_layers([kind(window=7)] * 5)
+    assert group == LayerGroup((0, 1, 2, 3, 4), num_kv_heads=2, head_dim=16, window=7)
 
 
 def test_kinds_of_equal_number_are_two_groups_full_attention_first():
@@ -49,12 +54,79 @@ def test_a_rare_kind_sets_the_width():
 
 
 def test_layers_of_different_shape_are_in_different_groups():
-    groups = group_layers([(None, None, 2, 16), (None, None, 4, 16), (None, 32, 2, 16)])
+    groups = group_layers([kind(), kind(num_kv_heads=4), kind(chunk=32), kind(value_dim=8)])
     assert [(g.layers, g.num_kv_heads, g.chunk) for g in groups] == [
         ((0,), 2, None),
         ((1,), 4, None),
+        ((3,), 2, None),
         ((2,), 2, 32),
     ]
+
+
+def test_larger_layers_are_fewer_in_a_block():
+    """Gemma 4 26B: 25 sliding layers of 8 heads of 256, 5 full ones of 2 heads of 512, half as large."""
+    full = kind(num_kv_heads=2, head_dim=512)
+    kinds = [kind(window=1024, num_kv_heads=8, head_dim=256)] * 5 + [full]
+    groups = group_layers(kinds * 5)
+    assert [(g.head_dim, len(g.layers)) for g in groups] == [(512, 5), *[(256, 5)] * 5]
+
+
+def test_a_layer_that_reads_another_takes_no_room():
+    kinds = [kind(window=9), kind(), kind(window=9, source=0), kind(source=1), kind(source=1)]
+    full, sliding = group_layers(kinds)
+    assert (full.layers, full.readers) == ((1,), ((3, 1), (4, 1)))
+    assert (sliding.layers, sliding.readers) == ((0,), ((2, 0),))
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_a_layer_cannot_read_another_kind_or_a_layer_that_stores_nothing(source):
+    kinds = [kind(), kind(window=9), kind(window=9, source=1), kind(window=9, source=source)]
+    with pytest.raises(ValueError, match=r"layer 3 is .*, but layer .* that it reads is"):
+        group_layers(kinds)
+
+
+@st.composite
+def mixed_kinds(draw):
+    """Kinds of up to 40 layers; each may read an earlier layer of its kind."""
+    shapes = draw(
+        st.lists(
+            st.builds(
+                kind,
+                window=st.sampled_from([None, 9]),
+                num_kv_heads=st.sampled_from([1, 2, 8]),
+                head_dim=st.sampled_from([64, 80, 256, 512]),
+                value_dim=st.sampled_from([None, 64]),
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    kinds = []
+    for shape in draw(st.lists(st.sampled_from(shapes), min_size=1, max_size=40)):
+        possible = [layer for layer, other in enumerate(kinds) if other == shape]
+        source = draw(st.sampled_from([None, None, *possible]))
+        kinds.append(dataclasses.replace(shape, source=source))
+    return kinds
+
+
+@given(kinds=mixed_kinds())
+def test_groups_hold_each_layer_once_and_pad_little(kinds):
+    groups = group_layers(kinds)
+    stored = [layer for group in groups for layer in group.layers]
+    assert sorted(stored) == [layer for layer, k in enumerate(kinds) if k.source is None]
+    readers = {layer: source for group in groups for layer, source in group.readers}
+    assert readers == {i: k.source for i, k in enumerate(kinds) if k.source is not None}
+    for group in groups:
+        assert {source for _, source in group.readers} <= set(group.layers)
+        shape = {field.name: getattr(group, field.name) for field in dataclasses.fields(LayerKind)}
+        assert all(kinds[layer] == LayerKind(**shape) for layer in group.layers)
+    assert [g.is_full for g in groups] == sorted((g.is_full for g in groups), reverse=True)
+    needed = sum(kinds[layer].token_elements for layer in stored)
+    block = max(len(group.layers) * group.token_elements for group in groups)
+    # The bound, or no worse than blocks that hold one layer of the largest kind.
+    assert block * len(groups) <= max(
+        needed * 9 / 8, len(stored) * max(kinds[layer].token_elements for layer in stored)
+    )
 
 
 @given(

@@ -52,6 +52,32 @@ def test_sharded_equals_single_file(zoo, tmp_path):
     assert count_parameters(path) == count_parameters(zoo("llama"))
 
 
+def test_tensors_that_the_class_ignores_are_left_out(tmp_path, monkeypatch):
+    """Checkpoints of Gemma 3n have projections of layers that read another layer's keys and values."""
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=173,
+        vocab_size_per_layer_input=173,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=16,
+        num_kv_shared_layers=1,
+        layer_types=["full_attention"] * 2,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.layers.1.self_attn.{name}_proj.weight": torch.ones(32, 32) for name in "kv"}
+    save_file(stored | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    # The tensors are read to their places, not by transformers.
+    monkeypatch.setattr("quire.replica.model.loader._load_by_transformers", None)
+    loaded = load(tmp_path).state_dict()
+    assert stored.keys() <= loaded.keys() and not extra.keys() & loaded.keys()
+    assert all(torch.equal(loaded[name], stored[name]) for name in stored)
+
+
 def test_tied_embeddings_are_one_tensor(zoo):
     model = load(zoo("llama_tied"))
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -24,6 +24,20 @@ SERVED = (
     # Learned positions, sizes of other names; a decoder within the base model; keywords that do not reach attention;
     # interleaved rotation, two norms and one residual; a router that reads its weight itself.
     *("gpt2", "opt", "stablelm", "gptj", "gpt_neox", "hunyuan_v1_moe"),
+    # Layers that read an earlier layer's keys and values, inputs of each layer's own.
+    "gemma3n_text",
+)
+# Global layers with heads of another size and number whose values are their keys, experts.
+_GEMMA4 = dict(
+    attention_k_eq_v=True,
+    per_layer_config={
+        layer: dict(head_dim=512, num_key_value_heads=1) for layer in (5, 11, 17, 23, 29)
+    },
+    num_kv_shared_layers=8,
+    enable_moe_block=True,
+    num_experts=128,
+    top_k_experts=8,
+    moe_intermediate_size=704,
 )
 
 
@@ -36,6 +50,13 @@ def spec_of(tmp_path, model_type: str, **changes: object) -> ModelSpec:
 def test_a_class_that_the_engine_computes_exactly_is_served(tmp_path, model_type):
     spec = spec_of(tmp_path, model_type)
     assert find_difference(tiny_entries(spec), "cpu", start) is None
+
+
+def test_layers_of_unequal_heads_that_share_keys_are_served(tmp_path):
+    spec = spec_of(tmp_path, "gemma4_text", **_GEMMA4)
+    entries = tiny_entries(spec)
+    assert entries["num_kv_shared_layers"] and entries["per_layer_config"]
+    assert find_difference(entries, "cpu", start) is None
 
 
 @pytest.mark.parametrize(

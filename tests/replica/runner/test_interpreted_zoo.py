@@ -10,6 +10,7 @@ import model_zoo
 import numpy as np
 import pytest
 import torch
+import transformers
 import triton
 from interpreted_runner import interpreted_runner
 from meta_device import MetaDevice, recorded_kernels, to_meta
@@ -19,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.fusion.fused_layer import FusedLayer
+from quire.replica.proof.model_proof import save_random_model
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.runner import Runner
 from tests.kernels.compile.interpreter import repair_interpreter
@@ -104,6 +106,38 @@ def test_captured_steps_need_nothing_of_the_host(served):
         assert kernels["_decode_kernel"] == spec.num_layers, key
         assert kernels["_prefill_kernel"] == spec.num_layers * key.is_mixed, key
         assert kernels["_sample_kernel"] == (key.part is GraphPart.WHOLE), key
+
+
+def test_layers_of_unequal_heads_that_share_keys_on_a_gpus_path(tmp_path):
+    """Sliding layers, global ones with larger and fewer heads whose values are their keys, and readers of both."""
+    repair_interpreter()
+    sliding, full = "sliding_attention", "full_attention"
+    entries = dict(
+        transformers.Gemma4TextConfig(
+            vocab_size=173,
+            vocab_size_per_layer_input=173,
+            hidden_size=64,
+            intermediate_size=88,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            global_head_dim=64,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            num_kv_shared_layers=2,
+            layer_types=[sliding, full, sliding, full],
+            sliding_window=4,
+            hidden_size_per_layer_input=16,
+            max_position_embeddings=512,
+        ).to_dict(),
+        architectures=["Gemma4ForCausalLM"],
+    )
+    save_random_model(entries, tmp_path)
+    tokens, logits = generate(interpreted_runner(tmp_path, dtype="float32"))
+    expected_tokens, expected = generate(make_runner(tmp_path, fuse="off"))
+    assert tokens == expected_tokens
+    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,9 @@ def test_an_unused_pool_costs_no_memory():
             return int(file.read().split()[1]) * 4096
 
     before = resident_bytes()
-    pool = KVPool(4096, [LayerGroup(tuple(range(8)), 8, 64)], 32, torch.float32)
+    pool = KVPool(
+        4096, [LayerGroup(tuple(range(8)), num_kv_heads=8, head_dim=64)], 32, torch.float32
+    )
     assert pool.data.numel() * 4 > 4 << 30
     pool.data[17].fill_(1.0)
     assert resident_bytes() - before < 64 << 20
@@ -330,7 +332,9 @@ def test_a_closed_runner_has_no_thread(zoo, monkeypatch):
 
 def test_backing_ends_with_its_pool(monkeypatch):
     monkeypatch.setattr(cpu_prefault, "_POLL_S", 0.01)
-    pool = KVPool(500, [LayerGroup(tuple(range(4)), 8, 64)], 16, torch.float32)
+    pool = KVPool(
+        500, [LayerGroup(tuple(range(4)), num_kv_heads=8, head_dim=64)], 16, torch.float32
+    )
     backing = cpu_prefault.PoolPrefault(pool)
     backing.allow()
     backing.forbid()
@@ -340,7 +344,7 @@ def test_backing_ends_with_its_pool(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_write_puts_tokens_into_their_slots(dtype):
-    pool = KVPool(4, [LayerGroup((0, 1, 2), 2, 16)], 8, dtype)
+    pool = KVPool(4, [LayerGroup((0, 1, 2), num_kv_heads=2, head_dim=16)], 8, dtype)
     slots = torch.tensor([0, 9, 31, 17])
     k, v = torch.randn(2, 4, 2, 16).to(dtype)
     pool.write(1, k, v, pool.rows_of(0, slots))
@@ -354,7 +358,10 @@ def test_write_puts_tokens_into_their_slots(dtype):
 
 def test_groups_of_different_shapes_share_blocks_of_equal_bytes():
     """Two heads of 24 in three layers, one of 32 in two: each group writes its own blocks and reads them."""
-    groups = [LayerGroup((1, 3, 4), 2, 24), LayerGroup((0, 2), 1, 32, window=16)]
+    groups = [
+        LayerGroup((1, 3, 4), num_kv_heads=2, head_dim=24),
+        LayerGroup((0, 2), num_kv_heads=1, head_dim=32, window=16),
+    ]
     pool = KVPool(6, groups, 8, torch.float32)
     assert pool.data.shape == (7, 768 * 3)  # 3 * 2 * 2 * 8 * 24 elements, a multiple of 8 * 96
     pool.poison()
@@ -386,8 +393,25 @@ def test_groups_of_different_shapes_share_blocks_of_equal_bytes():
     torch.testing.assert_close(out, expected)
 
 
+def test_a_layer_that_reads_another_has_its_pages_and_scales():
+    """The block is as large as that of the stored layers alone."""
+    shape = dict(num_kv_heads=2, head_dim=16)
+    group = LayerGroup((0, 2), readers=((3, 2), (4, 0)), **shape)
+    scales = {2: (torch.tensor([2.0, 3.0]), torch.tensor([4.0, 5.0]))}
+    pool = KVPool(3, [group], 8, torch.float8_e4m3fn, scales=scales)
+    assert (
+        pool.data.shape[1] == KVPool(3, [LayerGroup((0, 2), **shape)], 8, torch.int8).data.shape[1]
+    )
+    for layer, source in group.readers:
+        assert pool.stores(source) and not pool.stores(layer)
+        assert pool.group_of(layer) == pool.group_of(source)
+        assert pool.keys(layer).data_ptr() == pool.keys(source).data_ptr()
+        assert pool.values(layer).data_ptr() == pool.values(source).data_ptr()
+        assert pool.scales(layer) is pool.scales(source)
+
+
 def test_copy_blocks_runs_in_order():
-    pool = KVPool(3, [LayerGroup((0,), 1, 16)], 8, torch.float32)
+    pool = KVPool(3, [LayerGroup((0,), num_kv_heads=1, head_dim=16)], 8, torch.float32)
     pool.data[0] = 1.0
     pool.copy_blocks([(0, 1), (1, 2)])
     assert (pool.data[:3] == 1.0).all() and not pool.data[3].any()

@@ -23,6 +23,7 @@ from quire.replica.host_machine import (
     give_back_free_memory,
     physical_cores,
 )
+from quire.replica.kv_cache.groups import LayerKind
 from quire.replica.startup import sizing
 from quire.replica.startup.cpu_sizing import CpuSizing
 from quire.replica.startup.device_sizing import GIB, DeviceSizing
@@ -60,7 +61,7 @@ def solve(spec, available=8 * GIB, device="cpu", max_model_len=512, native=None,
 def big(spec, **changes):
     """An 8 B-parameter shape: blocks of 8 MiB."""
     shape = dict(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
-    shape["windows"] = (None,) * 32
+    shape["kinds"] = (LayerKind(num_kv_heads=8, head_dim=128),) * 32
     return dataclasses.replace(spec, **{**shape, **changes})
 
 
@@ -94,7 +95,8 @@ def test_the_partial_results_of_a_gpu_are_counted_as_they_are_allocated(
     spec, prefix_caching, windows
 ):
     """What is measured holds them for one block a group; the equation adds those of the pool's blocks."""
-    shape = dict(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, windows=windows)
+    shape = dict(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4)
+    shape["kinds"] = tuple(LayerKind(window=w, num_kv_heads=2, head_dim=64) for w in windows)
     small = dataclasses.replace(spec, **shape)
     args = EngineArgs(prefix_caching=prefix_caching, block_size=64)
 

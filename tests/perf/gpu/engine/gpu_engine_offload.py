@@ -30,7 +30,7 @@ from quire.replica.device.cuda_device import CudaDevice
 from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool, block_elements
-from quire.replica.kv_cache.groups import LayerGroup, group_layers
+from quire.replica.kv_cache.groups import LayerGroup, LayerKind, group_layers
 from quire.replica.scheduler.scheduler import Scheduler
 from tests.perf.gpu.engine.gpu_crowd import Crowd, Crowds, Reading, random_prompts
 from tests.perf.gpu.engine.gpu_engine_steps import DECODE_OPTIONS, EnginePart
@@ -270,7 +270,9 @@ def _seconds(device: Device, work: Callable[[], Any]) -> float:
 def _groups(model: Checkpoint) -> tuple[LayerGroup, ...]:
     """Layer groups of the model's shape; all its layers have full attention."""
     shape = model.shape
-    return group_layers([(None, None, shape.num_kv_heads, shape.head_dim)] * shape.num_layers)
+    return group_layers(
+        [LayerKind(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)] * shape.num_layers
+    )
 
 
 def _element_bytes(model: Checkpoint) -> int:
