@@ -163,7 +163,7 @@ def test_rope_scaling_lengthens_the_context(checkpoint, rope, tokens):
             dict(eos_token_id=173),
             r"/config\.json: eos_token_id must be in \[0, vocab_size 173\), is 173",
         ),
-        (dict(eos_token_id=[2, "x"]), r"/config\.json: .*eos_token_id.*'x'"),
+        (dict(eos_token_id=[2, "x"]), r"Field 'eos_token_id' with value .*'x'"),
         (dict(num_hidden_layers=0), "num_layers"),
         (dict(num_hidden_layers="two"), "num_hidden_layers"),
     ],

@@ -22,7 +22,7 @@ VARIED_TYPES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "qwen3_moe"),
     *("gpt_oss", "cohere2"),
 )
-_FACTORS = dict(rope_theta=10000.0, original_max_position_embeddings=64)
+_FACTORS = dict(rope_theta=10000.0, original_max_position_embeddings=256)
 ROPES: dict[str, Entries] = {
     "linear": dict(factor=2.0),
     "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
