@@ -1,4 +1,4 @@
-"""Writes tables of the documentation: the configuration, the fields of a request, the metrics, the model types.
+"""Writes tables of the documentation: the configuration, the fields of a request, the metrics, the models.
 
 The tables come from the code, that of the model types from tests/perf/results/families.json.
 
@@ -31,6 +31,7 @@ from quire.cluster.http.http_schema import GenerationBody
 from quire.cluster.scrape import SCRAPE_FAMILIES
 from quire.protos.metric_families import Family
 from quire.protos.sampling_bounds import CLIENT_RANGES
+from quire.replica.checkpoint.weight_formats import FORMATS
 from quire.replica.serving.replica_metrics import REPLICA_FAMILIES
 from quire.router.request.router_metrics import ROUTER_FAMILIES
 
@@ -85,12 +86,25 @@ def _metrics() -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
-    """Model types by verdict, from the last measurement."""
+    """Formats of weights, and model types by verdict, from the last measurement."""
+    yield from (
+        "### Formats",
+        "",
+        "| weights | state | what is tested, or why it is refused |",
+        "|---|---|---|",
+    )
+    for form in FORMATS:
+        yield f"| {form.name} | {'proven by test' if form.is_served else 'refused'} | {form.note} |"
     result = json.loads(FAMILIES.read_text(encoding="utf-8"))
     verdicts: dict[str, dict[str, str]] = result["verdicts"]
-    served = sorted(name for name, entry in verdicts.items() if entry["verdict"] == "served")
-    yield f"Served of the {len(verdicts)} causal model types of transformers {result['transformers']}, {len(served)}:"
-    yield from textwrap.wrap(", ".join(f"`{name}`" for name in served) + ".", 118)
+    served = {name: entry for name, entry in verdicts.items() if entry["verdict"] == "served"}
+    yield from ("", "### Types", "")
+    yield f"Served of the {len(verdicts)} causal model types of transformers {result['transformers']}: {len(served)}."
+    for how, text in (("test", "Proven by a test, and at load"), ("load", "Proven at load")):
+        names = sorted(n for n, entry in served.items() if entry.get("proven", "load") == how)
+        if names:
+            yield from ("", f"{text}, {len(names)}:")
+            yield from textwrap.wrap(", ".join(f"`{name}`" for name in names) + ".", 118)
     yield from ("", "| refused | reason |", "|---|---|")
     for name, entry in sorted(verdicts.items()):
         if entry["verdict"] != "served":

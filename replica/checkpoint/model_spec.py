@@ -77,9 +77,6 @@ class ModelSpec:
     kinds: tuple[LayerKind, ...]  # of each layer
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
-    temperature: float | None = None  # default in generation_config.json, if any
-    top_p: float | None = None
-    top_k: int | None = None
     fp8: Fp8Scheme | None = None  # None if the checkpoint is not stored in FP8
 
     @property
@@ -119,7 +116,6 @@ class ModelSpec:
         heads = config.num_attention_heads
         kinds = _kinds(config)
         generation = read_json(path / "generation_config.json", optional=True)
-        top_k = generation.get("top_k")
         spec = cls(
             path=path,
             architecture=architecture,
@@ -136,9 +132,6 @@ class ModelSpec:
             kinds=kinds,
             eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
             checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-            temperature=generation.get("temperature"),
-            top_p=generation.get("top_p"),
-            top_k=None if top_k is None else int(top_k),
             fp8=_fp8(raw),
         )
         _check_sizes(spec)
@@ -339,12 +332,15 @@ def _eos_token_ids(
     `eos_token`. A tokenizer's id beyond the vocabulary is dropped: it has no logit and can never be sampled.
     """
     ids: list[int] = []
-    for source in (generation, raw):
+    for name, source in (("generation_config.json", generation), ("config.json", raw)):
         value = source.get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    for token in ids:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise CheckpointError(f"eos_token_id {token!r} is not in [0, vocab_size {vocab_size})")
+        own = value if isinstance(value, list) else [] if value is None else [value]
+        for token in own:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise CheckpointError(
+                    f"{path / name}: eos_token_id must be in [0, vocab_size {vocab_size}), is {token!r}"
+                )
+        ids += own
     ids += [token for token in _tokenizer_eos(path) if token < vocab_size]
     return tuple(dict.fromkeys(ids))
 
@@ -356,12 +352,23 @@ def _tokenizer_eos(path: Path) -> list[int]:
         token = token.get("content")
     if not isinstance(token, str):
         return []
-    tokenizer = read_json(path / "tokenizer.json", optional=True)
-    added = tokenizer.get("added_tokens") or []
-    found = [entry["id"] for entry in added if entry.get("content") == token]
-    vocab = (tokenizer.get("model") or {}).get("vocab")
+    file = path / "tokenizer.json"
+    tokenizer = read_json(file, optional=True)
+    added, model = tokenizer.get("added_tokens") or [], tokenizer.get("model") or {}
+    if not isinstance(added, list) or not isinstance(model, dict):
+        raise CheckpointError(
+            f"{file}: added_tokens must be a list and model an object, are {type(added).__name__} and "
+            f"{type(model).__name__}"
+        )
+    found = [e.get("id") for e in added if isinstance(e, dict) and e.get("content") == token]
+    vocab = model.get("vocab")
     if not found and isinstance(vocab, dict) and token in vocab:
         found = [vocab[token]]
+    for number in found:
+        if type(number) is not int or number < 0:
+            raise CheckpointError(
+                f"{file}: the id of eos_token {token!r} must be an integer of at least 0, is {number!r}"
+            )
     return found
 
 

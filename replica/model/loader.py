@@ -19,7 +19,13 @@ from quire.replica.checkpoint.checkpoint import check_files, weight_files
 from quire.replica.checkpoint.fp8_checkpoint import EXTRA
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
 from quire.replica.model import fp8
-from quire.replica.model.weight_mapping import ModelMemory, WeightTarget, is_scale, map_weights
+from quire.replica.model.weight_mapping import (
+    ModelMemory,
+    WeightTarget,
+    check_kinds,
+    is_scale,
+    map_weights,
+)
 from quire.replica.model.weights import StoredTensor, list_tensors, load_progress, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -68,6 +74,8 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     stored = _without_ignored(model, stored)
     if weights == "fp8":
         _put_fp8(model, stored, spec)
+    if not (spec.raw_config.get("quantization_config") or spec.fp8):
+        check_kinds(model, stored)
     # For some architectures, transformers keeps some tensors in float32 while it converts the others.
     places = None if model._get_dtype_plan(torch_dtype) else map_weights(model, stored)
     if places is not None:

@@ -68,6 +68,26 @@ def map_weights(
     return places if _is_complete(model, state, stored, filled) else None
 
 
+def check_kinds(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
+    """Check that no tensor of whole numbers, or of bits, is stored where the model has floating-point numbers.
+
+    Raises
+    ------
+    CheckpointError
+        The message names file, tensor and dtypes.
+    """
+    state = model.state_dict()
+    for name, tensor in stored.items():
+        if name not in state or not state[name].is_floating_point():
+            continue
+        if tensor.dtype is None or not tensor.dtype.is_floating_point:
+            kind = "an unknown dtype" if tensor.dtype is None else str(tensor.dtype)
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} is stored as {kind.removeprefix('torch.')}; the model has floating-point "
+                "numbers there"
+            )
+
+
 def is_scale(place: WeightTarget, state: Mapping[str, torch.Tensor]) -> bool:
     """Whether the target is the tensor of scales of an FP8 layer."""
     weight = state.get(place.name.removesuffix("_scale"))

@@ -176,8 +176,8 @@ class PromptEncoder:
         """Return the prompt text of the request's messages, and what has protected their texts."""
         if self._template is None or self.chat is None:
             raise UnsupportedField(
-                "the checkpoint has no chat template, so messages are not served; configure `chat_template` or "
-                "use /v1/completions",
+                "the checkpoint has no chat template named default, as base models have none, so messages are not "
+                "served: use /v1/completions, or name the file of a template in the option chat_template",
                 field="messages",
             )
         special: SpecialTokens | None = self._tokenizer.tokenizer.special

@@ -23,6 +23,7 @@ from quire.protos.field_checks import utf8_len
 from quire.router.text.chat_messages import REASONING, check_messages, num_chars, with_reasoning_in
 from quire.router.text.special_tokens import SpecialTokens, guarded
 from quire.router.text.template_environment import iterates_content, make_environment
+from quire.router.text.template_files import DEFAULT, TOOL_USE, load_sources
 from quire.router.text.template_sandbox import OutOfWork, Work
 from quire.router.text.tokenizer import load_special_tokens, read_json_object
 
@@ -78,6 +79,13 @@ class ChatTemplate:
         Clock of the template's function `strftime_now`.
     response_template
         The checkpoint's own description of the model's answers (`router/chat`); None: it has none.
+    for_tools
+        The template of messages with tools; None: this one.
+
+    Attributes
+    ----------
+    source
+        The Jinja source, with that of `for_tools`.
 
     Raises
     ------
@@ -95,8 +103,10 @@ class ChatTemplate:
         max_steps: int = 500_000,
         now: Callable[[], datetime] = datetime.now,
         response_template: Mapping[str, Any] | None = None,
+        for_tools: ChatTemplate | None = None,
     ):
-        self.source = source
+        self.source = source if for_tools is None else f"{source}\n{for_tools.source}"
+        self._for_tools = for_tools
         self.response_template = response_template
         self._special_tokens = dict(special_tokens or {})
         self._max_output_chars = max_output_chars
@@ -114,16 +124,24 @@ class ChatTemplate:
     def load(
         cls, folder: str | Path, file: str | Path | None = None, **options: Any
     ) -> ChatTemplate | None:
-        """Load the template of a checkpoint, or the one in `file`; None if the checkpoint has none.
+        """Load the template of a checkpoint, or the one in `file`; None if the checkpoint has no default template.
 
-        The template is in `chat_template.jinja`, in older checkpoints in `tokenizer_config.json`.
+        Raises
+        ------
+        FileNotFoundError
+            `file` does not exist.
+        ValueError
+            A template is not a text, or does not compile.
         """
-        source = load_source(Path(folder), None if file is None else Path(file))
-        if source is None:
+        sources = load_sources(Path(folder), None if file is None else Path(file))
+        if DEFAULT not in sources:
             return None
         own = read_json_object(Path(folder) / "tokenizer_config.json").get("response_template")
         options["response_template"] = own if isinstance(own, dict) else None
-        return cls(source, load_special_tokens(folder), **options)
+        special_tokens = load_special_tokens(folder)
+        if TOOL_USE in sources:
+            options["for_tools"] = cls(sources[TOOL_USE], special_tokens, **options)
+        return cls(sources[DEFAULT], special_tokens, **options)
 
     def render(
         self,
@@ -176,6 +194,8 @@ class ChatTemplate:
         special: SpecialTokens | None,
         max_steps: int,
     ) -> str:
+        if self._for_tools is not None and options.tools is not None:
+            return self._for_tools._render(messages, options, special, max_steps)
         checked = check_messages(messages)
         if special is not None:
             checked = [
@@ -228,32 +248,6 @@ class ChatTemplate:
 
     def _work(self, max_steps: int) -> Work:
         return Work(max_steps, _MADE_PER_OUTPUT * self._max_output_chars)
-
-
-def load_source(folder: Path, file: Path | None = None) -> str | None:
-    """Return the text of the chat template; None if there is none.
-
-    Raises
-    ------
-    FileNotFoundError
-        `file` does not exist.
-    ValueError
-        `chat_template` in `tokenizer_config.json` is neither a string nor a list of named templates.
-    """
-    if file is not None:
-        return file.read_text(encoding="utf-8")
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = read_json_object(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # Several named templates.
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ValueError(
-            f"{folder / 'tokenizer_config.json'}: chat_template must be a string or a list of named"
-            f" templates, got {type(template).__name__}"
-        )
-    return template
 
 
 def _protected(message: dict[str, Any], where: str, special: SpecialTokens) -> dict[str, Any]:

@@ -35,6 +35,8 @@ INLINE_SPLIT_CHARS = 128 * 1024
 MAX_BYTES_PER_TOKEN = 16
 
 _T = TypeVar("_T")
+# Files of tokenizers that `tokenizers` does not read: SentencePiece, tiktoken, WordPiece, BPE.
+_SLOW_FILES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt", "tekken.json", "tokenization_*.py")
 _NAMED_SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -87,16 +89,14 @@ class TextTokenizer:
         Raises
         ------
         FileNotFoundError
-            The folder has no `tokenizer.json`.
+            The folder has no `tokenizer.json`. The message names files of tokenizers in other formats.
         ValueError
             A file has a wrong format.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} not found: the checkpoint needs a tokenizer in the `tokenizers` format"
-            )
+            raise FileNotFoundError(_without_fast_version(path))
         try:
             backend = Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception.
@@ -373,6 +373,17 @@ class AsyncTokenizer:
 
     def _release(self) -> None:
         self._num_pending -= 1
+
+
+def _without_fast_version(path: Path) -> str:
+    """Return why a folder without `tokenizer.json` is refused, and what its user can do."""
+    others = (name for pattern in _SLOW_FILES for name in sorted(path.parent.glob(pattern)))
+    found = ", ".join(dict.fromkeys(file.name for file in others))
+    has = f"; the checkpoint has only {found}, a tokenizer without a fast version" if found else ""
+    return (
+        f"{path} not found: the checkpoint needs a tokenizer in the `tokenizers` format{has}. Where transformers can "
+        f"convert it, AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes the file"
+    )
 
 
 def _added_around(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray] | None:

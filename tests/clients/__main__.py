@@ -24,7 +24,6 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.perf`
 
 import environments
-import smollm2
 import tools_model
 import yaml
 from checks import TOOLS, Outcome, Target
@@ -33,6 +32,7 @@ from environments import Client
 
 from quire.cluster.bench.results.report import RESULTS, ROOT, Bar, write
 from tests.perf.cluster.live_cluster import live_cluster
+from tests.perf.engine import packaged_checkpoints
 
 APPLICATION = MODEL_NAME = "smollm2"
 COMMAND = "make clients"
@@ -53,7 +53,7 @@ def main() -> int:
     options = parser.parse_args()
     clients = _chosen(parser, options.only)
     home = options.home.resolve()
-    model = (options.model or smollm2.make(home / "smollm2")).resolve()
+    model = (options.model or packaged_checkpoints.make("smollm2", home / "smollm2")).resolve()
     folders = {}
     for client in clients:
         print(f"installing {client.name}", flush=True)

@@ -125,6 +125,7 @@ def make_service(
     *,
     tokenizer: TextTokenizer | None = None,
     template: ChatTemplate | None = None,
+    has_template: bool = True,
     **facts: Any,
 ) -> RouterService:
     """The real lifecycle over `transport`; call it in the event loop that will use it.
@@ -133,6 +134,8 @@ def make_service(
     ----------
     tokenizer, template
         Instead of the checkpoint's.
+    has_template
+        False: as for a base model, which has none.
     facts
         Further `ModelFacts`.
     """
@@ -147,7 +150,7 @@ def make_service(
         ),
         router_id="router",
         tokenizer=AsyncTokenizer(tokenizer or TextTokenizer.load(CHECKPOINT)),
-        template=template or ChatTemplate.load(CHECKPOINT, None),
+        template=(template or ChatTemplate.load(CHECKPOINT, None)) if has_template else None,
         table=transport.table,
         policy=make_policy("slo"),
         transport=transport,

@@ -1,6 +1,9 @@
 """Which of transformers' causal model types Quire serves: each as its class makes it, tiny, with random weights.
 
     python -m tests.perf families [--only TYPE ...]
+    python -m tests.perf families --variants [--only TYPE ...]
+
+`--variants` judges configurations of served types in other forms instead (tests/replica/proof/variants.py).
 
 Each type is proven as at load (`replica/proof`). What is served is compared with `generate` as well, which the proof
 does not use: greedy tokens of prompts of 5, 70 and 700 tokens, alone and in a batch. The table in docs/models.md comes
@@ -12,10 +15,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.util
+import importlib
+import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,36 +32,47 @@ from quire.protos.wire import SamplingParams
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.engine import Engine
 from quire.replica.proof.model_proof import find_difference, save_random_model, tiny_entries
+from quire.replica.proof.verdicts import TESTED_FOR_GPU
 
 LENGTHS = (5, 70, 700)
 NUM_TOKENS = 12
 NUM_POSITIONS = 1024
 GOAL = 100
+NUM_VARIANTS = 130  # of 176; rope types that change with the batch are refused
+
+Judge = Callable[[Path], dict[str, str]]
 
 start = functools.partial(Engine, prove=False)
 
 
-def _families() -> ModuleType:
-    path = Path(__file__).parents[2] / "replica" / "proof" / "families.py"
-    spec = importlib.util.spec_from_file_location("families", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _import(name: str) -> ModuleType:
+    """Import a module of the proof's tests."""
+    folder = str(Path(__file__).parents[2] / "replica" / "proof")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
 
 
-def judge(model_type: str, entries: dict[str, Any], folder: Path) -> dict[str, str]:
+def judge(
+    entries: dict[str, Any], folder: Path, changes: dict[str, Any] | None = None
+) -> dict[str, str]:
     """Prove a type, and compare it with `generate` if it is served.
+
+    Parameters
+    ----------
+    changes
+        Entries that the tiny model has in another form.
 
     Returns
     -------
-    `verdict`: served, refused or wrong; `reason`, unless it is served.
+    `verdict`: served, refused or wrong; `reason`, unless it is served; then `proven`: by a test, or at load only.
     """
-    families = _families()
+    changes = changes or {}
     try:
-        spec = ModelSpec.from_checkpoint(families.write_config(folder / "config", entries))
-        tiny = tiny_entries(spec)
-        difference = find_difference(tiny, "cpu", start)
+        spec = ModelSpec.from_checkpoint(
+            _import("families").write_config(folder / "config", entries)
+        )
+        difference = find_difference({**tiny_entries(spec), **changes}, "cpu", start)
     except CheckpointError as error:
         reason = _first_line(error).replace(f"{folder / 'config'}/", "")
         return {"verdict": "refused", "reason": reason}
@@ -67,10 +83,18 @@ def judge(model_type: str, entries: dict[str, Any], folder: Path) -> dict[str, s
     if difference is not None:
         return {"verdict": "refused", "reason": difference}
     try:
-        wrong = _differs_from_generate(tiny_entries(spec, NUM_POSITIONS), folder / "long")
+        wrong = _differs_from_generate(
+            {**tiny_entries(spec, NUM_POSITIONS), **changes}, folder / "long"
+        )
     except Exception as error:  # the proof should have refused it
         wrong = f"{type(error).__name__}: {_first_line(error)}"
-    return {"verdict": "wrong", "reason": wrong} if wrong else {"verdict": "served"}
+    if wrong:
+        return {"verdict": "wrong", "reason": wrong}
+    is_tested = (
+        spec.architecture in TESTED_FOR_GPU
+        or entries["model_type"] in _import("variants").TESTED_TYPES
+    )
+    return {"verdict": "served", "proven": "test" if is_tested else "load"}
 
 
 def _first_line(error: Exception) -> str:
@@ -110,42 +134,70 @@ def _differs_from_generate(tiny: dict[str, Any], folder: Path) -> str:
     return ""
 
 
+def _types(only: list[str] | None) -> Iterator[tuple[str, Judge]]:
+    """Yield each model type, and what judges it."""
+    families = _import("families")
+    for model_type in only or families.MODEL_TYPES:
+
+        def run(folder: Path, model_type: str = model_type) -> dict[str, str]:
+            try:
+                entries = families.default_entries(model_type)
+            except Exception as error:  # the class cannot be made without arguments
+                return {"verdict": "no default", "reason": _first_line(error)}
+            return judge(entries, folder)
+
+        yield model_type, run
+
+
+def _variants(only: list[str] | None) -> Iterator[tuple[str, Judge]]:
+    """Yield each variant of the served types, and what judges it."""
+    families, variants = _import("families"), _import("variants")
+    for model_type in only or dict.fromkeys((*variants.VARIED_TYPES, *variants.OWN)):
+        entries = families.default_entries(model_type)
+        with tempfile.TemporaryDirectory(prefix="quire-families-") as folder:
+            tiny = variants.tiny_of(model_type, Path(folder) / "config")
+        for name, changes in variants.variants_of(model_type, tiny):
+            yield (
+                f"{model_type}, {name}",
+                functools.partial(judge, entries, changes=changes),
+            )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types")
-    parser.add_argument("--output", type=Path, default=RESULTS / "families.json")
+    parser.add_argument("--variants", action="store_true", help="other forms of served types")
+    parser.add_argument(
+        "--output", type=Path, help="default: families.json, or families_variants.json"
+    )
     arguments = parser.parse_args(argv)
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    families = _families()
+    name = "families_variants" if arguments.variants else "families"
+    cases = _variants if arguments.variants else _types
     verdicts: dict[str, dict[str, str]] = {}
-    for model_type in arguments.only or families.MODEL_TYPES:
+    for case, run in cases(arguments.only):
         began = time.perf_counter()
-        try:
-            entries = families.default_entries(model_type)
-        except Exception as error:  # the class cannot be made without arguments
-            verdicts[model_type] = {"verdict": "no default", "reason": _first_line(error)}
-            continue
         with tempfile.TemporaryDirectory(prefix="quire-families-") as folder:
-            verdicts[model_type] = judge(model_type, entries, Path(folder))
-        print(
-            f"{model_type}: {verdicts[model_type]} {time.perf_counter() - began:.1f} s", flush=True
-        )
+            verdicts[case] = run(Path(folder))
+        print(f"{case}: {verdicts[case]} {time.perf_counter() - began:.1f} s", flush=True)
     counts = Counter(entry["verdict"] for entry in verdicts.values())
+    part, goal = ("families/variants", NUM_VARIANTS) if arguments.variants else ("families", GOAL)
+    unit = "configurations" if arguments.variants else "model types"
     bars = [
-        Bar("families/served", counts["served"], "model types", GOAL, at_most=False),
-        Bar("families/wrong", counts["wrong"], "model types", 0),
+        Bar(f"{part}/served", counts["served"], unit, goal, at_most=False),
+        Bar(f"{part}/wrong", counts["wrong"], unit, 0),
     ]
     write(
-        arguments.output,
-        "python -m tests.perf families",
+        arguments.output or RESULTS / f"{name}.json",
+        f"python -m tests.perf families{' --variants' if arguments.variants else ''}",
         [dataclasses.replace(bar, details={"of": len(verdicts)}) for bar in bars],
         transformers=transformers.__version__,
         verdicts=verdicts,
     )
-    return 0
+    return int(counts["wrong"] > 0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
+from quire.replica.checkpoint.weight_formats import FORMATS
 from quire.replica.kv_cache.groups import LayerKind
 from quire.replica.proof.verdicts import TESTED_FOR_GPU
 
@@ -91,14 +92,6 @@ def test_layers_that_read_a_type_that_no_layer_stores_are_refused(tmp_path):
 def test_the_classes_that_need_no_proof_on_a_gpu_are_those_of_the_zoo(zoo):
     built = {ModelSpec.from_checkpoint(zoo(name)).architecture for name in model_zoo.NAMES}
     assert built == TESTED_FOR_GPU
-
-
-def test_defaults_come_from_the_generation_config(checkpoint):
-    path = checkpoint(
-        "generation_config.json", eos_token_id=[5, 6], temperature=0.7, top_p=0.9, top_k=20
-    )
-    spec = ModelSpec.from_checkpoint(path)
-    assert (spec.temperature, spec.top_p, spec.top_k) == (0.7, 0.9, 20)
 
 
 @pytest.mark.parametrize("eos_token", ["<end>", {"content": "<end>"}])
@@ -203,7 +196,11 @@ def test_rope_scaling_lengthens_the_context(checkpoint, rope, tokens):
         ),
         (dict(num_key_value_heads=3), "num_attention_heads 4 .* num_key_value_heads 3"),
         (dict(dtype="float64"), "float64"),
-        (dict(eos_token_id=173), "eos_token_id 173"),
+        (
+            dict(eos_token_id=173),
+            r"/config\.json: eos_token_id must be in \[0, vocab_size 173\), is 173",
+        ),
+        (dict(eos_token_id=[2, "x"]), r"Field 'eos_token_id' with value .*'x'"),
         (dict(num_hidden_layers=0), "num_layers"),
         (dict(num_hidden_layers="two"), "num_hidden_layers"),
     ],
@@ -212,6 +209,38 @@ def test_what_is_not_served_is_refused_by_name(checkpoint, entries, message):
     checkpoint("generation_config.json", eos_token_id=None)
     with pytest.raises(CheckpointError, match=message):
         ModelSpec.from_checkpoint(checkpoint(**entries))
+
+
+@pytest.mark.parametrize(
+    "file, entries, message",
+    [
+        ("generation_config.json", dict(eos_token_id=[2, 999]), "eos_token_id must be .* is 999"),
+        ("generation_config.json", dict(eos_token_id={"a": 1}), "eos_token_id must be .* is {'a'"),
+        ("generation_config.json", dict(eos_token_id=True), "eos_token_id must be .* is True"),
+        ("tokenizer.json", dict(added_tokens={}, model=[1]), "added_tokens must be .* list"),
+        ("tokenizer.json", dict(added_tokens=[{"content": "<e>", "id": "9"}]), "'<e>' .* is '9'"),
+        ("tokenizer.json", dict(added_tokens=[{"content": "<e>"}]), "'<e>' .* is None"),
+        ("tokenizer.json", dict(model={"vocab": {"<e>": -1}}), "'<e>' .* is -1"),
+    ],
+)
+def test_a_bad_value_in_another_file_is_refused_by_file_and_field(
+    checkpoint, file, entries, message
+):
+    checkpoint("tokenizer_config.json", eos_token="<e>")
+    with pytest.raises(CheckpointError, match=f"{file}: .*{message}"):
+        ModelSpec.from_checkpoint(checkpoint(file, **entries))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_formats_are_served_or_refused_as_they_are_declared(checkpoint, form):
+    path = checkpoint(**({"quantization_config": form.example} if form.example else {}))
+    if form.is_served:
+        ModelSpec.from_checkpoint(path)
+        return
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: quantization_config: .* (served|must)"
+    ):
+        ModelSpec.from_checkpoint(path)
 
 
 def test_unreadable_files_are_named(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -236,6 +237,44 @@ def test_missing_files_are_named(copy, name):
     (copy / name).unlink()
     with pytest.raises(CheckpointError, match=name):
         resolve_checkpoint(str(copy))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_whole_numbers_are_no_weights(copy, dtype):
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: '{name}' is stored as {kind}"):
+        load(copy)
+
+
+@pytest.mark.parametrize("num_bytes", [4, 100, 10_000])
+def test_a_truncated_file_is_refused_by_name(copy, num_bytes):
+    file = copy / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, num_bytes if num_bytes < 1000 else size - num_bytes)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* bytes"):
+        resolve_checkpoint(str(copy))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_an_output_head_is_stored_or_tied(copy, is_tied, is_stored):
+    """transformers uses a stored head even where the configuration ties it."""
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": is_tied}))
+    if not is_stored:
+        tensors = load_file(copy / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    if not is_tied and not is_stored:
+        with pytest.raises(CheckpointError, match=r"1 missing tensors .*lm_head\.weight"):
+            load(copy)
+        return
+    right = transformers.AutoModelForCausalLM.from_pretrained(copy)
+    assert torch.equal(load(copy).lm_head.weight, right.lm_head.weight)
 
 
 @pytest.mark.parametrize("change", ["missing", "surplus", "misshapen"])

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from families import MODEL_TYPES, default_entries, write_config
+from variants import TESTED_TYPES, sample_changes, tiny_of, variants_of
 
 from quire.replica import Engine
 from quire.replica.builtin_model import CHECKPOINT
@@ -16,17 +17,6 @@ from quire.replica.proof.model_proof import find_difference, tiny_entries
 
 start = functools.partial(Engine, prove=False, num_threads=1)
 
-# One of each kind of structure: windows, soft caps, sinks, experts (grouped, shared, dense first layers), partial
-# rotation, parallel residual, biased LayerNorm, scaled logits, layers without rotation, multi-query.
-SERVED = (
-    *("llama", "gemma2", "gpt_oss", "mixtral", "glm4_moe", "cohere2", "phi", "granitemoeshared"),
-    *("exaone4", "ernie4_5_moe", "olmo3", "starcoder2", "gemma"),
-    # Learned positions, sizes of other names; a decoder within the base model; keywords that do not reach attention;
-    # interleaved rotation, two norms and one residual; a router that reads its weight itself.
-    *("gpt2", "opt", "stablelm", "gptj", "gpt_neox", "hunyuan_v1_moe"),
-    # Layers that read an earlier layer's keys and values, inputs of each layer's own.
-    "gemma3n_text",
-)
 # Global layers with heads of another size and number whose values are their keys, experts.
 _GEMMA4 = dict(
     attention_k_eq_v=True,
@@ -46,10 +36,23 @@ def spec_of(tmp_path, model_type: str, **changes: object) -> ModelSpec:
     return ModelSpec.from_checkpoint(write_config(tmp_path / model_type, entries))
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", TESTED_TYPES)
 def test_a_class_that_the_engine_computes_exactly_is_served(tmp_path, model_type):
-    spec = spec_of(tmp_path, model_type)
-    assert find_difference(tiny_entries(spec), "cpu", start) is None
+    tiny = tiny_of(model_type, tmp_path / model_type)
+    assert find_difference({**tiny, **sample_changes(model_type, tiny)}, "cpu", start) is None
+
+
+def test_the_variants_change_what_they_name(tmp_path):
+    """A change that has no effect would prove the plain type again."""
+    tiny = tiny_of("llama", tmp_path / "llama")
+    changes = dict(variants_of("llama", tiny))
+    assert len(changes) > 15
+    assert not [name for name, entries in changes.items() if entries.items() <= tiny.items()]
+    spec = ModelSpec.from_checkpoint(
+        write_config(tmp_path / "changed", {**tiny, **sample_changes("llama", tiny)})
+    )
+    assert (spec.num_heads // spec.num_kv_heads, spec.head_dim) == (3, 32)
+    assert spec.hidden_size != spec.num_heads * spec.head_dim
 
 
 def test_layers_of_unequal_heads_that_share_keys_are_served(tmp_path):
@@ -170,4 +173,4 @@ def test_an_engine_refuses_before_it_reads_weights(tmp_path, monkeypatch):
 
 
 def test_types_of_this_version_are_known():
-    assert set(SERVED) <= set(MODEL_TYPES)
+    assert set(TESTED_TYPES) <= set(MODEL_TYPES) and len(set(TESTED_TYPES)) >= 25

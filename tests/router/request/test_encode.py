@@ -144,6 +144,20 @@ def test_what_generate_refuses_is_refused(transport, tokenizer, fields, error, f
     with_service(transport, tokenizer, work)
 
 
+def test_a_base_models_chat_is_refused_with_advice(transport, tokenizer) -> None:
+    async def main() -> None:
+        service = make_service(transport, tokenizer=tokenizer, has_template=False)
+        assert (await service.encode(asked(prompt="hello"))).text == "hello"
+        for call in (service.encode, service.generate):
+            with pytest.raises(
+                UnsupportedField, match=r"/v1/completions, or .* chat_template"
+            ) as caught:
+                await call(asked(messages=HI))
+            assert caught.value.field == "messages"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_encoding_needs_a_replica_and_no_place_in_a_queue(transport, tokenizer) -> None:
     async def work(service: RouterService) -> None:
         def full(*args: Any) -> None:

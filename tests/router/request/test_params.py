@@ -228,9 +228,18 @@ def test_defaults_come_from_the_checkpoint(tmp_path):
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"temperature": 0.6, "top_k": 50, "top_p": None, "eos_token_id": 2}))
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults(temperature=0.6, top_k=50)
-    path.write_text(json.dumps({"top_p": 1.5}))
-    with pytest.raises(ValueError, match=r"generation_config.json: top_p must be .*got 1.5"):
-        GenerationDefaults.load(tmp_path)
+    numbers = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
+    path.write_text(json.dumps({**numbers, "repetition_penalty": 1.1, "max_length": 20}))
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults(
+        **numbers, repetition_penalty=1.1
+    )
+    for name, value in (
+        *(("top_p", 1.5), ("temperature", "hot"), ("top_k", 2.5), ("top_k", True)),
+        *(("repetition_penalty", 0), ("min_p", [0.1]), ("temperature", float("nan"))),
+    ):
+        path.write_text(json.dumps({name: value}))
+        with pytest.raises(ValueError, match=f"generation_config.json.*{name}.* got|not JSON.*NaN"):
+            GenerationDefaults.load(tmp_path)
     path.write_text("[]")
     with pytest.raises(ValueError, match="expected an object"):
         GenerationDefaults.load(tmp_path)

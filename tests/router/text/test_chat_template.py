@@ -340,9 +340,67 @@ def test_the_template_comes_from_a_file_the_checkpoint_or_its_configuration(tmp_
     assert ChatTemplate.load(tmp_path, tmp_path / "mine.jinja").render(USER) == "mine"
     with pytest.raises(FileNotFoundError):
         ChatTemplate.load(tmp_path, tmp_path / "none.jinja")
-    config.write_text(json.dumps({"chat_template": 5}))
-    (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="chat_template must be a string"):
+
+
+def test_templates_with_names_are_chosen_as_by_transformers(tmp_path, byte_level):
+    """In `tokenizer_config.json`, or in files of their own, which replace it."""
+    transformers = pytest.importorskip("transformers")
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    config = tmp_path / "tokenizer_config.json"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+    def compare() -> list[str]:
+        own = ChatTemplate.load(tmp_path)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        texts = []
+        for offered in (None, tools):
+            texts.append(own.render(USER, TemplateOptions(tools=offered)))
+            assert texts[-1] == theirs.apply_chat_template(USER, tools=offered, tokenize=False)
+        return texts
+
+    named = [{"name": "tool_use", "template": "t{{ tools[0].function.name }}"}]
+    named += [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert compare() == ["d", "tf"]
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert compare() == ["file", "file"]
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("further")
+    assert compare() == ["file", "further"]
+
+
+def test_without_a_default_template_there_is_none(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "rag", "template": "r"}]})
+    )
+    assert ChatTemplate.load(tmp_path) is None
+
+
+def test_the_text_of_all_templates_shows_the_family(tmp_path):
+    """Marks of calls stand in the template for tools only."""
+    named = [{"name": n, "template": f"<{n}>"} for n in ("default", "tool_use")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate.load(tmp_path).source == "<default>\n<tool_use>"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (5, "chat_template must be a string or a list of named templates, got int"),
+        ([{"name": "default"}], r"chat_template\[0\] must be .* name and template, got .*default"),
+        ([{"name": "a", "template": "x"}, "b"], r"chat_template\[1\] must be an object"),
+        ([{"name": 1, "template": "x"}], r"chat_template\[0\] must be"),
+    ],
+)
+def test_a_template_of_another_form_is_refused_by_file_and_entry(tmp_path, entry, message):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {message}"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_a_template_that_is_not_text_is_refused_by_file(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: must be UTF-8"):
         ChatTemplate.load(tmp_path)
 
 

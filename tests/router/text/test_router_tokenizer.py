@@ -86,6 +86,9 @@ def test_a_post_processor_of_the_file_is_kept(byte_level, tmp_path):
 def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         TextTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"only tokenizer\.model.* without a fast version"):
+        TextTokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         TextTokenizer.load(tmp_path)
