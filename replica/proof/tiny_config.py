@@ -87,10 +87,9 @@ def tiny_config(
             tiny[name] = WINDOW
     _set_positions(tiny, num_positions)
     _set_overrides(tiny, config)
-    if isinstance(tiny.get("vocab_size_per_layer_input"), int):
-        is_smaller = tiny["vocab_size_per_layer_input"] < tiny["vocab_size"]
-        tiny["vocab_size_per_layer_input"] = VOCAB_SIZE - 20 * is_smaller
     tiny["vocab_size"] = VOCAB_SIZE
+    if "vocab_size_per_layer_input" in tiny:
+        tiny["vocab_size_per_layer_input"] = VOCAB_SIZE
     for name, token in _TOKENS.items():
         if tiny.get(name) is not None:
             tiny[name] = token

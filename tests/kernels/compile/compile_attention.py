@@ -24,7 +24,8 @@ def entries() -> Iterator[Entry]:
             yield from _attention(arch, torch.bfloat16, head_dim)
         for head_dim in (16, 32, 64, 96, 128, 256):
             yield from _attention(arch, torch.float32, head_dim)
-        for head_dim in (128, 256, 512):
+        # At 512 a few registers spill on the other architectures.
+        for head_dim in (128, 256, 512) if arch in ("sm_80", "sm_90") else (128, 256):
             yield from _attention(arch, torch.bfloat16, head_dim, "fp8")
         yield from _attention(arch, torch.bfloat16, 128, "window")
         yield from _planners(arch)
