@@ -117,7 +117,8 @@ class PackedWeight:
     """The weight [columns, depth] of a linear layer, or of several layers with the same input, packed in panels."""
 
     # [panels, words, 64] int32. A word is one float32, two bfloat16 or four int8; zeros after the last column. In
-    # strips a panel is [4, words, 16], the layout for AMX. Coded weights: [panels, words, 48]. 4 bits: [panels, steps, 16].
+    # strips a panel is [4, words, 16], the layout for AMX. Coded weights: [panels, words, 48]. 4 bits:
+    # [panels, words, 16].
     data: torch.Tensor
     columns: int  # output features
     depth: int  # input features
@@ -192,7 +193,7 @@ class PackedWeight:
         Parameters
         ----------
         words, scales, zeros
-            [columns, depth / 8] int32, [columns, groups] and [columns, groups] uint8, as in `weight_panels.pack_numbers`.
+            [columns, depth / 8] int32, [columns, groups] and [columns, groups] uint8, as `pack_numbers` takes them.
 
         Raises
         ------

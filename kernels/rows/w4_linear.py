@@ -14,7 +14,7 @@ products of a group in float32, and multiply the sum by the scale. So the weight
 the rounding of float32 sums, and of the result, of the product with the float32 weight.
 
 A GPU runs `quire.kernels.rows.w4_matmul`; the CPU's compiled library has `cpu_linear.PackedWeight.of_numbers`. The
-product here dequantises the weight in each call; it serves a CPU without the library, and dtypes that the library lacks.
+product here dequantises the weight in each call, for a CPU without the library and for dtypes that the library lacks.
 
 Bytes: n k / 2 for the numbers, and 1 + the scale's for each group of an output. Flops: 2 rows n k.
 """

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Entries of config.json that are not passed to transformers: they make it read or run other files, enable its own
-# quantiser (Quire reads that entry into `ModelSpec.fp8` or `w4`), load kernels from the hub, or are configurations that it
-# would use instead of the checked entries (`PretrainedConfig.get_text_config`). Built-in classes do not need them.
+# quantiser (Quire reads that entry into `ModelSpec.fp8` or `w4`), load kernels from the hub, or are configurations that
+# it would use instead of the checked entries (`PretrainedConfig.get_text_config`). Built-in classes do not need them.
 # Neither do they need names that begin with an underscore or end with `_implementation`.
 _LEFT_OUT = (
     "auto_map",

@@ -1,10 +1,11 @@
 """Checkpoints stored in 4 bits: supported values of `quantization_config`.
 
-| quant_method | tensors of a linear layer X | served |
-|---|---|---|
-| gptq | `qweight` [k / 8, n], `qzeros` [groups, n / 8], `scales` [groups, n], `g_idx` [k] | 4 bits, `desc_act` too |
-| awq | `qweight` [k, n / 8], `qzeros` [groups, n / 8], `scales` [groups, n] | version gemm |
-| compressed-tensors | `weight_packed` [n, k / 8], `weight_scale` [n, groups], `weight_zero_point` [n / 8, groups], `weight_g_idx` [k], `weight_shape` | format pack-quantized, without quantised activations |
+| quant_method | tensors of a linear layer X |
+|---|---|
+| gptq | `qweight` [k / 8, n], `qzeros` [groups, n / 8], `scales` [groups, n], `g_idx` [k] |
+| awq (version gemm) | `qweight` [k, n / 8], `qzeros` [groups, n / 8], `scales` [groups, n] |
+| compressed-tensors | `weight_packed` [n, k / 8], `weight_scale` [n, groups], `weight_zero_point` [n / 8, groups], |
+| (pack-quantized) | `weight_g_idx` [k], `weight_shape` [2] |
 
 Which layers are in 4 bits follows from the stored tensors, so `ignore`, `targets` and `modules_to_not_convert` are not
 read. `replica/model/w4_formats.py` unpacks the tensors.

@@ -114,7 +114,8 @@ def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelS
     state = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     surplus, missing = sorted(stored.keys() - state), sorted(state - stored.keys())
     return (
-        f"{spec.path}: stored in {'FP8' if spec.w4 is None else '4 bits'}, and its tensors are not those of {spec.architecture}: surplus "
+        f"{spec.path}: stored in {'FP8' if spec.w4 is None else '4 bits'}, and its tensors are not those of "
+        f"{spec.architecture}: surplus "
         f"{', '.join(surplus[:3]) or 'none'}; missing {', '.join(missing[:3]) or 'none'}"
     )
 

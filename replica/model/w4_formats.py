@@ -180,7 +180,7 @@ class _LayerReader:
     def _check(self) -> int:
         """Check presence, shapes and dtypes of the tensors; return the number of groups."""
         names, (n, k) = self.names, (self.linear.out_features, self.linear.in_features)
-        if k % PER_WORD or n % PER_WORD and names.zeros == "qzeros":
+        if k % PER_WORD or (n % PER_WORD and names.zeros == "qzeros"):
             raise self._error(
                 names.words, f"features must be multiples of {PER_WORD}, are {(n, k)}"
             )
