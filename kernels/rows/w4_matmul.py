@@ -79,7 +79,9 @@ def _w4_kernel(
         scale = tl.load(scales_ptr + group).to(tl.float32)
         numbers = (words[:, :, None] >> shift[None, None, :]) & 15
         numbers = tl.reshape(numbers, [BLOCK_N, BLOCK_K]) - zero[:, None]
-        part = tl.dot(x, tl.trans(numbers.to(x.dtype)), input_precision="ieee")
+        # By float32, because Triton's interpreter has no conversion of integers to bfloat16.
+        w = tl.trans(numbers.to(tl.float32).to(x.dtype))
+        part = tl.dot(x, w, input_precision="ieee")
         acc += part * scale[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_row).to(tl.float32)[None, :]
