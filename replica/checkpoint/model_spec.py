@@ -222,7 +222,8 @@ def _w4(raw: dict[str, Any]) -> W4Scheme | None:
     try:
         return w4_checkpoint.judge(config)
     except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"config.json: quantization_config: {error}") from error
+        method = config["quant_method"]
+        raise CheckpointError(f"config.json: quantization_config ({method}): {error}") from error
 
 
 def _quantization(raw: dict[str, Any]) -> dict[str, Any]:

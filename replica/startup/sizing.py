@@ -65,10 +65,10 @@ def resolve(
     folder = checkpoint_path or spec.path
     weights = choose_weights(args, spec)
     dtype: str = args.dtype
-    # The compiled library multiplies weights of 4 bits with bfloat16 only.
-    is_fast_in_bfloat16 = weights == "fp8" or (spec.w4 is not None and device == "cpu")
-    if dtype == "auto" and is_fast_in_bfloat16:
+    if dtype == "auto" and weights == "fp8":
         dtype = "bfloat16"
+    elif dtype == "auto" and spec.w4 is not None and sizing.w4_dtype is not None:
+        dtype = sizing.w4_dtype
     elif dtype == "auto":
         num_parameters = count_parameters(folder)
         dtype = sizing.choose_dtype(spec.checkpoint_dtype, num_parameters, cpu_flags())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from quire.replica.model.w4 import W4Linear
 
 Activation = Literal["silu", "gelu_tanh"]
 # Layers that a `Product` merges.
-AnyLinear = nn.Linear | Fp8Linear | W4Linear
+AnyLinear: TypeAlias = nn.Linear | Fp8Linear | W4Linear
 
 
 class Product(nn.Module):
