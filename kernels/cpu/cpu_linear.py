@@ -16,6 +16,10 @@ quarters of the bytes, and the same bits of every result.
 With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), with one scale for each output feature:
 the largest |w| divided by 127. This is half the bytes. Activations stay bfloat16 and sums float32.
 
+`PackedWeight.of_numbers` packs weights of 4 bits with a scale and a zero point for each group of input features
+(`native/linear_groups.h`). Number minus zero point is exact in bfloat16, and a group's sum is scaled in float32: the
+result is that of the dequantised float32 weight up to the rounding of sums. Bytes: N K / 2, and 6 N for each group.
+
 Bytes: (N K + M K + M N) itemsize up to 128 rows, where coded weights count three quarters. The weights are read once
 more, from the cache, for each further 128 rows. Flops: 2 M N K.
 """
@@ -30,12 +34,21 @@ import torch
 
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.weight_code import CodeArrays, Coder, WeightCode
-from quire.kernels.cpu.weight_panels import PANEL_COLUMNS, pack_rows
+from quire.kernels.cpu.weight_panels import (
+    PANEL_COLUMNS,
+    GroupArrays,
+    WeightGroups,
+    pack_numbers,
+    pack_rows,
+    unpack_numbers,
+)
 from quire.kernels.huge_pages import ask_for_huge_pages
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attention.h
 # Columns at a time in which a weight is decoded and packed again if coding does not pay.
 _DECODED_COLUMNS = 1024
+# Input features that share a scale, in weights of 4 bits; a group may also have all of them.
+GROUP_SIZES = (32, 64, 128)
 LIMITS = "float32, or bfloat16 with an even number of input features"
 
 
@@ -49,6 +62,7 @@ class LinearCall(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("weight", ctypes.c_void_p),
         ("code", ctypes.POINTER(CodeArrays)),
+        ("groups", ctypes.POINTER(GroupArrays)),
         ("in_strips", ctypes.c_int64),
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -78,6 +92,7 @@ class LinearCall(ctypes.Structure):
         return cls(
             weight=weight.data.data_ptr(),
             code=weight.code and ctypes.pointer(weight.code.arrays),
+            groups=weight.groups and ctypes.pointer(weight.groups.arrays),
             in_strips=weight.in_strips,
             scales=None if weight.scales is None else weight.scales.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
@@ -102,7 +117,8 @@ class PackedWeight:
     """The weight [columns, depth] of a linear layer, or of several layers with the same input, packed in panels."""
 
     # [panels, words, 64] int32. A word is one float32, two bfloat16 or four int8; zeros after the last column. In
-    # strips a panel is [4, words, 16], the layout for AMX. Coded weights: [panels, words, 48].
+    # strips a panel is [4, words, 16], the layout for AMX. Coded weights: [panels, words, 48]. 4 bits:
+    # [panels, words, 16].
     data: torch.Tensor
     columns: int  # output features
     depth: int  # input features
@@ -110,6 +126,7 @@ class PackedWeight:
     in_strips: bool
     scales: torch.Tensor | None = None  # [panels * 64] float32 of int8 weights
     code: WeightCode | None = None
+    groups: WeightGroups | None = None  # of 4-bit weights
 
     @classmethod
     def pack(
@@ -167,11 +184,41 @@ class PackedWeight:
         again = (packed.rows(ids[first : first + _DECODED_COLUMNS]) for first in columns_at_once)
         return cls.pack(again, columns, coded=False)
 
+    @classmethod
+    def of_numbers(
+        cls, words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    ) -> PackedWeight:
+        """Pack weights of 4 bits, for bfloat16 activations.
+
+        Parameters
+        ----------
+        words, scales, zeros
+            [columns, depth / 8] int32, [columns, groups] and [columns, groups] uint8, as `pack_numbers` takes them.
+
+        Raises
+        ------
+        ValueError
+            The size of a group is not one of `GROUP_SIZES` nor the depth, or there is no compiled library.
+        """
+        columns, depth = len(words), words.shape[1] * 8
+        group_size = depth // scales.shape[1]
+        if group_size * scales.shape[1] != depth or group_size not in (*GROUP_SIZES, depth):
+            raise ValueError(
+                f"scales: groups must have {GROUP_SIZES} or all of {depth} input features, got "
+                f"{scales.shape[1]} groups"
+            )
+        if not supports(depth, torch.bfloat16, words.device):
+            raise ValueError(f"words: need the CPU and the compiled library, are on {words.device}")
+        packed, groups = pack_numbers(words, scales, zeros)
+        return cls(packed, columns, depth, torch.bfloat16, in_strips=False, groups=groups)
+
     @property
     def num_bytes(self) -> int:
         """Bytes in memory, padding of the last panel included."""
         scale_bytes = 0 if self.scales is None else self.scales.nbytes
-        return self.data.nbytes + scale_bytes + (0 if self.code is None else self.code.num_bytes)
+        group_bytes = 0 if self.groups is None else self.groups.num_bytes
+        code_bytes = 0 if self.code is None else self.code.num_bytes
+        return self.data.nbytes + scale_bytes + group_bytes + code_bytes
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up rows of the weight, as an embedding does: [*ids.shape, depth] in `dtype`.
@@ -181,6 +228,8 @@ class PackedWeight:
         IndexError
             An id is not between 0 and columns - 1.
         """
+        if self.groups is not None:
+            return self.unpack()[ids]
         ids = ids.to(torch.int64).contiguous()
         stored = self.dtype if self.scales is None else torch.int8
         out = torch.empty(*ids.shape, self.depth, dtype=stored)
@@ -202,7 +251,9 @@ class PackedWeight:
         return (out.float() * self.scales[ids][..., None]).to(self.dtype)
 
     def unpack(self) -> torch.Tensor:
-        """Return the weight [columns, depth] in `dtype`: as it was packed, or the dequantised int8 weights."""
+        """Return the weight [columns, depth] in `dtype`: as it was packed, or the dequantised weights."""
+        if self.groups is not None:
+            return unpack_numbers(self.data, self.groups, self.columns).to(self.dtype)
         return self.rows(torch.arange(self.columns))
 
     def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:

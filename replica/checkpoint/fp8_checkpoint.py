@@ -63,7 +63,9 @@ def judge(raw: Mapping[str, Any]) -> Fp8Scheme:
         _expect("fmt", raw.get("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
         scheme = _expect("activation_scheme", raw.get("activation_scheme"), ("dynamic", "static"))
         return Fp8Scheme(method, None, scheme == "static")
-    raise ValueError(f"quant_method {method!r} is not served; served are {', '.join(_METHODS)}")
+    raise ValueError(
+        f"quant_method {method!r} is not served; served are {', '.join(_METHODS)}, gptq, awq"
+    )
 
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> Fp8Scheme:

@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.protos.unique_keys import parse_json
-from quire.replica.checkpoint import fp8_checkpoint
+from quire.replica.checkpoint import fp8_checkpoint, w4_checkpoint
 from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
 from quire.replica.checkpoint.rope_types import check_rope_types, short_context
+from quire.replica.checkpoint.w4_checkpoint import W4Scheme
 from quire.replica.kv_cache.groups import LayerGroup, LayerKind, group_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Entries of config.json that are not passed to transformers: they make it read or run other files, enable its own
-# quantiser (Quire reads that entry into `ModelSpec.fp8`), load kernels from the hub, or are configurations that it
-# would use instead of the checked entries (`PretrainedConfig.get_text_config`). Built-in classes do not need them.
+# quantiser (Quire reads that entry into `ModelSpec.fp8` or `w4`), load kernels from the hub, or are configurations that
+# it would use instead of the checked entries (`PretrainedConfig.get_text_config`). Built-in classes do not need them.
 # Neither do they need names that begin with an underscore or end with `_implementation`.
 _LEFT_OUT = (
     "auto_map",
@@ -78,6 +79,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
     fp8: Fp8Scheme | None = None  # None if the checkpoint is not stored in FP8
+    w4: W4Scheme | None = None  # None if the checkpoint is not stored in 4 bits
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -133,6 +135,7 @@ class ModelSpec:
             eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
             checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             fp8=_fp8(raw),
+            w4=_w4(raw),
         )
         _check_sizes(spec)
         return spec
@@ -196,6 +199,7 @@ def _judge(raw: dict[str, Any]) -> str:
             f"config.json: architectures is {named}, but the causal model of model_type {model_type!r} is {made}{code}"
         )
     _fp8(raw)
+    _w4(raw)
     for name, refused in _NOT_CAUSAL.items():
         if raw.get(name) is refused:
             raise CheckpointError(
@@ -205,13 +209,35 @@ def _judge(raw: dict[str, Any]) -> str:
 
 
 def _fp8(raw: dict[str, Any]) -> Fp8Scheme | None:
-    config = raw.get("quantization_config") or raw.get("compression_config")  # older name
-    if not config:
+    config = _quantization(raw)
+    if not config or w4_checkpoint.is_four_bit(config):
         return None
     try:
         return fp8_checkpoint.judge(config)
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"config.json: quantization_config: {error}") from error
+
+
+def _w4(raw: dict[str, Any]) -> W4Scheme | None:
+    config = _quantization(raw)
+    if not w4_checkpoint.is_four_bit(config):
+        return None
+    try:
+        return w4_checkpoint.judge(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        method = config["quant_method"]
+        raise CheckpointError(f"config.json: quantization_config ({method}): {error}") from error
+
+
+def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of the checkpoint's quantisation; {} if it has none."""
+    # `compression_config` is the older name.
+    config = raw.get("quantization_config") or raw.get("compression_config") or {}
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"config.json: quantization_config must be a JSON object, is {config!r}"
+        )
+    return config
 
 
 def _check_rope(config: Any) -> None:

@@ -25,6 +25,13 @@ _NOT_LOADED = re.compile(
     r".*(_scale|_scale_ub|rotary_emb\.inv_freq)"
 )  # scales of weights are counted with the weights; the model computes inv_freq
 # A linear layer is quantised only if its features are multiples of these numbers.
+# Tensors of layers in 4 bits (`w4_checkpoint.py`): numbers, and what has a value for each group or input feature.
+_NUMBERS = re.compile(r".*\.(qweight|weight_packed)")
+_ZEROS = re.compile(r".*\.(qzeros|weight_zero_point|weight_shape)")  # counted with the scales
+_ORDERS = re.compile(r".*\.(g_idx|weight_g_idx)")
+# Of a group: on the CPU a float32 scale and two copies of the zero point, on a GPU at most that.
+_GROUP_BYTES = 6
+_WORD_BYTES = 4
 _MULTIPLE = {"int8": (4, 1), "fp8": (16, 16)}  # of input and output features
 _SCALE_BYTES = 4  # one float32 scale per output feature
 
@@ -42,7 +49,11 @@ def weight_bytes(folder: Path, dtype: str, weights: str) -> int:
     total = 0
     for name, shape, stored in _tensors(folder):
         elements = math.prod(shape)
-        if stored == "F8_E4M3" or _is_narrowed(name, shape, weights):
+        if _NUMBERS.fullmatch(name) or _ORDERS.fullmatch(name):
+            total += elements * _WORD_BYTES
+        elif name.endswith((".scales", ".weight_scale")):
+            total += elements * _GROUP_BYTES
+        elif stored == "F8_E4M3" or _is_narrowed(name, shape, weights):
             total += elements + _SCALE_BYTES * shape[0]
         else:
             total += elements * ELEMENT_BYTES[dtype]
@@ -58,10 +69,11 @@ def loading_bytes(folder: Path, dtype: str, weights: str) -> int:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, list[int], str]]:
-    for file in weight_files(folder):
-        for name, entry in check_header(file).items():
-            if not _NOT_LOADED.fullmatch(name):
-                yield name, entry["shape"], entry["dtype"]
+    entries = {n: e for file in weight_files(folder) for n, e in check_header(file).items()}
+    for name, entry in entries.items():
+        has_groups = f"{name.removesuffix('_scale')}_packed" in entries
+        if has_groups or not (_NOT_LOADED.fullmatch(name) or _ZEROS.fullmatch(name)):
+            yield name, entry["shape"], entry["dtype"]
 
 
 def _is_narrowed(name: str, shape: list[int], weights: str) -> bool:

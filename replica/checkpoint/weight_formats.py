@@ -85,17 +85,20 @@ FORMATS: tuple[WeightFormat, ...] = (
     ),
     WeightFormat(
         "W4A16 of compressed-tensors",
-        "no product with 4-bit weights",
+        "products, and the model against its dequantised weights",
+        is_served=True,
         example=_compressed("pack-quantized", _INT4),
     ),
     WeightFormat(
         "GPTQ",
-        "no product with 4-bit weights",
+        "products, and the model against its dequantised weights",
+        is_served=True,
         example={"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
     ),
     WeightFormat(
         "AWQ",
-        "no product with 4-bit weights",
+        "products, and the model against its dequantised weights",
+        is_served=True,
         example={"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     ),
     WeightFormat(

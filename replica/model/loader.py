@@ -1,7 +1,8 @@
 """Loads a checkpoint folder as a module on a device.
 
 transformers' model is built on torch's meta device, without memory. Then each stored tensor is read to its final place
-(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`). If the stored
+(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`).
+Layers that are stored in 4 bits come first, one at a time (`w4_formats.py`). If the stored
 tensors and the model's do not match one to one, because transformers renames or converts tensors while loading,
 transformers loads the checkpoint.
 """
@@ -18,7 +19,7 @@ from torch import nn
 from quire.replica.checkpoint.checkpoint import check_files, weight_files
 from quire.replica.checkpoint.fp8_checkpoint import EXTRA
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
-from quire.replica.model import fp8
+from quire.replica.model import fp8, w4_formats
 from quire.replica.model.weight_mapping import (
     ModelMemory,
     WeightTarget,
@@ -76,12 +77,14 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
         _put_fp8(model, stored, spec)
     if not (spec.raw_config.get("quantization_config") or spec.fp8):
         check_kinds(model, stored)
+    if spec.w4 is not None:
+        stored = w4_formats.put_layers(model, stored, spec.w4, torch.device(device), torch_dtype)
     # For some architectures, transformers keeps some tensors in float32 while it converts the others.
     places = None if model._get_dtype_plan(torch_dtype) else map_weights(model, stored)
     if places is not None:
         _stream(model, stored, places, torch.device(device))
         return model.eval().requires_grad_(False)
-    if spec.fp8 is not None and spec.fp8.has_weights:
+    if spec.w4 is not None or (spec.fp8 is not None and spec.fp8.has_weights):
         raise CheckpointError(_mismatch(model, stored, spec))
     model = _load_by_transformers(spec, torch_dtype).to(device).eval().requires_grad_(False)
     if weights == "fp8":
@@ -126,10 +129,12 @@ def _put_fp8(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSp
 
 
 def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> str:
-    state = model.state_dict()
-    surplus, missing = sorted(stored.keys() - state.keys()), sorted(state.keys() - stored.keys())
+    # Tensors of layers in 4 bits are read already.
+    state = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
+    surplus, missing = sorted(stored.keys() - state), sorted(state - stored.keys())
     return (
-        f"{spec.path}: stored in FP8, and its tensors are not those of {spec.architecture}: surplus "
+        f"{spec.path}: stored in {'FP8' if spec.w4 is None else '4 bits'}, and its tensors are not those of "
+        f"{spec.architecture}: surplus "
         f"{', '.join(surplus[:3]) or 'none'}; missing {', '.join(missing[:3]) or 'none'}"
     )
 

@@ -46,7 +46,8 @@ def map_weights(
     CheckpointError
         A tensor is stored in FP8, but has no scale or does not belong to a linear layer.
     """
-    state = model.state_dict()
+    # Tensors that are not on the meta device have their values.
+    state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_meta}
     places: dict[str, WeightTarget] = {}
     filled: Counter[str] = Counter()
     for name, tensor in stored.items():

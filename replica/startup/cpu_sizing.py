@@ -29,6 +29,8 @@ class CpuSizing:
     is_async = False
     is_host_separate = False
     is_final = True
+    # The compiled library multiplies 4-bit weights with bfloat16 only.
+    w4_dtype: str | None = "bfloat16"
 
     def __init__(self, num_threads: int):
         self._num_threads = num_threads

@@ -29,6 +29,8 @@ class DeviceSizing(Protocol):
     is_host_separate: bool
     # Whether the first `resolve` is final; otherwise it runs again with measured memory.
     is_final: bool
+    # Default dtype of a checkpoint in 4 bits; None: as of others.
+    w4_dtype: str | None
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
         """Raise `SizingError` for options that the device does not support."""

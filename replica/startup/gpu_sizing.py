@@ -23,6 +23,7 @@ class GpuSizing:
     is_async = True
     is_host_separate = True
     is_final = False
+    w4_dtype: str | None = None
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
         """Reject int8 weights, which only the CPU supports."""

@@ -67,9 +67,16 @@ def resolve(
     dtype: str = args.dtype
     if dtype == "auto" and weights == "fp8":
         dtype = "bfloat16"
+    elif dtype == "auto" and spec.w4 is not None and sizing.w4_dtype is not None:
+        dtype = sizing.w4_dtype
     elif dtype == "auto":
         num_parameters = count_parameters(folder)
         dtype = sizing.choose_dtype(spec.checkpoint_dtype, num_parameters, cpu_flags())
+    if args.deterministic and spec.w4 is not None:
+        raise SizingError(
+            f"deterministic is true, and {spec.path} is stored in 4 bits ({spec.w4.method}), whose products follow the "
+            "number of rows; use a checkpoint that is not quantised, or deterministic false"
+        )
     if args.deterministic:
         sizing.check_deterministic(args, weights, dtype)
     sizing.check_args(args, weights, dtype)
@@ -120,7 +127,7 @@ def resolve(
         "async_batching": choose_async_batching(args, sizing),
         "q_padding": choose_q_padding(args, sizing, min(max_batch_tokens, max_model_len)),
         "weights": weights,
-        "deterministic": sizing.is_deterministic(dtype)
+        "deterministic": spec.w4 is None and sizing.is_deterministic(dtype)
         if args.deterministic is None
         else args.deterministic,
         "num_threads": num_threads,
@@ -149,7 +156,18 @@ def choose_sizing(device: str, num_threads: int) -> DeviceSizing:
 
 
 def choose_weights(args: EngineArgs, spec: ModelSpec) -> str:
-    """Return the weight format asked for, or "fp8" for a checkpoint stored in FP8."""
+    """Return the weight format asked for, or "fp8" for a checkpoint stored in FP8.
+
+    Raises
+    ------
+    SizingError
+        The checkpoint is stored in FP8 or 4 bits, and another format is asked for.
+    """
+    if spec.w4 is not None and args.weights != "auto":
+        raise SizingError(
+            f"weights is {args.weights!r}, and {spec.path} is stored in 4 bits ({spec.w4.method}), which is not "
+            "converted; use 'auto'"
+        )
     if spec.fp8 is None or not spec.fp8.has_weights:
         return args.weights
     if args.weights == "int8":

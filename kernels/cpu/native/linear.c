@@ -105,7 +105,8 @@ void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, in
     if (isa >= AVX512) worker = quire_linear_avx512;
     if (isa >= AVX512_BF16 && call->dtype == BFLOAT16) worker = quire_linear_avx512_bf16;
 #if HAS_AMX
-    if (isa == AMX_BF16 && call->dtype == BFLOAT16) {
+    /* The sums of groups are scaled in vector registers. */
+    if (isa == AMX_BF16 && call->dtype == BFLOAT16 && !call->groups) {
         worker = quire_linear_amx;
         if (call->steps <= TALL_UNIT_STEPS) call->unit_rows = MAX_TALL_UNIT_ROWS;
     }

@@ -11,6 +11,7 @@
 
 #include "attention.h" /* enum dtype, LANES */
 #include "linear_code.h"
+#include "linear_groups.h"
 #include "team.h"
 
 enum {
@@ -28,7 +29,8 @@ struct linear_call {
     int64_t out_stride;     /* bytes between rows */
     const char *weight;     /* [panels, steps, PANEL_COLUMNS] of 32 bits; for int8 [panels, steps / 2, PANEL_COLUMNS] */
     const struct weight_code *code; /* for coded bfloat16, where panels are [steps, CODED_STEP_BYTES]; or NULL */
-    int64_t in_strips;      /* whether a panel is [strips, steps, LANES] instead; never for int8 or coded weights */
+    const struct weight_groups *groups; /* for weights of 4 bits, where panels are [steps, NUMBER_BYTES]; or NULL */
+    int64_t in_strips;      /* whether a panel is [strips, steps, LANES] instead; only for weights in the dtype of x */
     const float *scales;    /* [panels * PANEL_COLUMNS] for int8 weights; NULL: weights in the dtype of x */
     const float *bias;      /* [panels * PANEL_COLUMNS] or NULL */
     const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
@@ -45,6 +47,7 @@ static inline int64_t linear_panels(const struct linear_call *c) { return (c->co
 
 /* Stored bytes of `steps` steps of a panel. */
 static inline int64_t linear_panel_bytes(const struct linear_call *c, int64_t steps) {
+    if (c->groups) return steps * NUMBER_BYTES;
     return c->code ? steps * CODED_STEP_BYTES : steps / (c->scales ? 2 : 1) * PANEL_COLUMNS * 4;
 }
 

@@ -41,6 +41,7 @@ struct reader {
     const int32_t *apart; /* the next uncoded step */
     const uint8_t *high;  /* its high bytes */
     int32_t step;
+    const int8_t *zeros;  /* of 4-bit weights, the group's zero points (linear_groups.h); NULL: coded weights */
 };
 
 static inline struct reader read_panel(const struct weight_code *code, const void *panels, int64_t steps, int64_t panel) {

@@ -53,6 +53,7 @@ FN void begin_multiplying(struct multiplier *m) { (void)m; }
 FN void end_multiplying(struct multiplier *m) { (void)m; }
 
 FN int64_t chunk_steps(const struct linear_call *c, int64_t rows) {
+    if (c->groups) return c->groups->group_steps < CHUNK ? c->groups->group_steps : CHUNK;
     const int is_streamed = rows <= STREAM_ROWS && c->dtype == BFLOAT16 && !c->scales && !c->code && !c->in_strips;
     return is_streamed ? STREAM_CHUNKS * CHUNK : CHUNK;
 }
@@ -180,7 +181,12 @@ FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const 
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             float *total = p->total + (row + r) * PANEL_COLUMNS + (vector + v) * LANES;
-            v_store(total, p->is_first ? sum[r][v] : v_add(v_load(total), sum[r][v]));
+            if (p->group_scales) {
+                const v16 scale = v_load(p->group_scales + (vector + v) * LANES);
+                v_store(total, p->is_first ? v_mul(sum[r][v], scale) : v_fma(sum[r][v], scale, v_load(total)));
+            } else {
+                v_store(total, p->is_first ? sum[r][v] : v_add(v_load(total), sum[r][v]));
+            }
         }
     }
 }
@@ -338,8 +344,8 @@ FN void multiply_chunk(struct multiplier *m, const struct product *as_read, int6
     struct prefetch prefetch = {.begin = p->ahead + (goes_further ? FURTHER_BYTES : 0),
                                 .lines = rows < AHEAD_FROM ? 0 : p->ahead_lines,
                                 .all = tiles * PANEL_VECTORS,
-                                .is_first = FOLLOWS_CACHE && p->call->holds_two_chunks && !p->call->code, /* the pairs of coded weights fill it */
-                                .is_near = FOLLOWS_CACHE && (p->call->holds_two_chunks ? rows > 1 && rows < AHEAD_FROM : rows == 1 && !p->reader)};
+                                .is_first = FOLLOWS_CACHE && p->call->holds_two_chunks && !p->call->code && !p->call->groups, /* the pairs of coded weights fill it */
+                                .is_near = FOLLOWS_CACHE && (p->call->holds_two_chunks ? rows > 1 && rows < AHEAD_FROM && !p->group_scales : rows == 1 && !p->reader)};
 #if !DOT_BF16
     if (dtype == BFLOAT16) {
         struct product widened = widen_x(m, p, rows);

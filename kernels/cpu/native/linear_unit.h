@@ -13,6 +13,9 @@
  *
  * Coded weights (linear_code.h) give the same bits as uncoded ones. They are decoded one chunk at a time, for few rows in registers.
  *
+ * Weights of 4 bits (linear_groups.h) are decoded like coded ones. A chunk is one group, or 128 steps of the only group; its sums are multiplied
+ * by the group's scales before they are added to the total.
+ *
  * int8 weights are widened to pairs of bfloat16, which represent them exactly, 32 KiB at a time. At the end the sums are multiplied by the
  * scales of their columns; then the bias and the residual are added, and the result is rounded once.
  *
@@ -30,6 +33,7 @@ struct product {
     const float *weight;      /* the panel's chunk, 32 bits for each step and column */
     int64_t step, strip;      /* distance between a column's steps, and between vectors of columns */
     struct reader *reader;    /* of a coded chunk that is not decoded to `pairs` yet, to which `weight` points; or NULL */
+    const float *group_scales; /* [PANEL_COLUMNS] of the chunk, for weights of 4 bits; or NULL */
     float *pairs;             /* [steps][PANEL_COLUMNS] */
     const char *ahead;        /* the next chunk as it is stored, or its first strip */
     const char *x;            /* x at the chunk's first step */
@@ -112,8 +116,32 @@ FN void join_strips(uint32_t *pairs, const uint32_t *strips, int64_t strip, int6
             v_store((float *)(pairs + step * PANEL_COLUMNS + v * LANES), v_load((const float *)(strips + v * strip + step * LANES)));
 }
 
+/* Low and high bytes of the bfloat16 numbers 0 to 15. */
+static const uint8_t WHOLE_LOW[TABLE_BYTES] = {0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0, 0, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70};
+static const uint8_t WHOLE_HIGH[TABLE_BYTES] = {0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41};
+
+/* Decode the next step of a panel of 4-bit weights: number - zero, without the scale. */
+FN void read_numbers(v16 pairs[PANEL_VECTORS], struct reader *r) {
+    const v_bytes low_table = v_repeat_bytes(WHOLE_LOW), high_table = v_repeat_bytes(WHOLE_HIGH), both = v_load_bytes(r->now);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        const v_bytes number = i ? v_upper_halves(both) : v_lower_halves(both);
+        const v_bytes difference = v_sub_bytes(number, v_load_bytes((const uint8_t *)r->zeros + i * (STEP_WEIGHTS / 2)));
+        const v_bytes size = v_abs_bytes(difference);
+        const v_bytes low = v_look_up(low_table, size), high = v_with_sign(v_look_up(high_table, size), difference);
+        pairs[2 * i] = v_interleave_first(low, high);
+        pairs[2 * i + 1] = v_interleave_last(low, high);
+    }
+    r->now += NUMBER_BYTES;
+    r->step++;
+}
+
 /* Decode the next step of a coded panel. */
 FN void read_step(v16 pairs[PANEL_VECTORS], struct reader *r) {
+    if (r->zeros) {
+        read_numbers(pairs, r);
+        return;
+    }
     v_bytes high[2];
     if (__builtin_expect(r->step == *r->apart, 0)) { /* the hint makes 12 to 24 rows 1 to 2% faster (Zen 4) */
         high[0] = v_load_bytes(r->high);
@@ -156,9 +184,11 @@ FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t
     int64_t rows = c->rows - row < c->unit_rows ? c->rows - row : c->unit_rows, chunk = chunk_steps(c, rows);
     int64_t panel_bytes = linear_panel_bytes(c, c->steps), strip = c->in_strips ? c->steps * LANES : LANES;
     const char *weight = c->weight + panel * panel_bytes;
-    const int is_stored = !c->scales && !c->code && (READS_STRIPS || !c->in_strips); /* whether weights are multiplied as stored */
+    const int is_stored = !c->scales && !c->code && !c->groups && (READS_STRIPS || !c->in_strips); /* whether weights are multiplied as stored */
     struct reader reader = {0};
     if (c->code) reader = read_panel(c->code, c->weight, c->steps, panel);
+    const int64_t groups = c->groups ? (c->steps + c->groups->group_steps - 1) / c->groups->group_steps : 0;
+    if (c->groups) reader.now = (const uint8_t *)weight;
     for (int64_t first = 0; first < c->steps; first += chunk) {
         int64_t steps = c->steps - first < chunk ? c->steps - first : chunk;
         int64_t chunk_bytes = c->in_strips ? chunk * LANES * 4 : linear_panel_bytes(c, chunk);
@@ -168,13 +198,16 @@ FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t
         } else if (next >= 0) {
             ahead = c->weight + next % panels * panel_bytes;
         }
+        const int64_t group = c->groups ? panel * groups + first / c->groups->group_steps : 0;
+        if (c->groups) reader.zeros = c->groups->zeros + group * STEP_WEIGHTS;
         if (c->scales) widen_chunk(pairs, (const uint32_t *)now, steps);
         if (!READS_STRIPS && c->in_strips) join_strips(pairs, (const uint32_t *)now, strip, steps);
         struct product p = {.call = c,
                             .weight = is_stored ? (const float *)now : (const float *)pairs,
                             .step = is_stored && c->in_strips ? LANES : PANEL_COLUMNS,
                             .strip = is_stored ? strip : LANES,
-                            .reader = c->code ? &reader : NULL,
+                            .reader = c->code || c->groups ? &reader : NULL,
+                            .group_scales = c->groups ? c->groups->scales + group * PANEL_COLUMNS : NULL,
                             .pairs = (float *)pairs,
                             .ahead = ahead,
                             .x = c->x + row * c->x_stride + first * 4,

@@ -104,6 +104,13 @@ FN v_bytes v_lower_halves(v_bytes x) {
 FN v_bytes v_upper_halves(v_bytes x) { return v_lower_halves(v_bytes_of(_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4))); }
 /* table[i] for each index i < 16; `table` has the same 16 bytes four times. */
 FN v_bytes v_look_up(v_bytes table, v_bytes i) { return v_bytes_of(_mm256_shuffle_epi8(table.a, i.a), _mm256_shuffle_epi8(table.b, i.b)); }
+FN v_bytes v_sub_bytes(v_bytes x, v_bytes y) { return v_bytes_of(_mm256_sub_epi8(x.a, y.a), _mm256_sub_epi8(x.b, y.b)); }
+FN v_bytes v_abs_bytes(v_bytes x) { return v_bytes_of(_mm256_abs_epi8(x.a), _mm256_abs_epi8(x.b)); }
+/* x with the highest bits of `sign`, where x has none. */
+FN v_bytes v_with_sign(v_bytes x, v_bytes sign) {
+    const __m256i bit = _mm256_set1_epi8((char)0x80);
+    return v_bytes_of(_mm256_or_si256(x.a, _mm256_and_si256(sign.a, bit)), _mm256_or_si256(x.b, _mm256_and_si256(sign.b, bit)));
+}
 /* From each 16 bytes, interleave the first 8, or the last 8, as low and high bytes of 8 numbers. */
 FN v16 v_interleave_first(v_bytes low, v_bytes high) {
     return v_pair(_mm256_castsi256_ps(_mm256_unpacklo_epi8(low.a, high.a)), _mm256_castsi256_ps(_mm256_unpacklo_epi8(low.b, high.b)));

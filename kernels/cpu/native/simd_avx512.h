@@ -54,6 +54,10 @@ FN v_bytes v_lower_halves(v_bytes x) { return _mm512_and_si512(x, _mm512_set1_ep
 FN v_bytes v_upper_halves(v_bytes x) { return v_lower_halves(_mm512_srli_epi16(x, 4)); }
 /* table[i] for each index i < 16; `table` has the same 16 bytes four times. */
 FN v_bytes v_look_up(v_bytes table, v_bytes i) { return _mm512_shuffle_epi8(table, i); }
+FN v_bytes v_sub_bytes(v_bytes a, v_bytes b) { return _mm512_sub_epi8(a, b); }
+FN v_bytes v_abs_bytes(v_bytes x) { return _mm512_abs_epi8(x); }
+/* x with the highest bits of `sign`, where x has none. */
+FN v_bytes v_with_sign(v_bytes x, v_bytes sign) { return _mm512_ternarylogic_epi32(x, sign, _mm512_set1_epi8((char)0x80), 0xf8); }
 /* From each 16 bytes, interleave the first 8, or the last 8, as low and high bytes of 8 numbers. */
 FN v16 v_interleave_first(v_bytes low, v_bytes high) { return _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high)); }
 FN v16 v_interleave_last(v_bytes low, v_bytes high) { return _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high)); }

@@ -91,6 +91,19 @@ FN v_bytes v_look_up(v_bytes table, v_bytes i) {
     for (int j = 0; j < 64; j++) i.at[j] = table.at[i.at[j]];
     return i;
 }
+FN v_bytes v_sub_bytes(v_bytes a, v_bytes b) {
+    for (int i = 0; i < 64; i++) a.at[i] = (uint8_t)(a.at[i] - b.at[i]);
+    return a;
+}
+FN v_bytes v_abs_bytes(v_bytes x) {
+    for (int i = 0; i < 64; i++) x.at[i] = x.at[i] & 0x80 ? (uint8_t)-x.at[i] : x.at[i];
+    return x;
+}
+/* x with the highest bits of `sign`, where x has none. */
+FN v_bytes v_with_sign(v_bytes x, v_bytes sign) {
+    for (int i = 0; i < 64; i++) x.at[i] |= sign.at[i] & 0x80;
+    return x;
+}
 FN v16 v_interleave(v_bytes low, v_bytes high, int begin) {
     v16_mask x;
     for (int lane = 0; lane < 16; lane++) {

@@ -18,6 +18,7 @@ from quire.replica.model.deterministic.cpu_tiles import (
     fitting_tile_rows,
     tiled_linear,
 )
+from quire.replica.model.w4 import W4Linear
 
 
 class TiledLinear(nn.Module):
@@ -84,6 +85,12 @@ def make_deterministic(model: nn.Module) -> dict[tuple[int, int], tuple[int, ...
         The model is not float32 on the CPU, or in this machine's matrix library the bits of a row depend on its
         position in a product of 16 rows.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, W4Linear):
+            raise ValueError(
+                f"deterministic: true cannot hold: {name} is in 4 bits, whose products follow the number of rows; set "
+                "deterministic: false"
+            )
     _align(model)
     heights: dict[tuple[int, int], tuple[int, ...]] = {}
     replacements: list[tuple[nn.Module, str, nn.Module]] = []

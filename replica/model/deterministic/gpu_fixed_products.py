@@ -31,6 +31,7 @@ from quire.kernels.rows.matmul_fixed import FixedProduct
 from quire.replica.model.deterministic.stacked_experts import ExpertRouter, StackedExperts
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
+from quire.replica.model.w4 import W4Linear
 
 
 class FixedLinear(nn.Module):
@@ -119,6 +120,12 @@ def fix_products(model: nn.Module) -> None:
                 raise ValueError(
                     f"deterministic: true cannot hold: {where} is in FP8, whose products are the vendor's; set "
                     "deterministic: false or serve a checkpoint without FP8 weights with weights: auto"
+                )
+            if isinstance(child, W4Linear) or (isinstance(child, Product) and child.w4 is not None):
+                where = f"{path}.{name}".lstrip(".")
+                raise ValueError(
+                    f"deterministic: true cannot hold: {where} is in 4 bits, whose products follow the number of rows; "
+                    "set deterministic: false"
                 )
             if type(child) in (nn.Linear, Product):
                 replacements.append((parent, name, FixedLinear(child)))

@@ -21,12 +21,14 @@ from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fuse_report import deviation
 from quire.replica.model.fusion.fused_parts import (
     Activation,
+    AnyLinear,
     AttentionFacts,
     FusedAttention,
     FusedMLP,
     FusedNorm,
 )
 from quire.replica.model.fusion.fusion_backend import FusionBackend
+from quire.replica.model.w4 import W4Linear
 
 
 @dataclass(slots=True)
@@ -177,8 +179,8 @@ def num_parameters(module: nn.Module) -> int:
     return sum(1 for _ in module.parameters())
 
 
-def _linears(module: nn.Module) -> dict[str, nn.Linear | Fp8Linear]:
-    kinds = (nn.Linear, Fp8Linear)
+def _linears(module: nn.Module) -> dict[str, AnyLinear]:
+    kinds = (nn.Linear, Fp8Linear, W4Linear)
     return {n: child for n, child in module.named_children() if type(child) in kinds}
 
 

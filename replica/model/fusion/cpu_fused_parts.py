@@ -14,13 +14,16 @@ from quire.replica.model.attention import Tables
 from quire.replica.model.cpu_step_context import CpuStepContext
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import (
+    AnyLinear,
     FusedAttention,
     FusedMLP,
     FusedNorm,
     NormWeight,
     Product,
+    joined_w4,
     merged_bias,
 )
+from quire.replica.model.w4 import W4Linear
 
 
 class PackedProduct(Product):
@@ -31,7 +34,7 @@ class PackedProduct(Product):
         weights = [part.weight.detach() for part in parts]
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
-        self.fp8 = None
+        self.fp8 = self.w4 = None
         self.packed = PackedWeight.pack(weights, self.out_features)
         bias = merged_bias(parts)
         self.bias = None if bias is None else self.packed.pad_bias(bias)
@@ -61,8 +64,44 @@ class PackedProduct(Product):
         return packed_linear(rows, self.packed, bias=self.bias, residual=residual).view(shape)
 
 
-def cpu_product(parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
-    """Create a `PackedProduct` if the compiled library supports the weights, else a `Product` (FP8, float16)."""
+class PackedW4Product(PackedProduct):
+    """`PackedProduct` of layers in 4 bits, whose inputs are in order."""
+
+    def __init__(self, layer: W4Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.fp8 = self.w4 = None
+        self.packed = PackedWeight.of_numbers(layer.words, layer.scales, layer.zeros)
+        self.bias = None if layer.bias is None else self.packed.pad_bias(layer.bias)
+
+    def quantize(self) -> bool:
+        """Return False: the weights are smaller than int8."""
+        return False
+
+
+class SortedW4Product(Product):
+    """Layers in 4 bits that sort their inputs; not a part of a layer that runs as one call."""
+
+    def __init__(self, layer: W4Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.fp8 = self.w4 = self.bias = None
+        self.register_buffer("order", layer.order)
+        self.product = PackedW4Product(layer)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in_features], residual and result [..., out_features]."""
+        return self.product(x.index_select(-1, self.order), residual)
+
+
+def cpu_product(parts: Sequence[AnyLinear]) -> Product:
+    """Create a product with packed weights if the compiled library supports them, else a `Product` (FP8, float16)."""
+    if any(isinstance(part, W4Linear) for part in parts):
+        layer = joined_w4(parts)
+        can_pack = cpu_linear.supports(layer.in_features, torch.bfloat16, layer.words.device)
+        if layer.dtype != torch.bfloat16 or not can_pack:
+            return Product(parts)
+        return PackedW4Product(layer) if layer.order is None else SortedW4Product(layer)
     first = parts[0].weight
     is_fp8 = any(isinstance(part, Fp8Linear) for part in parts)
     if is_fp8 or not cpu_linear.supports(first.shape[1], first.dtype, first.device):

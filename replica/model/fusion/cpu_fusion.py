@@ -13,7 +13,6 @@ from quire.kernels.cpu.cpu_call_sequence import ProductPart, Workspace
 from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.model.attention import Rotation
 from quire.replica.model.cpu_step_context import CpuStepContext
-from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.cpu_cos_sin_cache import tabled_rotation
 from quire.replica.model.fusion.cpu_fused_layer import CpuDecoder, CpuLayer
 from quire.replica.model.fusion.cpu_fused_parts import (
@@ -22,16 +21,18 @@ from quire.replica.model.fusion.cpu_fused_parts import (
     CpuNorm,
     PackedEmbedding,
     PackedProduct,
+    SortedW4Product,
     cpu_norm_weight,
     cpu_product,
     norm_part,
 )
 from quire.replica.model.fusion.fuse_report import MAX_DEVIATION, deviation, same_tensor
 from quire.replica.model.fusion.fused_layer import FusedLayer
-from quire.replica.model.fusion.fused_parts import FusedNorm, NormWeight, Product
+from quire.replica.model.fusion.fused_parts import AnyLinear, FusedNorm, NormWeight, Product
 from quire.replica.model.fusion.fusion_backend import ContextFactory, FusionBackend, ReplaceProduct
 from quire.replica.model.fusion.trial_pass import TrialPass
 from quire.replica.model.output_head import split_model
+from quire.replica.model.w4 import W4Linear
 
 
 class CpuFusion(FusionBackend):
@@ -55,7 +56,7 @@ class CpuFusion(FusionBackend):
         self.has_chains = workspace is not None
         self.context: ContextFactory = partial(CpuStepContext, workspace=workspace)
 
-    def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
+    def product(self, parts: Sequence[AnyLinear]) -> Product:
         """Return a product with packed weights, if the compiled library supports them."""
         return cpu_product(parts)
 
@@ -87,23 +88,26 @@ class CpuFusion(FusionBackend):
     ) -> list[str]:
         """Pack the remaining linear layers, one at a time. Embeddings tied to a layer then read its packed weight."""
         reasons: list[str] = []
-        for path in [path for path, m in model.named_modules() if type(m) is nn.Linear]:
+        for path in [n for n, m in model.named_modules() if type(m) in (nn.Linear, W4Linear)]:
             parent_path, _, name = path.rpartition(".")
             module = model.get_submodule(path)
             users = [
                 (p, n, m)
                 for p in model.modules()
                 for n, m in p.named_children()
-                if m is not module and m._parameters.get("weight") is module.weight
+                if type(module) is nn.Linear
+                and m is not module
+                and m._parameters.get("weight") is module.weight
             ]
             if any(type(m) is not nn.Embedding or m.max_norm is not None for _, _, m in users):
                 kind = type(users[0][2]).__name__
                 reasons.append(f"product {path}: shares its weight with {kind}")
                 continue
             product = cpu_product([module])
-            if not isinstance(product, PackedProduct):
+            if not isinstance(product, (PackedProduct, SortedW4Product)):
                 continue
-            x = _input_of(module, trial).to(module.weight.dtype)
+            dtype = module.dtype if isinstance(module, W4Linear) else module.weight.dtype
+            x = _input_of(module, trial).to(dtype)
             deviates = deviation(product(x).float(), module(x).float())
             if not deviates <= MAX_DEVIATION[x.dtype]:
                 reasons.append(f"product {path}: deviates by {deviates:.2g}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -18,8 +18,11 @@ from torch.nn import functional as F
 
 from quire.replica.model.attention import StepContext, Tables
 from quire.replica.model.fp8 import Fp8Linear, join_rows
+from quire.replica.model.w4 import W4Linear
 
 Activation = Literal["silu", "gelu_tanh"]
+# Layers that a `Product` merges.
+AnyLinear: TypeAlias = nn.Linear | Fp8Linear | W4Linear
 
 
 class Product(nn.Module):
@@ -34,16 +37,22 @@ class Product(nn.Module):
     Raises
     ------
     ValueError
-        Some of the parts are in FP8 and some are not.
+        Some of the parts are in FP8 or 4 bits and some are not, or `joined` rejects them.
     """
 
-    def __init__(self, parts: Sequence[nn.Linear | Fp8Linear]):
+    def __init__(self, parts: Sequence[AnyLinear]):
         super().__init__()
+        self.fp8: Fp8Linear | None = None
+        self.w4: W4Linear | None = None
+        if any(isinstance(part, W4Linear) for part in parts):
+            self.w4 = joined_w4(parts)
+            self.in_features, self.out_features = self.w4.in_features, self.w4.out_features
+            self.bias = None
+            return
         weights = [part.weight.detach() for part in parts]
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
         bias = merged_bias(parts)
-        self.fp8: Fp8Linear | None = None
         if any(isinstance(part, Fp8Linear) for part in parts):
             if not all(isinstance(part, Fp8Linear) for part in parts):
                 raise ValueError("some of the parts are in FP8 and some are not")
@@ -59,11 +68,20 @@ class Product(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in_features], residual and result [..., out_features]."""
-        out = F.linear(x, self.weight, self.bias) if self.fp8 is None else self.fp8(x)
+        narrow = self.w4 if self.fp8 is None else self.fp8
+        out = F.linear(x, self.weight, self.bias) if narrow is None else narrow(x)
         return out if residual is None else out + residual
 
 
-def merged_bias(parts: Sequence[nn.Linear | Fp8Linear]) -> torch.Tensor | None:
+def joined_w4(parts: Sequence[AnyLinear]) -> W4Linear:
+    """Merge layers in 4 bits; raises ValueError if some are not, or if `W4Linear.joined` rejects them."""
+    layers = [part for part in parts if isinstance(part, W4Linear)]
+    if len(layers) < len(parts):
+        raise ValueError("some of the parts are in 4 bits and some are not")
+    return W4Linear.joined(layers, merged_bias(parts))
+
+
+def merged_bias(parts: Sequence[AnyLinear]) -> torch.Tensor | None:
     """Concatenated biases, zeros for parts without a bias; None if no part has one."""
     given = [part.bias.detach() for part in parts if part.bias is not None]
     if not given:

@@ -16,6 +16,7 @@ from quire.kernels.rows import (
     kv_write,
     matmul_fixed,
     norm,
+    w4_matmul,
 )
 from quire.kernels.sampling import log_probs, logit_edits, row_survey, sampling_kernel
 from quire.kernels.tuning import ARCHS, BLOCK_SIZE, launch_options
@@ -158,6 +159,34 @@ def fp8_entries() -> Iterator[Entry]:
                 dict(COLUMNS=columns, BLOCK=fp8_rows.row_block(columns)),
                 dict(num_warps=fp8_rows.NUM_WARPS, **_EXACT),
             )
+
+
+def w4_entries() -> Iterator[Entry]:
+    """Yield the kernel for weights of 4 bits on Hopper: the lowest and the highest tile.
+
+    The table lacks these entries: a test of their own compiles them.
+    """
+    for tile, size in ((w4_matmul.TILES[0], 32), (w4_matmul.TILES[-1], 128)):
+        block_k, group_steps = w4_matmul.step_of(4096, 4096 // size)
+        yield Entry(
+            f"sm_90/w4_linear/{tile.block_m}/{size}",
+            "sm_90",
+            w4_matmul._w4_kernel,
+            {
+                **_pointers("bf16", "out", "x", "bias"),
+                **_pointers("i32", "words"),
+                **_pointers("fp16", "scales"),
+                **_pointers("u8", "zeros"),
+            },
+            dict(
+                GROUP_STEPS=group_steps,
+                BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n,
+                BLOCK_K=block_k,
+            ),
+            dict(num_warps=tile.num_warps, num_stages=tile.num_stages, **_EXACT),
+            multiples=("depth", "num_columns"),
+        )
 
 
 def _kv_write(arch: str) -> Iterator[Entry]:

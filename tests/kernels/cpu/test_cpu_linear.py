@@ -224,3 +224,45 @@ def test_structures_have_the_size_that_c_gives_them():
     functions = native_library.load().functions
     assert ctypes.sizeof(cpu_linear.LinearCall) == functions.quire_linear_bytes()
     assert ctypes.sizeof(weight_panels.PackCall) == functions.quire_pack_bytes()
+
+
+def four_bits(columns, depth, groups):
+    """words, scales and zeros of a random weight, and the weight in float64."""
+    generator = torch.Generator().manual_seed(columns)
+    numbers = torch.randint(0, 16, (columns, depth), generator=generator)
+    scales = (torch.rand(columns, groups, generator=generator) / 100).half()
+    zeros = torch.randint(0, 16, (columns, groups), generator=generator)
+    words = (numbers.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(2)
+    per_input = depth // groups
+    weight = (numbers - zeros.repeat_interleave(per_input, 1)).double()
+    weight *= scales.double().repeat_interleave(per_input, 1)
+    return words.to(torch.int32), scales, zeros.to(torch.uint8), weight
+
+
+@pytest.mark.parametrize("isa", native_library.ISAS)
+@pytest.mark.parametrize(
+    "columns, depth, groups", [(130, 128, 4), (200, 256, 4), (64, 384, 3), (100, 1000, 1)]
+)
+def test_weights_of_four_bits_are_multiplied_without_rounding_them(isa, columns, depth, groups):
+    if isa not in isas():
+        pytest.skip("not this processor's")
+    words, scales, zeros, w = four_bits(columns, depth, groups)
+    weight = PackedWeight.of_numbers(words, scales, zeros)
+    assert torch.equal(weight.unpack(), w.bfloat16())
+    ids = torch.tensor([[columns - 1, 0]])
+    assert torch.equal(weight.rows(ids), w.bfloat16()[ids])
+    x = normal(131, depth, dtype=torch.bfloat16)
+    bias, residual = normal(columns), normal(131, columns, dtype=torch.bfloat16, seed=3)
+    padded = weight.pad_bias(bias)
+    found = packed_linear(x, weight, bias=padded, residual=residual, isa=isa)
+    expected = x.double() @ w.t() + bias.double() + residual.double()
+    assert deviation(found, expected) < TOLERANCES[torch.bfloat16]
+    for rows in (1, 2, 3, 7, 13, 40):
+        some = packed_linear(x[:rows], weight, bias=padded, residual=residual[:rows], isa=isa)
+        assert torch.equal(some, found[:rows]), rows
+
+
+def test_groups_of_other_sizes_are_refused():
+    words, scales, zeros, _ = four_bits(64, 96, 2)  # 48 input features share a scale
+    with pytest.raises(ValueError, match=r"groups must have .32, 64, 128. or all of 96 input"):
+        PackedWeight.of_numbers(words, scales, zeros)

@@ -409,13 +409,13 @@ def group(**changes):
 @pytest.mark.parametrize(
     "config, message",
     [
-        (dict(quant_method="gptq"), "quant_method 'gptq' is not served; .* fbgemm_fp8, fp8"),
+        (dict(quant_method="quanto"), "quant_method 'quanto' is not served; .* fbgemm_fp8, fp8"),
         (dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]),
          r"weight_block_size is \[128, 128\]: served are scales for a channel or a tensor"),
         (dict(quant_method="fp8"), "activation_scheme must be one of dynamic, static, is None"),
         (dict(quant_method="fp8", activation_scheme="dynamic", fmt="e5m2"), "fmt must be .* 'e5m2'"),
         (dict(quant_method="fbgemm_fp8", activation_scale_ub=-1), "activation_scale_ub must be"),
-        (COMPRESSED | dict(format="pack-quantized"), "format must be one of float-quantized"),
+        (COMPRESSED | dict(format="int-quantized"), "format must be one of float-quantized"),
         (COMPRESSED | dict(config_groups={}), "config_groups must not be empty"),
         (COMPRESSED | dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config"),
         (COMPRESSED | dict(transform_config=dict(a=1)), "transform_config"),
