@@ -99,7 +99,7 @@ def _models() -> Iterator[str]:
     verdicts: dict[str, dict[str, str]] = result["verdicts"]
     served = {name: entry for name, entry in verdicts.items() if entry["verdict"] == "served"}
     yield from ("", "### Types", "")
-    yield f"Served of the {len(verdicts)} causal model types of transformers {result['transformers']}: {len(served)}."
+    yield f"Served of the {len(verdicts)} model types of transformers {result['transformers']}: {len(served)}."
     for how, text in (("test", "Proven by a test, and at load"), ("load", "Proven at load")):
         names = sorted(n for n, entry in served.items() if entry.get("proven", "load") == how)
         if names:

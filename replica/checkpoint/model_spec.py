@@ -22,6 +22,14 @@ from quire.replica.checkpoint import fp8_checkpoint, w4_checkpoint
 from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
 from quire.replica.checkpoint.rope_types import check_rope_types, short_context
 from quire.replica.checkpoint.w4_checkpoint import W4Scheme
+from quire.replica.checkpoint.wrapped_text import (
+    TEXT,
+    is_wrapper,
+    text_config,
+    text_entries,
+    wrapper_class,
+    wrapper_entries,
+)
 from quire.replica.kv_cache.groups import LayerGroup, LayerKind, group_layers
 
 if TYPE_CHECKING:
@@ -50,6 +58,7 @@ _CHOICE = "_implementation"  # of attention, of experts: some are kernels of the
 # Values of entries that make attention bidirectional.
 _NOT_CAUSAL = {"use_bidirectional_attention": True, "is_causal": False}
 # Names of the feed-forward width and of the longest context in configurations of transformers.
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _INTERMEDIATE_SIZES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 
@@ -108,7 +117,7 @@ class ModelSpec:
         raw = read_json(path / "config.json")
         architecture = _judge(raw)
         try:
-            config = build_config(raw)
+            config = text_config(build_config(raw))
         except Exception as error:  # each class of configuration checks its entries in its own way
             raise CheckpointError(
                 f"{path / 'config.json'}: {type(error).__name__}: {error}"
@@ -133,7 +142,7 @@ class ModelSpec:
             short_context=short_context(config),
             kinds=kinds,
             eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
-            checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            checkpoint_dtype=_stored_dtype(raw),
             fp8=_fp8(raw),
             w4=_w4(raw),
         )
@@ -166,12 +175,17 @@ def build_config(raw: dict[str, Any]) -> PretrainedConfig:
     """
     from transformers import CONFIG_MAPPING
 
-    own = {
-        name: copy.deepcopy(value)
-        for name, value in raw.items()
+    own = wrapper_entries(raw, _own_entries) if is_wrapper(raw) else _own_entries(raw)
+    return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(own))
+
+
+def _own_entries(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that describe a model, without those that make transformers read or run other files."""
+    return {
+        name: value
+        for name, value in entries.items()
         if name not in _LEFT_OUT and not name.startswith("_") and not name.endswith(_CHOICE)
     }
-    return CONFIG_MAPPING[raw["model_type"]].from_dict(own)
 
 
 def _judge(raw: dict[str, Any]) -> str:
@@ -194,18 +208,33 @@ def _judge(raw: dict[str, Any]) -> str:
             f"config.json: model_type is {model_type!r}, which the installed transformers does not have{code}"
         )
     made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if named[0] != made:
+    if named[0] not in (made, wrapper_class(model_type)):
         raise CheckpointError(
             f"config.json: architectures is {named}, but the causal model of model_type {model_type!r} is {made}{code}"
         )
+    if named[0] != wrapper_class(model_type) and TEXT in CONFIG_MAPPING[model_type].sub_configs:
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} is the one of {wrapper_class(model_type)}, not of {named[0]}"
+        )
+    try:
+        text = text_entries(raw)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from error
     _fp8(raw)
     _w4(raw)
     for name, refused in _NOT_CAUSAL.items():
-        if raw.get(name) is refused:
+        if raw.get(name) is refused or text.get(name) is refused:
             raise CheckpointError(
                 f"config.json: {name} is {str(refused).lower()}: only causal attention is served"
             )
     return named[0]
+
+
+def _stored_dtype(raw: dict[str, Any]) -> str:
+    for entries in (raw, text_entries(raw)):
+        if stated := entries.get("dtype") or entries.get("torch_dtype"):
+            return str(stated)
+    return "float32"
 
 
 def _fp8(raw: dict[str, Any]) -> Fp8Scheme | None:
@@ -231,8 +260,9 @@ def _w4(raw: dict[str, Any]) -> W4Scheme | None:
 
 def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the description of the checkpoint's quantisation; {} if it has none."""
-    # `compression_config` is the older name.
-    config = raw.get("quantization_config") or raw.get("compression_config") or {}
+    names = ("quantization_config", "compression_config")  # the second is older
+    given = [entries.get(name) for entries in (raw, text_entries(raw)) for name in names]
+    config: Any = next((value for value in given if value), {})
     if not isinstance(config, dict):
         raise CheckpointError(
             f"config.json: quantization_config must be a JSON object, is {config!r}"
@@ -293,10 +323,10 @@ def _kinds(config: Any) -> tuple[LayerKind, ...]:
             else "sliding_attention"
             for layer in layers
         ]
-    unknown = set(types) - {"full_attention", "sliding_attention"}
+    unknown = set(types) - set(_LAYER_TYPES)
     if unknown:
         raise CheckpointError(
-            f"config.json: layer_types has {sorted(unknown)}; served are full_attention, sliding_attention"
+            f"config.json: layer_types has {sorted(unknown)}; served are {', '.join(_LAYER_TYPES)}"
         )
     if len(types) != len(layers):
         raise CheckpointError(
@@ -306,6 +336,7 @@ def _kinds(config: Any) -> tuple[LayerKind, ...]:
     return tuple(
         LayerKind(
             window=getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None,
+            chunk=layer.attention_chunk_size if kind == "chunked_attention" else None,
             num_kv_heads=getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
             head_dim=getattr(layer, "head_dim", None)
             or layer.hidden_size // layer.num_attention_heads,
@@ -358,7 +389,11 @@ def _eos_token_ids(
     `eos_token`. A tokenizer's id beyond the vocabulary is dropped: it has no logit and can never be sampled.
     """
     ids: list[int] = []
-    for name, source in (("generation_config.json", generation), ("config.json", raw)):
+    for name, source in (
+        ("generation_config.json", generation),
+        ("config.json", raw),
+        ("config.json", text_entries(raw)),
+    ):
         value = source.get("eos_token_id")
         own = value if isinstance(value, list) else [] if value is None else [value]
         for token in own:
@@ -386,7 +421,9 @@ def _tokenizer_eos(path: Path) -> list[int]:
             f"{file}: added_tokens must be a list and model an object, are {type(added).__name__} and "
             f"{type(model).__name__}"
         )
-    found = [e.get("id") for e in added if isinstance(e, dict) and e.get("content") == token]
+    found: list[Any] = [
+        e.get("id") for e in added if isinstance(e, dict) and e.get("content") == token
+    ]
     vocab = model.get("vocab")
     if not found and isinstance(vocab, dict) and token in vocab:
         found = [vocab[token]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from quire.replica.checkpoint.checkpoint import check_header, weight_files
@@ -36,7 +36,9 @@ _MULTIPLE = {"int8": (4, 1), "fp8": (16, 16)}  # of input and output features
 _SCALE_BYTES = 4  # one float32 scale per output feature
 
 
-def weight_bytes(folder: Path, dtype: str, weights: str) -> int:
+def weight_bytes(
+    folder: Path, dtype: str, weights: str, names: Collection[str] | None = None
+) -> int:
     """Return the bytes of the weights after loading.
 
     Parameters
@@ -45,9 +47,13 @@ def weight_bytes(folder: Path, dtype: str, weights: str) -> int:
         float32, bfloat16 or float16: dtype of the weights that are not quantised.
     weights
         auto, int8 or fp8: storage format of linear layers; auto quantises none, but keeps FP8 weights of a checkpoint.
+    names
+        Stored tensors that are loaded; None: all.
     """
     total = 0
     for name, shape, stored in _tensors(folder):
+        if names is not None and name not in names:
+            continue
         elements = math.prod(shape)
         if _NUMBERS.fullmatch(name) or _ORDERS.fullmatch(name):
             total += elements * _WORD_BYTES
@@ -60,12 +66,14 @@ def weight_bytes(folder: Path, dtype: str, weights: str) -> int:
     return total
 
 
-def loading_bytes(folder: Path, dtype: str, weights: str) -> int:
+def loading_bytes(
+    folder: Path, dtype: str, weights: str, names: Collection[str] | None = None
+) -> int:
     """Return the bytes that the weights take while they are loaded.
 
     These exceed `weight_bytes` for int8, because int8 weights are loaded in `dtype` and converted afterwards.
     """
-    return weight_bytes(folder, dtype, "auto" if weights == "int8" else weights)
+    return weight_bytes(folder, dtype, "auto" if weights == "int8" else weights, names)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, list[int], str]]:

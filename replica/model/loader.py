@@ -19,7 +19,16 @@ from torch import nn
 from quire.replica.checkpoint.checkpoint import check_files, weight_files
 from quire.replica.checkpoint.fp8_checkpoint import EXTRA
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
+from quire.replica.checkpoint.wrapped_text import text_config
 from quire.replica.model import fp8, w4_formats
+from quire.replica.model.position_cache import pass_positions
+from quire.replica.model.text_part import (
+    is_dropped,
+    make_model,
+    of_text,
+    renamed_tensors,
+    text_class,
+)
 from quire.replica.model.weight_mapping import (
     ModelMemory,
     WeightTarget,
@@ -58,20 +67,16 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     CheckpointError
         `check_files` rejects the files, or stored tensors and the model's tensors do not match one to one.
     """
-    from transformers import AutoModelForCausalLM
-
     from quire.replica.model.attention import ATTENTION_NAME, register
 
     check_files(spec.path)
     register()
     torch_dtype = getattr(torch, dtype)
-    config = build_config(spec.raw_config)
     stored = list_tensors(weight_files(spec.path))
     stored = {name: t for name, t in stored.items() if not _is_left_out(name, spec)}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch_dtype, attn_implementation=ATTENTION_NAME
-        )
+    model = make_model(build_config(spec.raw_config), torch_dtype, ATTENTION_NAME)
+    renamed = renamed_tensors(model, stored)
+    stored = stored if renamed is None else renamed
     stored = _without_ignored(model, stored)
     if weights == "fp8":
         _put_fp8(model, stored, spec)
@@ -80,13 +85,16 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     if spec.w4 is not None:
         stored = w4_formats.put_layers(model, stored, spec.w4, torch.device(device), torch_dtype)
     # For some architectures, transformers keeps some tensors in float32 while it converts the others.
-    places = None if model._get_dtype_plan(torch_dtype) else map_weights(model, stored)
+    is_converted = renamed is None or model._get_dtype_plan(torch_dtype)
+    places = None if is_converted else map_weights(model, stored)
     if places is not None:
         _stream(model, stored, places, torch.device(device))
+        pass_positions(model)
         return model.eval().requires_grad_(False)
     if spec.w4 is not None or (spec.fp8 is not None and spec.fp8.has_weights):
         raise CheckpointError(_mismatch(model, stored, spec))
     model = _load_by_transformers(spec, torch_dtype).to(device).eval().requires_grad_(False)
+    pass_positions(model)
     if weights == "fp8":
         fp8.put_quantised(model)
     return model
@@ -225,11 +233,13 @@ def _load_by_transformers(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
 
     from quire.replica.model.attention import ATTENTION_NAME
 
-    model, report = AutoModelForCausalLM.from_pretrained(
+    config = build_config(spec.raw_config)
+    is_wrapper = text_config(config) is not config
+    model, report = (text_class(config) if is_wrapper else AutoModelForCausalLM).from_pretrained(
         spec.path,
-        config=build_config(spec.raw_config),
+        config=config,
         dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
+        attn_implementation=of_text(ATTENTION_NAME) if is_wrapper else ATTENTION_NAME,
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
@@ -237,7 +247,11 @@ def _load_by_transformers(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
         output_loading_info=True,
     )
     # transformers only warns of missing tensors, which it fills with random numbers, and of surplus tensors.
-    surplus = [name for name in report["unexpected_keys"] if not _DERIVED.fullmatch(name)]
+    surplus = [
+        name
+        for name in report["unexpected_keys"]
+        if not _DERIVED.fullmatch(name) and not is_dropped(model, name)
+    ]
     problems = {
         "missing": report["missing_keys"],
         "surplus": surplus,

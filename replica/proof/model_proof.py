@@ -23,7 +23,9 @@ import torch
 
 from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
+from quire.replica.checkpoint.wrapped_text import TEXT, text_config
 from quire.replica.kv_cache.groups import sequence_blocks
+from quire.replica.model.text_part import causal_model, is_text_part, make_model
 from quire.replica.proof.tiny_config import NUM_POSITIONS, VOCAB_SIZE, tiny_config
 
 _SEED = 5
@@ -67,7 +69,10 @@ StartEngine = Callable[..., AbstractContextManager[TinyEngine]]
 def tiny_entries(spec: ModelSpec, num_positions: int = NUM_POSITIONS) -> dict[str, Any]:
     """Return config.json of the tiny model of a checkpoint's class, with a context of `num_positions` tokens."""
     config = build_config(spec.raw_config)
-    entries = tiny_config(config.to_dict(), num_positions, config.attribute_map)
+    inner = text_config(config)
+    entries = tiny_config(inner.to_dict(), num_positions, inner.attribute_map)
+    if inner is not config:
+        entries = {**config.to_dict(), TEXT: entries}
     return {**entries, "architectures": [spec.architecture]}
 
 
@@ -131,9 +136,8 @@ def save_random_model(entries: dict[str, Any], folder: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = build_config(entries)
-    with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config)
-    num_parameters = sum(parameter.numel() for parameter in shape.parameters())
+    model = make_model(config, torch.float32, "eager")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters > _MAX_PARAMETERS:
         raise CheckpointError(
             f"a tiny model has {num_parameters} parameters: {entries['architectures'][0]} has sizes of other names "
@@ -141,9 +145,14 @@ def save_random_model(entries: dict[str, Any], folder: Path) -> torch.nn.Module:
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        if is_text_part(model):
+            model = model.to_empty(device="cpu").eval()
+            model.init_weights()
+            model.tie_weights()
+        else:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
         embedding = model.get_input_embeddings().weight
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
@@ -190,7 +199,7 @@ def _difference(output: ScoredOutput, model: torch.nn.Module, tolerance: float) 
     """Compare the log-probabilities of one sequence, and whether each of its output tokens is the most likely one."""
     tokens = np.array(output.prompt_token_ids + output.token_ids)
     with torch.inference_mode():
-        logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+        logits = causal_model(model)(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
     # [tokens - 1, vocabulary]: entry i predicts token i + 1.
     expected = torch.log_softmax(logits.double(), -1).numpy()[:-1]
     right = expected[np.arange(len(expected)), tokens[1:]]

@@ -24,7 +24,14 @@ _WIDTHS = {
     "laurel_rank": 24,
 }
 _MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
-_WINDOWS = ("sliding_window", "window_size", "sliding_window_size")
+# The scale is a number of positions too: attention is scaled by how often it fits before a position.
+_WINDOWS = (
+    "sliding_window",
+    "window_size",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "floor_scale",
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = (
     "num_experts_per_tok",
@@ -75,6 +82,7 @@ def tiny_config(
     tiny = {usual_names.get(name, name): copy.deepcopy(value) for name, value in config.items()}
     _set_layers(tiny)
     _set_heads(tiny)
+    _set_sections(tiny)
     _set_experts(tiny)
     for name, width in _WIDTHS.items():
         # Of 0, the model has no such part.
@@ -183,6 +191,18 @@ def _set_overrides(tiny: dict[str, Any], config: dict[str, Any]) -> None:
             own["num_key_value_heads"] = min(few, tiny["num_attention_heads"])
         own |= {name: width for name, width in _WIDTHS.items() if own.get(name)}
         own |= {name: WINDOW for name in _WINDOWS if own.get(name)}
+
+
+def _set_sections(tiny: dict[str, Any]) -> None:
+    """Share half of a rotated head among the axes of multi-dimensional rope as before."""
+    rope = tiny.get("rope_parameters") or tiny.get("rope_scaling")
+    if not isinstance(rope, dict) or not rope.get("mrope_section"):
+        return
+    sections = rope["mrope_section"]
+    head_dim = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+    half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    small = [max(1, half * size // sum(sections)) for size in sections[1:]]
+    rope["mrope_section"] = [half - sum(small), *small]
 
 
 def _set_experts(tiny: dict[str, Any]) -> None:

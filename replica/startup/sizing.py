@@ -25,6 +25,7 @@ from quire.replica.config import (
 )
 from quire.replica.host_machine import available_bytes, cpu_flags, physical_cores
 from quire.replica.kv_cache.groups import max_sequence_tokens, sequence_blocks
+from quire.replica.model.text_part import text_tensor_names
 from quire.replica.runner.graphs.mixed_shapes import LEAST_TOKENS
 from quire.replica.startup.cpu_sizing import CpuSizing
 from quire.replica.startup.device_sizing import GIB, DeviceSizing
@@ -90,12 +91,13 @@ def resolve(
             f"{spec.max_position_embeddings}"
         )
     block_size = sizing.choose_block_size(args)
+    loaded = text_tensor_names(spec)
     table = memory_table(
         args,
         spec,
         sizing,
         dtype,
-        weight_bytes(folder, dtype, weights),
+        weight_bytes(folder, dtype, weights, loaded),
         max_batch_tokens,
         max_model_len,
         available_bytes(device) if measured is None else measured.available,
@@ -104,7 +106,7 @@ def resolve(
     )
     if sizing.is_final or measured is not None:
         logger.info("memory of %s\n%s", args.model, table)
-    if (needed := loading_bytes(folder, dtype, weights)) > table.budget:
+    if (needed := loading_bytes(folder, dtype, weights, loaded)) > table.budget:
         raise SizingError(
             f"weights is {weights!r}, which needs {needed / GIB:.3f} GiB while the weights are read\n{table}"
         )

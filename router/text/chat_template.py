@@ -105,7 +105,7 @@ class ChatTemplate:
         response_template: Mapping[str, Any] | None = None,
         for_tools: ChatTemplate | None = None,
     ):
-        self.source = source if for_tools is None else f"{source}\n{for_tools.source}"
+        self.source: str = source if for_tools is None else f"{source}\n{for_tools.source}"
         self._for_tools = for_tools
         self.response_template = response_template
         self._special_tokens = dict(special_tokens or {})

@@ -24,7 +24,7 @@ BENCHMARKS = {
         "host_overhead": "host time per step, against transformers' continuous batching",
         "scaling": "time of a step against tokens, waiting requests, cached blocks, tokens generated",
         "deterministic": "tokens per second with and without bit-equal results",
-        "families": "which of transformers' causal model types are served, against `generate`",
+        "families": "which of transformers' model types are served, against `generate`",
         "real_models": "trained checkpoints against transformers: greedy tokens, and log-probabilities of text",
         "startup": "from a new process to its first token, and the memory it holds",
     },

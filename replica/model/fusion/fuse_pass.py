@@ -163,7 +163,8 @@ class _FusePass:
         """Fuse the layer that has the attention at `path`, or only the attention if the layer has unknown parts."""
         layer_path, _, name = path.rpartition(".")
         layer = self.model.get_submodule(layer_path)
-        if layer not in self.observed.calls:
+        # A hook changes what the layer computes, at positions that a trial need not have.
+        if layer not in self.observed.calls or layer._forward_pre_hooks:
             return
         attention = layer.get_submodule(name)
         builds = [

@@ -1,4 +1,6 @@
-"""Which of transformers' causal model types Quire serves: each as its class makes it, tiny, with random weights.
+"""Which of transformers' model types Quire serves: each as its class makes it, tiny, with random weights.
+
+The types are those of causal classes, and of classes that take images too, whose text part is served.
 
     python -m tests.perf families [--only TYPE ...]
     python -m tests.perf families --variants [--only TYPE ...]
@@ -31,6 +33,7 @@ from quire.cluster.bench.results.report import RESULTS, Bar, write
 from quire.protos.wire import SamplingParams
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.engine import Engine
+from quire.replica.model.text_part import causal_model
 from quire.replica.proof.model_proof import find_difference, save_random_model, tiny_entries
 from quire.replica.proof.verdicts import TESTED_FOR_GPU
 
@@ -110,7 +113,7 @@ def _differs_from_generate(tiny: dict[str, Any], folder: Path) -> str:
     folder.mkdir()
     model = save_random_model(tiny, folder)
     # Else it ends a sequence, whatever the options say.
-    model.generation_config.eos_token_id = None
+    causal_model(model).generation_config.eos_token_id = None
     random = np.random.default_rng(9)
     prompts = [random.integers(3, tiny["vocab_size"], length).tolist() for length in LENGTHS]
     options = GenerationConfig(
@@ -119,7 +122,9 @@ def _differs_from_generate(tiny: dict[str, Any], folder: Path) -> str:
     expected = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
+        out = causal_model(model).generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=options
+        )
         expected.append(out[0, len(prompt) :].tolist())
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     with start(
@@ -137,7 +142,8 @@ def _differs_from_generate(tiny: dict[str, Any], folder: Path) -> str:
 def _types(only: list[str] | None) -> Iterator[tuple[str, Judge]]:
     """Yield each model type, and what judges it."""
     families = _import("families")
-    for model_type in only or families.MODEL_TYPES:
+    types = sorted({*families.MODEL_TYPES, *families.WRAPPER_TYPES})
+    for model_type in only or types:
 
         def run(folder: Path, model_type: str = model_type) -> dict[str, str]:
             try:

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
-# All model types, in the installed version.
+# All causal model types, in the installed version, and all of classes that take images too.
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+WRAPPER_TYPES = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
 # What every checkpoint of a type states, and its class leaves open.
 _STATED = {
     "head_dim": 64,
@@ -25,17 +29,35 @@ _STATED = {
 def default_entries(model_type: str) -> dict[str, Any]:
     """Return config.json of a checkpoint of this type, of full size."""
     config = CONFIG_MAPPING[model_type]().to_dict()
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    _state(text)
+    text_type = text.get("model_type")
+    text_class = CONFIG_MAPPING[text_type] if text_type in CONFIG_MAPPING else None
+    if "mrope_section" in (getattr(text_class, "ignore_keys_at_rope_validation", None) or ()):
+        _state_sections(text)
+    # A type of both kinds is one of a class that takes images.
+    architectures = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    config |= {"architectures": [architectures[model_type]], "model_type": model_type}
+    return json.loads(json.dumps(config, default=str))
+
+
+def _state(config: dict[str, Any]) -> None:
+    """Fill entries of a language model that its class leaves open."""
     for name, value in _STATED.items():
         if name in config and (config[name] is None or name.endswith("token_id")):
             config[name] = value
     if config.get("num_key_value_heads", 0) is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
     config["pad_token_id"] = 0
-    config |= {
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
-        "model_type": model_type,
-    }
-    return json.loads(json.dumps(config, default=str))
+
+
+def _state_sections(config: dict[str, Any]) -> None:
+    """Share half of a rotated head among the three axes of multi-dimensional rope."""
+    rope = config["rope_parameters"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    rope.setdefault("mrope_section", [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8])
 
 
 def write_config(folder: Path, entries: dict[str, Any]) -> Path:
