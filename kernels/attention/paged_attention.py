@@ -64,6 +64,8 @@ class PagedAttention:
         On a GPU: give decoded and prefilled tokens the same bits. On the CPU they always have the same bits.
     query_tokens
         Tokens of a query tile on the CPU without the compiled library; passed to `cpu_attention.plan_attention`.
+    value_dim
+        Elements of a value; None: as many as a key has. Triton supports no other number.
     dtype
         Dtype of q; None: the cache's. It may differ only for a float8_e4m3fn cache, which needs Triton.
     backend
@@ -87,6 +89,7 @@ class PagedAttention:
         share_prefixes: bool = False,
         uniform: bool = False,
         query_tokens: int | None = None,
+        value_dim: int | None = None,
         dtype: torch.dtype | None = None,
         backend: Backend | None = None,
     ):
@@ -101,7 +104,12 @@ class PagedAttention:
                 f"k_cache: must be {self._dtype} as q, or float8_e4m3fn with backend 'triton', got "
                 f"{k_cache.dtype} with {self.backend!r}"
             )
+        if self.backend == "triton" and value_dim not in (None, k_cache.shape[3]):
+            raise ValueError(
+                f"value_dim: must be that of the keys, {k_cache.shape[3]}, with backend 'triton', got {value_dim}"
+            )
         self._k_cache = k_cache
+        self._value_dim = value_dim
         self._num_heads = num_heads
         self._max_rows = max_rows
         self._window = window
@@ -176,6 +184,7 @@ class PagedAttention:
                 window=self._window,
                 chunk=self._chunk,
                 query_tokens=self._query_tokens,
+                value_dim=self._value_dim,
                 before=self._last,
             )
             return self._last

@@ -35,6 +35,7 @@ def plan_attention(
     window: int | None = None,
     chunk: int | None = None,
     query_tokens: int | None = None,
+    value_dim: int | None = None,
     backend: Backend | None = None,
     before: AttentionPlan | None = None,
 ) -> AttentionPlan:
@@ -59,6 +60,8 @@ def plan_attention(
     query_tokens
         For the torch implementation: query tokens of a prefill tile. None: the fastest. The value from
         `cpu_attention_torch.choose_query_tokens` gives prefill and decode the same bits on this machine.
+    value_dim
+        Elements of a value; None: as many as a key has. Other numbers run in torch.
     backend
         "native" or "torch" forces that implementation; None: native if it supports the shapes.
     before
@@ -78,12 +81,13 @@ def plan_attention(
         if following is not None:
             return following
     arguments = (cu_q, kv_len, block_tables, k_cache, num_heads)
-    if backend == "torch" or not cpu_attention_native.supports(k_cache, num_heads):
+    is_unequal = value_dim not in (None, k_cache.shape[3])
+    if backend == "torch" or is_unequal or not cpu_attention_native.supports(k_cache, num_heads):
         if backend == "native":
             raise ValueError(
                 f"backend 'native' needs the compiled library (installed: {has_native()}) and "
                 f"{cpu_attention_native.LIMITS}; the cache is {tuple(k_cache.shape)} {k_cache.dtype} on "
-                f"{k_cache.device}, for {num_heads} query heads"
+                f"{k_cache.device}, for {num_heads} query heads, with values of {value_dim or k_cache.shape[3]}"
             )
         return cpu_attention_torch.plan(
             *arguments, window=window, chunk=chunk, query_tokens=query_tokens
@@ -117,7 +121,7 @@ def paged_attention(
         [tokens, heads, head_dim], float32, bfloat16 or float16.
     k_cache, v_cache
         [blocks, kv_heads, block_size, head_dim] in the dtype of q; the heads of one block are contiguous. The keys of
-        this step are already written.
+        this step are already written. Values may have another size than keys, or be the beginning of the keys.
     block_tables, cu_q, kv_len
         The batch as for `plan_attention`, as integer tensors or arrays; ignored if `plan` is given.
     scale
@@ -129,14 +133,14 @@ def paged_attention(
     sinks
         [heads] logits that are added to the denominator only (gpt-oss).
     out
-        [tokens, heads, head_dim] for the result; None allocates it.
+        [tokens, heads, elements of a value] for the result; None allocates it.
     plan
         `plan_attention` of the same arguments, which several layers can share; None makes it.
 
     Returns
     -------
-    [tokens, heads, head_dim] in the dtype of q. In float32, and with native code in any dtype, a row's bits do not
-    depend on the other rows, on which of its tokens are queried together or on the number of threads.
+    [tokens, heads, elements of a value] in the dtype of q. In float32, and with native code in any dtype, a row's bits
+    do not depend on the other rows, on which of its tokens are queried together or on the number of threads.
 
     Raises
     ------
@@ -153,10 +157,11 @@ def paged_attention(
             q.shape[1],
             window=window,
             chunk=chunk,
+            value_dim=v_cache.shape[3],
             backend=backend,
         )
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
     operands = q, k_cache, v_cache, scale
     if isinstance(plan, NativePlan):
         cpu_attention_native.attend(*operands, plan, softcap=softcap, sinks=sinks, out=out)
@@ -167,7 +172,7 @@ def paged_attention(
 
 def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
     """Raise ValueError unless `paged_attention` supports these tensors together."""
-    if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
+    if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
             "q must be [tokens, heads, head_dim] and k_cache, v_cache [blocks, kv_heads, block_size, head_dim], "
             f"got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
@@ -178,10 +183,11 @@ def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None
             f"q has {q.shape[1]} heads of {q.shape[2]}, the cache {kv_heads} heads of {head_dim}: the head sizes "
             "must be equal and the query heads a multiple of the KV heads"
         )
-    page = block_size * head_dim
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         stride = cache.stride()
-        if stride[1:] != (page, head_dim, 1) or stride[0] % page or stride[0] != k_cache.stride(0):
+        size = head_dim if cpu_attention_torch.is_part_of_keys(k_cache, v_cache) else cache.shape[3]
+        page = block_size * size
+        if stride[1:] != (page, size, 1) or stride[0] % page or stride[0] != k_cache.stride(0):
             raise ValueError(f"{name}: heads of a block must be contiguous, got strides {stride}")
         if cache.dtype != q.dtype or cache.device != q.device:
             raise ValueError(

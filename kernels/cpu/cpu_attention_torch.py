@@ -42,6 +42,11 @@ _GATHER_BYTES = 2 << 20
 _HEIGHT_STEP = 4  # the height of every matrix product is a multiple of this
 
 
+def is_part_of_keys(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether a value is the beginning of its key, in the same memory."""
+    return k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+
+
 def tile_tokens(block_size: int) -> int:
     """Tokens of a KV tile: the least multiple of `block_size` that is at least `TILE_TOKENS`."""
     return -(-TILE_TOKENS // block_size) * block_size
@@ -256,24 +261,35 @@ def attend(
         sinks = sinks.float().view(plan.num_kv_heads, group_heads)
     # All groups share one buffer: new memory would cost a page fault every 4 KiB.
     rows = max((len(group.kv_rows) for group in plan.groups), default=0)
-    k_buffer, v_buffer = (q.new_empty(rows, k_cache.shape[2] * k_cache.shape[3]) for _ in range(2))
+    k_buffer, v_buffer = (
+        q.new_empty(rows, cache.shape[2] * cache.shape[3]) for cache in (k_cache, v_cache)
+    )
+    is_part = is_part_of_keys(k_cache, v_cache)
+    # Rows of the flat cache from one block to the next.
+    k_stride, v_stride = (cache.stride(0) // cache.stride(1) for cache in (k_cache, v_cache))
     for group in plan.groups:
-        k = _gather(k_cache, group, plan.tile, k_buffer)
-        v = _gather(v_cache, group, plan.tile, v_buffer)
+        k = v = _gather(k_cache, group.kv_rows, plan.tile, k_buffer)
+        if not is_part:
+            v_rows = group.kv_rows
+            if v_stride != k_stride:
+                v_rows = v_rows // k_stride * v_stride + v_rows % k_stride
+            v = _gather(v_cache, v_rows, plan.tile, v_buffer)
         # Slots without a key may hold NaN, which would survive a weight of 0.
         v.view(-1, v.shape[-1]).index_fill_(0, group.blank_rows, 0.0)
         queries = q_scaled.index_select(0, group.token_index)
-        result = _attend(queries, k, v, group, softcap, sinks)
+        result = _attend(queries, k, v[..., : v_cache.shape[3]], group, softcap, sinks)
         out.index_copy_(0, group.token_index, result.to(out.dtype))
 
 
-def _gather(cache: torch.Tensor, group: _Group, tile: int, buffer: torch.Tensor) -> torch.Tensor:
-    """Gather the KV tiles of the group's jobs: [J, kv_heads, tile, head_dim] float32."""
+def _gather(
+    cache: torch.Tensor, kv_rows: torch.Tensor, tile: int, buffer: torch.Tensor
+) -> torch.Tensor:
+    """Gather the KV tiles of a group's jobs: [J, kv_heads, tile, head_dim] float32."""
     blocks, kv_heads, block_size, head_dim = cache.shape
     page = block_size * head_dim
     stride = cache.stride(0) // page
     rows = cache.as_strided(((blocks - 1) * stride + kv_heads, page), (page, 1))
-    tiles = torch.index_select(rows, 0, group.kv_rows, out=buffer[: len(group.kv_rows)])
+    tiles = torch.index_select(rows, 0, kv_rows, out=buffer[: len(kv_rows)])
     return tiles.float().view(-1, kv_heads, tile, head_dim)
 
 
@@ -292,11 +308,11 @@ def _attend(
     queries
         [Q * q, heads, head_dim] float32, scaled.
     k, v
-        [J, kv_heads, tile, head_dim] float32.
+        [J, kv_heads, tile, head_dim] float32; values may have another size.
 
     Returns
     -------
-    [Q * q, heads, head_dim] float32.
+    [Q * q, heads, elements of a value] float32.
     """
     jobs, kv_heads, tile, head_dim = k.shape
     num_tiles, num_queries = group.num_query_tiles, group.num_queries
@@ -327,16 +343,15 @@ def _attend(
     total = _over_tiles(weights.sum(-1), group.num_tile_queries, torch.add)
     if sinks is not None:
         total = total + torch.exp(sink_rows - top)
-    product = torch.bmm(
-        weights.view(jobs * kv_heads, height, tile), v.view(jobs * kv_heads, tile, head_dim)
-    )
+    value_dim = v.shape[-1]
+    product = torch.bmm(weights.view(jobs * kv_heads, height, tile), v.flatten(0, 1))
     mixed = _over_tiles(
-        product.view(jobs, kv_heads, height, head_dim), group.num_tile_queries, torch.add
+        product.view(jobs, kv_heads, height, value_dim), group.num_tile_queries, torch.add
     )
     mixed = (mixed[:, :, :used] / total[:, :, :used, None]).view(
-        num_tiles, kv_heads, num_queries, group_heads, head_dim
+        num_tiles, kv_heads, num_queries, group_heads, value_dim
     )
-    return mixed.transpose(1, 2).reshape(num_tiles * num_queries, kv_heads * group_heads, head_dim)
+    return mixed.transpose(1, 2).reshape(num_tiles * num_queries, kv_heads * group_heads, value_dim)
 
 
 def _over_tiles(values: torch.Tensor, num_tile_queries: tuple[int, ...], combine) -> torch.Tensor:
@@ -358,7 +373,9 @@ def _sink_rows(sinks: torch.Tensor, num_queries: int, height: int) -> torch.Tens
 
 
 @functools.cache
-def choose_query_tokens(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> int:
+def choose_query_tokens(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, value_dim: int | None = None
+) -> int:
     """Query tokens of a prefill tile for which float32 results have the bits of decode tiles on this machine.
 
     The default is tested with random data, which is enough because the matrix library chooses its kernel by shapes, not
@@ -369,18 +386,21 @@ def choose_query_tokens(num_heads: int, num_kv_heads: int, head_dim: int, block_
     length = 2 * tile + candidate + 3
     blocks = -(-length // block_size)
     random = torch.Generator().manual_seed(0)
-    cache = torch.randn(2, blocks, num_kv_heads, block_size, head_dim, generator=random)
+    k_cache, v_cache = (
+        torch.randn(blocks, num_kv_heads, block_size, size, generator=random)
+        for size in (head_dim, value_dim or head_dim)
+    )
     q = torch.randn(length, num_heads, head_dim, generator=random)
     table = np.arange(blocks)[None]
 
     def run(cu_q: list[int], kv_len: list[int], first: int, query_tokens: int) -> torch.Tensor:
         tables = np.repeat(table, len(kv_len), axis=0)
         work = plan(
-            np.array(cu_q), np.array(kv_len), tables, cache[0], num_heads, query_tokens=query_tokens
+            np.array(cu_q), np.array(kv_len), tables, k_cache, num_heads, query_tokens=query_tokens
         )
-        out = torch.empty_like(q[first:])
+        out = torch.empty(len(q) - first, num_heads, value_dim or head_dim)
         options = dict(softcap=None, sinks=None, out=out)
-        attend(q[first:], cache[0], cache[1], head_dim**-0.5, work, **options)
+        attend(q[first:], k_cache, v_cache, head_dim**-0.5, work, **options)
         return out
 
     whole = run([0, length], [length], 0, candidate)

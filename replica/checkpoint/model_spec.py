@@ -337,12 +337,28 @@ def _kinds(config: Any) -> tuple[LayerKind, ...]:
         LayerKind(
             window=getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None,
             chunk=layer.attention_chunk_size if kind == "chunked_attention" else None,
-            num_kv_heads=getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
-            head_dim=getattr(layer, "head_dim", None)
-            or layer.hidden_size // layer.num_attention_heads,
             source=source,
+            **_kv_shape(layer, is_sliding=kind == "sliding_attention"),
         )
         for layer, kind, source in zip(layers, types, sources, strict=True)
+    )
+
+
+def _kv_shape(layer: Any, is_sliding: bool) -> dict[str, Any]:
+    """Return the entries of a layer's `LayerKind` that are the shape of its keys and values."""
+    rank, rotated = (getattr(layer, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if isinstance(rank, int) and isinstance(rotated, int):
+        # Latent attention: one latent and one rotated part for all heads.
+        return dict(num_kv_heads=1, head_dim=rank + rotated, value_dim=rank, values_in_keys=True)
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    if is_sliding:
+        heads = getattr(layer, "swa_num_key_value_heads", None) or heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    value_dim = getattr(layer, "v_head_dim", None)
+    return dict(
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        value_dim=None if value_dim == head_dim else value_dim,
     )
 
 

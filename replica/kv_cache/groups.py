@@ -41,6 +41,8 @@ class LayerKind:
     head_dim: int = 1
     # Elements of a value; None: as many as a key has.
     value_dim: int | None = None
+    # A value is the beginning of its key and is not stored again (latent attention).
+    values_in_keys: bool = False
     # An earlier layer whose keys and values it reads; it stores none then. None: it stores its own.
     source: int | None = None
 
@@ -53,7 +55,18 @@ class LayerKind:
     @property
     def token_elements(self) -> int:
         """Elements of one token's keys and values in one layer."""
-        return self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+        stored = self.head_dim + (0 if self.values_in_keys else self.value_size)
+        return self.num_kv_heads * stored
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def has_equal_sizes(self) -> bool:
+        """Whether keys and values are stored apart and have the same number of elements."""
+        return self.value_size == self.head_dim and not self.values_in_keys
 
     @property
     def is_full(self) -> bool:

@@ -104,22 +104,26 @@ class StepContext:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend in one layer, after its keys and values were written: q [T, heads, head_dim] to the same shape."""
+        """Attend in one layer, after its keys and values were written.
+
+        q [T, heads, head_dim] to [T, heads, elements of a value].
+        """
         if self.on_attend is not None:
             self.on_attend(layer, q, scaling, softcap, sinks)
         g = self.pool.group_of(layer)
         k_scale, v_scale = self.pool.scales(layer)
+        values = self.pool.values(layer)
         return self.attentions[g](
             q,
             self.pool.keys(layer),
-            self.pool.values(layer),
+            values,
             scaling,
             self.plan(g),
             softcap=softcap,
             sinks=sinks,
             k_scale=k_scale,
             v_scale=v_scale,
-            out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            out=torch.empty(*q.shape[:2], values.shape[-1], dtype=q.dtype, device=q.device),
         )
 
 
@@ -169,18 +173,24 @@ def paged_forward(
     query
         [1, heads, T, head_dim].
     key, value
-        [1, kv_heads, T, head_dim].
+        [1, kv_heads, T, head_dim]; values may have another size.
 
     Returns
     -------
-    [1, T, heads, head_dim], and None for the attention weights.
+    [1, T, heads, elements of a value], and None for the attention weights.
     """
     step = module.quire_step.context if quire is None else quire
     layer, pool = module.layer_idx, step.pool
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
+    # Of latent attention, `quire.replica.model.latent_attention`.
+    products = getattr(module, "head_products", None)
+    if products is not None:
+        q = products.absorb_query(q)
     if pool.stores(layer):
         pool.write(layer, k, v, step.write_rows(pool.group_of(layer)))
     out = step.attend(layer, q, scaling, softcap, s_aux)
+    if products is not None:
+        out = products.expand_output(out)
     return out[None], None
 
 

@@ -21,6 +21,7 @@ from quire.replica.checkpoint.fp8_checkpoint import EXTRA
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
 from quire.replica.checkpoint.wrapped_text import text_config
 from quire.replica.model import fp8, w4_formats
+from quire.replica.model.latent_attention import absorb_latents
 from quire.replica.model.position_cache import pass_positions
 from quire.replica.model.text_part import (
     is_dropped,
@@ -90,6 +91,7 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     if places is not None:
         _stream(model, stored, places, torch.device(device))
         pass_positions(model)
+        absorb_latents(model, spec, torch_dtype)
         return model.eval().requires_grad_(False)
     if spec.w4 is not None or (spec.fp8 is not None and spec.fp8.has_weights):
         raise CheckpointError(_mismatch(model, stored, spec))
@@ -97,6 +99,7 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     pass_positions(model)
     if weights == "fp8":
         fp8.put_quantised(model)
+    absorb_latents(model, spec, torch_dtype)
     return model
 
 
@@ -201,6 +204,15 @@ def _stream(
                 module._buffers[name] = torch.empty_like(buffer, device=device)
     for name in model.all_tied_weights_keys:
         model.get_parameter(name)._is_hf_initialized = True
+    # Some classes set the padding token's row of a marked tensor to zero, unless the module is marked too.
+    for module in model.modules():
+        own = [*module.parameters(recurse=False)]
+        if (
+            own
+            and not module._buffers
+            and all(getattr(p, "_is_hf_initialized", False) for p in own)
+        ):
+            module._is_hf_initialized = True
     model.initialize_weights()
     model.tie_weights(missing_keys=set(memory.state) - filled.keys(), recompute_mapping=False)
     empty = [n for n, p in model.state_dict().items() if p.device.type == "meta"]

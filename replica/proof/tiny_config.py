@@ -22,6 +22,12 @@ _WIDTHS = {
     "shared_intermediate_size": 56,
     "hidden_size_per_layer_input": 24,
     "laurel_rank": 24,
+    "expert_ffn_hidden_size": 48,
+    # Latent attention.
+    "kv_lora_rank": 40,
+    "q_lora_rank": 36,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
 }
 _MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 # The scale is a number of positions too: attention is scaled by how often it fits before a position.
@@ -110,6 +116,9 @@ def _set_layers(tiny: dict[str, Any]) -> None:
     """Keep the first layer of each kind, and as many further ones as it takes for `_MIN_LAYERS` and every step."""
     num_layers = tiny.get("num_hidden_layers")
     if not isinstance(num_layers, int):
+        # Each layer has several attentions, from which the class derives `num_hidden_layers`.
+        if isinstance(tiny.get("num_layers"), int):
+            tiny["num_layers"] = min(tiny["num_layers"], 2)
         return
     lists = [
         name for name, value in tiny.items() if isinstance(value, list) and len(value) == num_layers
@@ -167,11 +176,25 @@ def _set_heads(tiny: dict[str, Any]) -> None:
     head_dim = tiny.get("head_dim")
     # A quarter of it is still even, for those that rotate a part of each head.
     small = 32 if few * group <= 8 else 16
+    value_dim = tiny.get("v_head_dim")
+    if isinstance(value_dim, int):
+        small = 32
     is_other = isinstance(head_dim, int) and head_dim * heads != hidden
     if isinstance(head_dim, int):
         tiny["head_dim"] = small
     if isinstance(tiny.get("rotary_dim"), int):
         tiny["rotary_dim"] = min(small, tiny["rotary_dim"] * small * heads // hidden // 2 * 2)
+    if isinstance(value_dim, int):
+        tiny["v_head_dim"] = small if value_dim == head_dim else 20
+    if isinstance(tiny.get("swa_num_key_value_heads"), int):
+        tiny["swa_num_key_value_heads"] = few * max(1, tiny["swa_num_key_value_heads"] // kv_heads)
+    rotated = tiny.get("qk_rope_head_dim")
+    if isinstance(rotated, int):
+        wide = _WIDTHS["qk_nope_head_dim"] + _WIDTHS["qk_rope_head_dim"]
+        if isinstance(head_dim, int):
+            tiny["head_dim"] = _WIDTHS["qk_rope_head_dim"] if head_dim == rotated else wide
+        if isinstance(tiny.get("qk_head_dim"), int):
+            tiny["qk_head_dim"] = wide
     tiny["hidden_size"] = few * group * small * (2 if is_other else 1)
     if tiny.get("word_embed_proj_dim") is not None:
         is_projected = tiny["word_embed_proj_dim"] != hidden
@@ -213,6 +236,9 @@ def _set_experts(tiny: dict[str, Any]) -> None:
     for name in _CHOSEN_EXPERTS:
         if isinstance(tiny.get(name), int) and experts:
             tiny[name] = max(1, min(tiny[name], experts // 2))
+    if isinstance(tiny.get("zero_expert_num"), int):
+        # Experts that return their input.
+        tiny["zero_expert_num"] = min(tiny["zero_expert_num"], 4)
     if isinstance(tiny.get("n_group"), int) and tiny["n_group"] > 1:
         tiny["n_group"], tiny["topk_group"] = 2, 1
 

@@ -77,10 +77,11 @@ class CpuKernels(ModelKernels):
         The chosen tile gives a token the same bits as the tile for decoding.
         """
         k_cache = pool.keys(group.layers[0])
-        if not config.deterministic or cpu_attention_native.supports(k_cache, num_heads):
+        is_native = group.has_equal_sizes and cpu_attention_native.supports(k_cache, num_heads)
+        if not config.deterministic or is_native:
             return {}
         shape = (num_heads, group.num_kv_heads, group.head_dim, config.block_size)
-        return {"query_tokens": choose_query_tokens(*shape)}
+        return {"query_tokens": choose_query_tokens(*shape, group.value_size)}
 
     def fuse(
         self, config: EngineConfig, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]

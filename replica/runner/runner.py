@@ -134,6 +134,7 @@ class Runner:
             chunk=group.chunk,
             share_prefixes=config.prefix_caching,
             uniform=config.deterministic,
+            value_dim=group.value_size,
             dtype=getattr(torch, config.dtype),
             backend=self.kernels.backend,
             **self.kernels.attention_options(config, group, self.pool, num_heads),

@@ -104,7 +104,7 @@ class CpuSizing:
             return None
         for group in spec.groups:
             shape = (spec.num_heads, group.num_kv_heads, group.head_dim, block_size)
-            if not cpu_attention_native.fits(*shape):
+            if not group.has_equal_sizes or not cpu_attention_native.fits(*shape):
                 return None
         widest = max(group.head_dim for group in spec.groups)
         return cpu_attention_native.workspace_bytes(self._num_threads, widest)

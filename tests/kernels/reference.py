@@ -24,11 +24,12 @@ def paged_attention(
     """Compute causal attention over paged keys, row by row.
 
     Takes the arguments of `quire.kernels.cpu.cpu_attention.paged_attention`. `k_scale` and `v_scale` [kv_heads]
-    multiply the values stored in the cache. Returns [tokens, heads, head_dim] float32, zeros where kv_len is 0.
+    multiply the values stored in the cache. Returns [tokens, heads, elements of a value] float32, zeros where kv_len
+    is 0.
     """
-    _, kv_heads, block_size, head_dim = k_cache.shape
+    _, kv_heads, block_size, _ = k_cache.shape
     heads = q.shape[1]
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=torch.float32, device=q.device)
     for row in range(len(kv_len)):
         start, end, length = int(cu_q[row]), int(cu_q[row + 1]), int(kv_len[row])
         # Keys before the first query's window or chunk may have been evicted: their table entries are not valid.
@@ -40,7 +41,7 @@ def paged_attention(
         skipped = first - first // block_size * block_size
         # [blocks, kv_heads, block_size, d] -> [kv_heads, tokens, d] -> [heads, tokens, d]
         k, v = (
-            cache[pages].float().transpose(0, 1).reshape(kv_heads, -1, head_dim)
+            cache[pages].float().transpose(0, 1).reshape(kv_heads, -1, cache.shape[3])
             for cache in (k_cache, v_cache)
         )
         k, v = (x[:, skipped : skipped + length - first] for x in (k, v))

@@ -18,6 +18,7 @@ from quire.replica.model.deterministic.cpu_tiles import (
     fitting_tile_rows,
     tiled_linear,
 )
+from quire.replica.model.latent_attention import fix_rows
 from quire.replica.model.w4 import W4Linear
 
 
@@ -107,6 +108,7 @@ def make_deterministic(model: nn.Module) -> dict[tuple[int, int], tuple[int, ...
                 replacements.append((parent, name, EXPERT_MODULES[type(child).__name__](child)))
     for parent, name, module in replacements:
         setattr(parent, name, module)
+    fix_rows(model)
     return heights
 
 

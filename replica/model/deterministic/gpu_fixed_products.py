@@ -31,6 +31,7 @@ from quire.kernels.rows.matmul_fixed import FixedProduct
 from quire.replica.model.deterministic.stacked_experts import ExpertRouter, StackedExperts
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
+from quire.replica.model.latent_attention import HeadProducts, fix_rows
 from quire.replica.model.w4 import W4Linear
 
 
@@ -100,7 +101,7 @@ _EXPERT_MODULES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "Qwen3MoeExperts": FixedExperts,
     "GptOssExperts": FixedGptOssExperts,
 }
-_KNOWN = (FixedLinear, ExpertRouter, FixedExperts, nn.Embedding)
+_KNOWN = (FixedLinear, ExpertRouter, FixedExperts, HeadProducts, nn.Embedding)
 
 
 def fix_products(model: nn.Module) -> None:
@@ -133,6 +134,7 @@ def fix_products(model: nn.Module) -> None:
                 replacements.append((parent, name, _EXPERT_MODULES[type(child).__name__](child)))
     for parent, name, module in replacements:
         setattr(parent, name, module)
+    fix_rows(model)
     for name, module in model.named_modules():
         # Modules with a `layer_idx` are attentions. Their own parameters are sinks, which the attention kernels read.
         if isinstance(module, _KNOWN) or hasattr(module, "layer_idx"):

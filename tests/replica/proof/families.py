@@ -49,6 +49,9 @@ def _state(config: dict[str, Any]) -> None:
             config[name] = value
     if config.get("num_key_value_heads", 0) is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
+    if config["model_type"] == "mimo_v2_flash":
+        # Checkpoints state the number that the class derives.
+        config["swa_num_key_value_heads"] = 2 * config["num_key_value_heads"]
     config["pad_token_id"] = 0
 
 

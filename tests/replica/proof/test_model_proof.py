@@ -62,6 +62,12 @@ def test_layers_of_unequal_heads_that_share_keys_are_served(tmp_path):
     assert find_difference(entries, "cpu", start) is None
 
 
+def test_latents_without_a_low_rank_query_and_with_halves_rotated_are_served(tmp_path):
+    spec = spec_of(tmp_path, "deepseek_v3", q_lora_rank=None, rope_interleave=False)
+    assert {kind.token_elements for kind in spec.kinds} == {512 + 64}
+    assert find_difference(tiny_entries(spec), "cpu", start) is None
+
+
 @pytest.mark.parametrize(
     "model_type, changes",
     [

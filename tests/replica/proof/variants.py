@@ -135,6 +135,9 @@ _PLAIN = (
     *("gpt2", "opt", "stablelm", "gptj", "hunyuan_v1_moe"),
     # Layers that read an earlier layer's keys and values, inputs of each layer's own.
     "gemma3n_text",
+    # Latent attention; keys and values of unequal sizes and numbers of heads; a class that would set the padding
+    # token's row to zero after loading.
+    *("deepseek_v3", "minicpm3", "mimo_v2_flash", "youtu"),
 )
 
 
