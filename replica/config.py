@@ -423,6 +423,8 @@ class EngineConfig(EngineOptions):
     eos_token_ids: tuple[int, ...]
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # full-attention layer groups first
     num_host_blocks: int = 0  # blocks of the host tier, of the same size; 0: no host tier
+    # Whether some layers are recurrent: they keep a state of each running request instead of blocks.
+    has_states: bool = False
     # The fraction of each tier's blocks that may be retained for sessions.
     session_max_share: float = 0.0
 

@@ -12,7 +12,6 @@ checks that the class which it will choose is the one in `architectures`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from quire.protos.unique_keys import parse_json
 from quire.replica.checkpoint import fp8_checkpoint, w4_checkpoint
 from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
+from quire.replica.checkpoint.layer_kinds import has_recurrent_layers, layer_kinds
 from quire.replica.checkpoint.rope_types import check_rope_types, short_context
 from quire.replica.checkpoint.w4_checkpoint import W4Scheme
 from quire.replica.checkpoint.wrapped_text import (
@@ -58,7 +58,6 @@ _CHOICE = "_implementation"  # of attention, of experts: some are kernels of the
 # Values of entries that make attention bidirectional.
 _NOT_CAUSAL = {"use_bidirectional_attention": True, "is_causal": False}
 # Names of the feed-forward width and of the longest context in configurations of transformers.
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _INTERMEDIATE_SIZES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 
@@ -84,11 +83,14 @@ class ModelSpec:
     max_position_embeddings: int  # longest context, with RoPE scaling
     # Longest context in which `longrope` has its short factors; None: RoPE does not depend on the context.
     short_context: int | None
-    kinds: tuple[LayerKind, ...]  # of each layer
+    # Of each layer; None: it has no keys and values.
+    kinds: tuple[LayerKind | None, ...]
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
     fp8: Fp8Scheme | None = None  # None if the checkpoint is not stored in FP8
     w4: W4Scheme | None = None  # None if the checkpoint is not stored in 4 bits
+    # Whether some layers are recurrent: they have a state of each running request.
+    has_states: bool = False
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -96,9 +98,14 @@ class ModelSpec:
         return group_layers(self.kinds)
 
     @property
+    def kv_kinds(self) -> dict[int, LayerKind]:
+        """Kinds of the layers that have keys and values, by layer."""
+        return {layer: kind for layer, kind in enumerate(self.kinds) if kind is not None}
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Number of keys that a query sees in each layer, its own included; None: all."""
-        return tuple(kind.window for kind in self.kinds)
+        return tuple(None if kind is None else kind.window for kind in self.kinds)
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> ModelSpec:
@@ -125,7 +132,8 @@ class ModelSpec:
         _check_rope(config)
         _check_names(config)
         heads = config.num_attention_heads
-        kinds = _kinds(config)
+        kinds, has_states = _layer_facts(config)
+        stored = [kind for kind in kinds if kind is not None]
         generation = read_json(path / "generation_config.json", optional=True)
         spec = cls(
             path=path,
@@ -135,12 +143,13 @@ class ModelSpec:
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
             num_heads=heads,
-            num_kv_heads=max((kind.num_kv_heads for kind in kinds), default=0),
-            head_dim=max((kind.head_dim for kind in kinds), default=0),
+            num_kv_heads=max((kind.num_kv_heads for kind in stored), default=1),
+            head_dim=max((kind.head_dim for kind in stored), default=1),
             vocab_size=config.vocab_size,
             max_position_embeddings=_max_context(config),
             short_context=short_context(config),
             kinds=kinds,
+            has_states=has_states,
             eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
             checkpoint_dtype=_stored_dtype(raw),
             fp8=_fp8(raw),
@@ -176,7 +185,18 @@ def build_config(raw: dict[str, Any]) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING
 
     own = wrapper_entries(raw, _own_entries) if is_wrapper(raw) else _own_entries(raw)
-    return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(own))
+    return CONFIG_MAPPING[raw["model_type"]].from_dict(_with_special_floats(copy.deepcopy(own)))
+
+
+def _with_special_floats(value: Any) -> Any:
+    """Replace what transformers writes for floats that JSON lacks: {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_with_special_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {key: _with_special_floats(item) for key, item in value.items()}
 
 
 def _own_entries(entries: dict[str, Any]) -> dict[str, Any]:
@@ -310,72 +330,12 @@ def _intermediate_size(config: PretrainedConfig) -> int:
     return next((size for size in sizes if isinstance(size, int)), 4 * config.hidden_size)
 
 
-def _kinds(config: Any) -> tuple[LayerKind, ...]:
-    """Return each layer's kind. transformers has a configuration of each layer, for entries that differ."""
-    layers = [config] * config.num_hidden_layers
-    if config.is_heterogeneous:
-        layers = list(config.per_layer_config)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        types = [
-            "full_attention"
-            if getattr(layer, "sliding_window", None) is None
-            else "sliding_attention"
-            for layer in layers
-        ]
-    unknown = set(types) - set(_LAYER_TYPES)
-    if unknown:
-        raise CheckpointError(
-            f"config.json: layer_types has {sorted(unknown)}; served are {', '.join(_LAYER_TYPES)}"
-        )
-    if len(types) != len(layers):
-        raise CheckpointError(
-            f"config.json: layer_types has {len(types)} entries for {len(layers)} layers"
-        )
-    sources = _kv_sources(config, types)
-    return tuple(
-        LayerKind(
-            window=getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None,
-            chunk=layer.attention_chunk_size if kind == "chunked_attention" else None,
-            source=source,
-            **_kv_shape(layer, is_sliding=kind == "sliding_attention"),
-        )
-        for layer, kind, source in zip(layers, types, sources, strict=True)
-    )
-
-
-def _kv_shape(layer: Any, is_sliding: bool) -> dict[str, Any]:
-    """Return the entries of a layer's `LayerKind` that are the shape of its keys and values."""
-    rank, rotated = (getattr(layer, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    if isinstance(rank, int) and isinstance(rotated, int):
-        # Latent attention: one latent and one rotated part for all heads.
-        return dict(num_kv_heads=1, head_dim=rank + rotated, value_dim=rank, values_in_keys=True)
-    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-    if is_sliding:
-        heads = getattr(layer, "swa_num_key_value_heads", None) or heads
-    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    value_dim = getattr(layer, "v_head_dim", None)
-    return dict(
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        value_dim=None if value_dim == head_dim else value_dim,
-    )
-
-
-def _kv_sources(config: Any, types: Sequence[str]) -> list[int | None]:
-    """Return for each layer the earlier layer whose keys and values it reads; None: its own.
-
-    The last `num_kv_shared_layers` read those of the last layer of their type before them.
-    """
-    first = len(types) - (getattr(config, "num_kv_shared_layers", None) or 0)
-    last = {kind: layer for layer, kind in enumerate(types[: max(first, 0)])}
-    missing = set(types[max(first, 0) :]) - last.keys()
-    if missing:
-        raise CheckpointError(
-            f"config.json: num_kv_shared_layers is {len(types) - first} of {len(types)} layers, so no layer of type "
-            f"{min(missing)} stores keys and values"
-        )
-    return [None if layer < first else last[kind] for layer, kind in enumerate(types)]
+def _layer_facts(config: Any) -> tuple[tuple[LayerKind | None, ...], bool]:
+    """Return each layer's kind, and whether some layers are recurrent."""
+    try:
+        return layer_kinds(config), has_recurrent_layers(config)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from error
 
 
 def _max_context(config: PretrainedConfig) -> int:
@@ -456,7 +416,7 @@ def _check_sizes(spec: ModelSpec) -> None:
         value = getattr(spec, name)
         if not isinstance(value, int) or value < 1:
             raise CheckpointError(f"config.json: {name} must be a positive integer, is {value!r}")
-    for num_kv_heads in {kind.num_kv_heads for kind in spec.kinds}:
+    for num_kv_heads in {kind.num_kv_heads for kind in spec.kv_kinds.values()}:
         if spec.num_heads % num_kv_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads {spec.num_heads} is not a multiple of "

@@ -37,8 +37,9 @@ def block_elements(groups: Sequence[LayerGroup], block_size: int) -> int:
     """Return the elements of one block: keys and values of the largest group, rounded up.
 
     The result is a multiple of each group's pages, the keys or the values of one block in one head of one layer.
+    It is a page if no layer has keys and values.
     """
-    largest = max(len(g.layers) * block_size * g.token_elements for g in groups)
+    largest = max(1, *(len(g.layers) * block_size * g.token_elements for g in groups))
     sizes = [size for g in groups for size in _page_sizes(g)]
     page = math.lcm(*(block_size * size for size in sizes))
     return -(-largest // page) * page

@@ -107,13 +107,13 @@ class LayerGroup(LayerKind):
 FULL_ATTENTION = LayerGroup()
 
 
-def group_layers(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
+def group_layers(kinds: Sequence[LayerKind | None]) -> tuple[LayerGroup, ...]:
     """Cut a model's layers into groups, full-attention groups first.
 
     Parameters
     ----------
     kinds
-        Kind of each layer.
+        Kind of each layer; None: it has no keys and values.
 
     Raises
     ------
@@ -122,19 +122,26 @@ def group_layers(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
     """
     layers: dict[LayerKind, list[int]] = {}
     for layer, kind in enumerate(kinds):
+        if kind is None:
+            continue
         if kind.source is None:
             layers.setdefault(kind, []).append(layer)
         elif replace(kind, source=None) != kinds[kind.source]:
             raise ValueError(
                 f"layer {layer} is {kind}, but layer {kind.source} that it reads is {kinds[kind.source]}"
             )
+    if not layers:
+        # Blocks of no layers: they only count the tokens of requests.
+        return (FULL_ATTENTION,)
     width = _block_width({kind: len(members) for kind, members in layers.items()})
     groups = []
     for kind, members in layers.items():
         count = width // kind.token_elements
         for start in range(0, len(members), count):
             part = tuple(members[start : start + count])
-            readers = tuple((i, k.source) for i, k in enumerate(kinds) if k.source in part)
+            readers = tuple(
+                (i, k.source) for i, k in enumerate(kinds) if k is not None and k.source in part
+            )
             groups.append(LayerGroup(part, readers, **asdict(kind)))
     return tuple(sorted(groups, key=lambda group: not group.is_full))
 

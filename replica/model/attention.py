@@ -142,12 +142,19 @@ def share_step(model: nn.Module) -> None:
 
 
 def run_decoder(
-    decoder: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, context: StepContext
+    decoder: nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    context: StepContext,
+    **options: object,
 ) -> torch.Tensor:
-    """Return hidden states [1, T, hidden] of token ids and positions, [1, T] int64 each."""
+    """Return hidden states [1, T, hidden] of token ids and positions, [1, T] int64 each.
+
+    `options` are further keywords for the decoder.
+    """
     decoder.quire_step.context = context
     return decoder(
-        input_ids=input_ids, position_ids=position_ids, use_cache=False, quire=context
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, quire=context, **options
     ).last_hidden_state
 
 

@@ -45,14 +45,14 @@ def read_kv_scales(spec: ModelSpec) -> dict[int, tuple[torch.Tensor, torch.Tenso
             (t for t in stored if t.name in named), lambda t: torch.empty(t.shape, dtype=t.dtype)
         )
         found[kind] = {
-            named[t.name]: _checked(spec.kinds[named[t.name]], t, value) for t, value in scales
+            named[t.name]: _checked(spec.kv_kinds[named[t.name]], t, value) for t, value in scales
         }
     lone = found["k"].keys() ^ found["v"].keys()
     if lone:
         raise CheckpointError(
             f"{spec.path}: layer {min(lone)} has a scale of its cache for keys or for values only"
         )
-    absent = sum(kind.source is None for kind in spec.kinds) - len(found["k"])
+    absent = sum(kind.source is None for kind in spec.kv_kinds.values()) - len(found["k"])
     if absent:
         logger.info("KV cache in FP8: %d of %d layers have scale 1", absent, spec.num_layers)
     return {layer: (k, found["v"][layer]) for layer, k in found["k"].items()}

@@ -85,11 +85,11 @@ def absorb_latents(model: nn.Module, spec: ModelSpec, dtype: torch.dtype) -> Non
     CheckpointError
         A layer that `spec` says has latents does not have the parts from which they are made.
     """
-    latent = {layer for layer, kind in enumerate(spec.kinds) if kind.values_in_keys}
+    latent = {layer: kind for layer, kind in spec.kv_kinds.items() if kind.values_in_keys}
     for layer, module in _attentions(model):
         if layer not in latent:
             continue
-        kind = spec.kinds[layer]
+        kind = latent[layer]
         weight = _dense_weight(module.kv_b_proj).to(dtype)
         nope, value = module.qk_nope_head_dim, module.v_head_dim
         if weight.shape != (spec.num_heads * (nope + value), kind.value_size):
@@ -100,7 +100,7 @@ def absorb_latents(model: nn.Module, spec: ModelSpec, dtype: torch.dtype) -> Non
         module.head_products = HeadProducts(weight, nope, value)
         module.kv_b_proj = None
         module.expand_kv = keep_latent
-        latent.remove(layer)
+        del latent[layer]
     if latent:
         raise CheckpointError(
             f"{spec.path}: layer {min(latent)} of {spec.architecture} has no kv_b_proj and expand_kv, from which "

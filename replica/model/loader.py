@@ -68,14 +68,11 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     CheckpointError
         `check_files` rejects the files, or stored tensors and the model's tensors do not match one to one.
     """
-    from quire.replica.model.attention import ATTENTION_NAME, register
-
     check_files(spec.path)
-    register()
     torch_dtype = getattr(torch, dtype)
     stored = list_tensors(weight_files(spec.path))
     stored = {name: t for name, t in stored.items() if not _is_left_out(name, spec)}
-    model = make_model(build_config(spec.raw_config), torch_dtype, ATTENTION_NAME)
+    model = empty_model(spec, dtype)
     renamed = renamed_tensors(model, stored)
     stored = stored if renamed is None else renamed
     stored = _without_ignored(model, stored)
@@ -101,6 +98,14 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
         fp8.put_quantised(model)
     absorb_latents(model, spec, torch_dtype)
     return model
+
+
+def empty_model(spec: ModelSpec, dtype: str) -> nn.Module:
+    """Build transformers' model with Quire's attention on the meta device, without memory."""
+    from quire.replica.model.attention import ATTENTION_NAME, register
+
+    register()
+    return make_model(build_config(spec.raw_config), getattr(torch, dtype), ATTENTION_NAME)
 
 
 def _is_left_out(name: str, spec: ModelSpec) -> bool:

@@ -18,7 +18,16 @@ class _Output(MoeModelOutputWithPast):
 
 
 class _Identity(nn.Module):
-    """Replaces the decoder in the head; returns its input. Some heads give further arguments by position."""
+    """Replaces the decoder in the head; returns its input. Some heads give further arguments by position.
+
+    It has the decoder's numbers: the code of some heads reads a factor from the decoder.
+    """
+
+    def __init__(self, decoder: nn.Module):
+        super().__init__()
+        for name, value in vars(decoder).items():
+            if isinstance(value, int | float) and not hasattr(self, name):
+                setattr(self, name, value)
 
     @property
     def decoder(self) -> _Identity:
@@ -39,4 +48,4 @@ def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     -------
     The decoder, and a module to call with ``inputs_embeds`` [1, n, hidden size]; its result has `logits` [1, n, vocab].
     """
-    return split_at_decoder(model, _Identity())
+    return split_at_decoder(model, _Identity)

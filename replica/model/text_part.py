@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,16 +108,20 @@ def causal_model(model: nn.Module) -> nn.Module:
     return model.get_submodule(getattr(model, _PATHS).causal) if is_text_part(model) else model
 
 
-def split_at_decoder(model: nn.Module, instead: nn.Module) -> tuple[nn.Module, nn.Module]:
+def split_at_decoder(
+    model: nn.Module, instead: Callable[[nn.Module], nn.Module]
+) -> tuple[nn.Module, nn.Module]:
     """Return the decoder of a model from `make_model`, and a copy of the causal model with another in its place.
 
-    The copy calls `instead` for its child that is or holds the decoder. Both results share the model's modules.
+    The copy calls `instead(decoder)` for its child that is or holds the decoder.
+    Both results share the model's modules.
     """
     causal = causal_model(model)
     path = getattr(model, _PATHS).decoder if is_text_part(model) else _base_path(model)
     copied = copy.copy(causal)
-    copied._modules = {**causal._modules, path.split(".")[0]: instead}
-    return causal.get_submodule(path), copied
+    decoder = causal.get_submodule(path)
+    copied._modules = {**causal._modules, path.split(".")[0]: instead(decoder)}
+    return decoder, copied
 
 
 def _base_path(model: nn.Module) -> str:

@@ -111,14 +111,16 @@ def find_difference(entries: dict[str, Any], device: str, start: StartEngine) ->
             cpu_offload_gib=0,
             cuda_graphs="off",
         )
+        # Classes with recurrent layers say so too, and may have attention as others.
+        is_unlike = not (model._supports_attention_backend or spec.has_states)
         try:
             with start(**options) as running:
                 difference = _compare(running, model, _TOLERANCE[device])
         except Exception as error:
-            if not model._supports_attention_backend:
+            if is_unlike:
                 raise CheckpointError(_OTHER_ATTENTION.format(spec.architecture)) from error
             raise
-        if difference is not None and not model._supports_attention_backend:
+        if difference is not None and is_unlike:
             return _OTHER_ATTENTION.format(spec.architecture)
         return difference
 
@@ -154,9 +156,11 @@ def save_random_model(entries: dict[str, Any], folder: Path) -> torch.nn.Module:
                 config, dtype=torch.float32, attn_implementation="eager"
             ).eval()
         embedding = model.get_input_embeddings().weight
+        # Buffers of several values are computed from the configuration, as the decay of linear attention is.
+        computed = {name for name, buffer in model.named_buffers() if len(buffer.unique()) > 1}
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
-                if tensor.is_floating_point():
+                if tensor.is_floating_point() and name not in computed:
                     _fill(name, tensor, is_embedding=tensor is embedding)
     model.save_pretrained(folder)
     return model

@@ -10,6 +10,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from quire.replica.proof.tiny_states import shorten_periods, shrink_states
+
 # Sizes by the names that transformers' configurations have for them. A name that a configuration lacks is skipped.
 _WIDTHS = {
     "intermediate_size": 96,
@@ -52,7 +54,11 @@ _STEPS = (
     "moe_layer_interval",
     "moe_layer_freq",
     "interleave_moe_layer_step",
+    "attn_layer_period",
+    "expert_layer_period",
 )
+# Indices of the layers of another kind.
+_LAYER_LISTS = ("mlp_only_layers", "attn_layer_indices")
 _FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -86,10 +92,12 @@ def tiny_config(
     own_names = own_names or {}
     usual_names = {own: usual for usual, own in own_names.items()}
     tiny = {usual_names.get(name, name): copy.deepcopy(value) for name, value in config.items()}
+    shorten_periods(tiny)
     _set_layers(tiny)
     _set_heads(tiny)
     _set_sections(tiny)
     _set_experts(tiny)
+    shrink_states(tiny)
     for name, width in _WIDTHS.items():
         # Of 0, the model has no such part.
         if isinstance(tiny.get(name), int) and tiny[name]:
@@ -126,7 +134,10 @@ def _set_layers(tiny: dict[str, Any]) -> None:
     num_shared = tiny.get("num_kv_shared_layers") or 0
     is_shared = [layer >= num_layers - num_shared for layer in range(num_layers)]
     own = _by_layer(tiny, num_layers)
-    kinds = list(zip(is_shared, map(str, own), *(map(str, tiny[n]) for n in lists), strict=True))
+    indexed = [name for name in _LAYER_LISTS if isinstance(tiny.get(name), list)]
+    columns = [[str(i in tiny[name]) for i in range(num_layers)] for name in indexed]
+    columns += [list(map(str, tiny[name])) for name in lists]
+    kinds = list(zip(is_shared, map(str, own), *columns, strict=True))
     steps = [tiny[name] for name in _STEPS if isinstance(tiny.get(name), int)]
     for name in _FIRST_LAYERS:
         if isinstance(tiny.get(name), int):
@@ -140,10 +151,8 @@ def _set_layers(tiny: dict[str, Any]) -> None:
     kept = sorted(chosen)[:_MAX_LAYERS]
     for name in lists:
         tiny[name] = [tiny[name][layer] for layer in kept]
-    if isinstance(tiny.get("mlp_only_layers"), list):
-        tiny["mlp_only_layers"] = [
-            i for i, layer in enumerate(kept) if layer in tiny["mlp_only_layers"]
-        ]
+    for name in indexed:
+        tiny[name] = [i for i, layer in enumerate(kept) if layer in tiny[name]]
     if "per_layer_config" in tiny:
         tiny["per_layer_config"] = {i: own[layer] for i, layer in enumerate(kept)}
     if num_shared:

@@ -14,6 +14,7 @@ from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.cpu_step_context import CpuStepContext
 from quire.replica.model.fusion.cpu_fused_layer import CpuDecoder
+from quire.replica.model.state_layers import StepCache
 from quire.replica.runner.forward import Forward
 from quire.replica.sampling.logprobs import score_by_torch
 
@@ -50,6 +51,7 @@ class CpuForward(Forward):
         slots: torch.Tensor,
         num_query: np.ndarray,
         selected: np.ndarray | None = None,
+        states: StepCache | None = None,
     ) -> torch.Tensor:
         """As `Forward.hidden`, but without the last norm if `_fused_head` contains it."""
         context = CpuStepContext(
@@ -65,7 +67,7 @@ class CpuForward(Forward):
         )
         if self._fused_head is not None:
             return self._decoder.before_norm(token_ids, positions, context)
-        return self._run_decoder(token_ids, positions, context)
+        return self._run_decoder(token_ids, positions, context, states)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward.logits`."""

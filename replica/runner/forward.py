@@ -15,6 +15,7 @@ from quire.replica.model.attention import StepContext, run_decoder, share_step
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedNorm, Product
 from quire.replica.model.gpu_step_context import GpuStepContext
 from quire.replica.model.output_head import split_model
+from quire.replica.model.state_layers import StepCache, cache_argument
 from quire.replica.sampling.logprobs import StepPromptLogprobs, score_by_kernels, score_prompt
 
 
@@ -44,6 +45,7 @@ class Forward:
     ):
         self._decoder, self._head = split_model(model)
         share_step(self._decoder)
+        self._cache_name = cache_argument(self._decoder) or ""
         self._pool = pool
         self._attentions = attentions
         self._max_logits_rows = max_logits_rows
@@ -58,6 +60,7 @@ class Forward:
         slots: torch.Tensor,
         num_query: np.ndarray,
         selected: np.ndarray | None = None,
+        states: StepCache | None = None,
     ) -> torch.Tensor:
         """Run the decoder and write the step's KV. The step has n rows and T tokens.
 
@@ -75,6 +78,8 @@ class Forward:
             [n] number of query tokens of each row.
         selected
             [S] int64, ascending and unique indices of the tokens that are read; None: all.
+        states
+            The rows' slots, if the model is recurrent.
 
         Returns
         -------
@@ -83,12 +88,17 @@ class Forward:
         context = GpuStepContext(
             self._pool, self._attentions, cu_q, kv_len, block_tables, slots, num_query
         )
-        return self._run_decoder(token_ids, positions, context)
+        return self._run_decoder(token_ids, positions, context, states)
 
     def _run_decoder(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: StepContext
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: StepContext,
+        states: StepCache | None,
     ) -> torch.Tensor:
-        return run_decoder(self._decoder, token_ids[None], positions[None], context)[0]
+        options = {} if states is None else {self._cache_name: states}
+        return run_decoder(self._decoder, token_ids[None], positions[None], context, **options)[0]
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Tensors that every forward pass reads, by name, except the KV pool."""

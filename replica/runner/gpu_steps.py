@@ -55,6 +55,8 @@ class GpuSteps:
         KV cache; padding writes to its trash block.
     kernels
         Its functions sample the tokens.
+    has_states
+        Whether the model has recurrent layers. Its steps are not captured, because the host sorts their rows.
 
     Raises
     ------
@@ -71,6 +73,7 @@ class GpuSteps:
         ragged: RaggedStep,
         outputs: StepOutputs,
         kernels: ModelKernels,
+        has_states: bool = False,
     ):
         self._config = config
         self._device = device
@@ -78,6 +81,7 @@ class GpuSteps:
         self._forward = forward
         self._ragged = ragged
         self._outputs = outputs
+        self._has_states = has_states
         self.time = DeviceTime()
         self._done: Event | None = None  # end of the last queued step; None after an idle period
         self._sampler = kernels.sampler(device, config.vocab_size)
@@ -129,6 +133,8 @@ class GpuSteps:
 
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Sample:
         """See `DeviceSteps.forward`."""
+        if self._has_states:
+            return self._queue_ragged(plan, in_flight)
         is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
         is_plain = plan.sampling.is_plain and not plan.awaits_tokens
         part = GraphPart.WHOLE if is_plain else GraphPart.FORWARD

@@ -17,6 +17,8 @@ import torch
 
 from quire.replica.core.step_plan import SamplingBatch, StepPlan
 from quire.replica.device.kv_pool import KVPool
+from quire.replica.device.state_pool import StatePool
+from quire.replica.model.state_layers import StepCache
 from quire.replica.runner.forward import Forward
 from quire.replica.runner.step_inputs import StepInputs
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
@@ -33,13 +35,23 @@ class RaggedStep:
     ----------
     forward, sampler, outputs, pool
         The runner's forward pass, its torch sampler, its owner of last tokens and result slots, and its KV cache.
+    states
+        Slots of a recurrent model; None for other models.
     """
 
-    def __init__(self, forward: Forward, sampler: StepSampler, outputs: StepOutputs, pool: KVPool):
+    def __init__(
+        self,
+        forward: Forward,
+        sampler: StepSampler,
+        outputs: StepOutputs,
+        pool: KVPool,
+        states: StatePool | None,
+    ):
         self._forward = forward
         self._sampler = sampler
         self._outputs = outputs
         self._pool = pool
+        self._states = states
 
     def logits(
         self,
@@ -56,6 +68,12 @@ class RaggedStep:
             Receives the log-probabilities of prompts, if given.
         """
         self._pool.copy_blocks(plan.copies)
+        num_query = np.diff(plan.cu_q)
+        cache = None
+        if self._states is not None:
+            # Without a request table, the rows of all steps are the same requests.
+            rows = plan.rows if len(plan.rows) else np.arange(plan.num_rows)
+            cache = StepCache.of(self._states, rows, num_query, plan.kv_len)
         hidden = self._forward.hidden(
             self._outputs.known(inputs.token_ids),
             inputs.positions,
@@ -63,8 +81,9 @@ class RaggedStep:
             inputs.kv_len,
             block_tables,
             inputs.slots,
-            np.diff(plan.cu_q),
+            num_query,
             _selected(plan),
+            cache,
         )
         if in_flight is not None:
             in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts, inputs.target_ids)

@@ -36,11 +36,13 @@ from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.open_device import open_device
+from quire.replica.device.state_pool import StatePool
 from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.model.fixed_rope import fix_rope
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.model.loader import load_model
+from quire.replica.model.state_layers import split_state_layers
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
 from quire.replica.runner.gpu_steps import GpuSteps
@@ -103,7 +105,8 @@ class Runner:
         self._busy_until_s = 0.0  # end of the last collected step
         self._compiles = CompileCount()
         fix_rope(model, config.max_model_len)
-        self._attentions = [self._attention(group) for group in pool.groups]
+        self._attentions = [self._attention(group) for group in pool.groups if group.layers]
+        self.states = _state_pool(config, spec, model)
         if fused is None:
             fused = self.kernels.fuse(config, model, pool, self._attentions)
         self.fused = fused
@@ -112,14 +115,21 @@ class Runner:
         self._forward = self.kernels.forward(
             model, pool, self._attentions, config.max_running_requests
         )
-        ragged = RaggedStep(self._forward, self._sampler, self._outputs, pool)
+        ragged = RaggedStep(self._forward, self._sampler, self._outputs, pool, self.states)
         self.trash_plans = TrashPlans(config, len(pool.groups), pool.trash_block)
         self.steps: DeviceSteps
         if self._device.is_immediate:
             self.steps = CpuSteps(config, self._device, pool, ragged, self._outputs)
         else:
             self.steps = GpuSteps(
-                config, self._device, pool, self._forward, ragged, self._outputs, self.kernels
+                config,
+                self._device,
+                pool,
+                self._forward,
+                ragged,
+                self._outputs,
+                self.kernels,
+                has_states=self.states is not None,
             )
         self._device.synchronize()  # the weights were not loaded on the compute stream
 
@@ -301,6 +311,13 @@ class Runner:
     def num_compiles(self) -> int:
         """Graphs that torch.compile traced and kernels that Triton built in this process since `mark_ready`."""
         return self._compiles.num_compiles
+
+
+def _state_pool(config: EngineConfig, spec: ModelSpec, model: torch.nn.Module) -> StatePool | None:
+    """Allocate the states of a recurrent model: a slot for each row of the request table."""
+    if not spec.has_states:
+        return None
+    return StatePool(split_state_layers(model), config.num_rows, config.device)
 
 
 def _choose_kernels(config: EngineConfig, backend: Backend | None) -> ModelKernels:

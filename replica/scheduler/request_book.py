@@ -197,6 +197,9 @@ class RequestBook:
         """
         self._check_room()
         parent = find_parent(request, self.requests, self.forks)
+        if self._config.has_states:
+            # The parent's state is after its own tokens, so a fork computes the prompt itself.
+            parent = None
         request.accept(self._config.eos_token_ids)
         request.arrival_index = self._num_submitted
         self._num_submitted += 1

@@ -1,6 +1,7 @@
 """The memory equation, solved for the number of blocks::
 
     max_memory_percent * available = weights + activations + attention + logits + graphs
+                                     + (max_running_requests + 1) * slot_bytes, if layers are recurrent
                                      + (num_blocks + 1) * block_bytes
                                      + num_host_blocks * block_bytes, if the device is the CPU
 
@@ -49,8 +50,9 @@ class MemoryTable:
     num_host_blocks: int  # of the host tier
     is_host_separate: bool  # whether host memory and device memory are separate
     graphs: int = 0
-    # Whether weights, activations and graphs are measured. Then activations include logits and the part of attention's
-    # workspace that does not grow with the pool.
+    states: int = 0  # slots of recurrent layers
+    # Whether weights, activations and graphs are measured. Then activations include logits, states, and the part of
+    # attention's workspace that does not grow with the pool.
     is_measured: bool = False
 
     @property
@@ -72,7 +74,7 @@ class MemoryTable:
     def remainder(self) -> int:
         """Unused bytes of the budget; negative if the terms do not fit."""
         used = self.weights + self.activations + self.attention + self.logits + self.graphs
-        used += self.kv_cache
+        used += self.states + self.kv_cache
         return self.budget - used - (0 if self.is_host_separate else self.host_tier)
 
     def __str__(self) -> str:
@@ -93,6 +95,8 @@ class MemoryTable:
                     "as many as may be kept, from the largest that were captured",
                 ),
             ]
+        if self.states:
+            terms.append(("states", self.states, "of all running requests"))
         rows = [
             ("available", self.available, ""),
             ("budget", self.budget, f"{self.max_memory_percent:.0%} of it"),
@@ -126,6 +130,7 @@ def memory_table(
     available: int,
     host_available: int,
     measured: MeasuredMemory | None = None,
+    slot: int = 0,
 ) -> MemoryTable:
     """Solve the memory equation for the number of blocks. Reads and changes no state.
 
@@ -133,7 +138,7 @@ def memory_table(
     device's default for the remaining budget; but it is at most the number that all running requests of full length
     can use.
 
-    `measured` replaces all terms except those of the caches.
+    `measured` replaces all terms except those of the caches. `slot` is the number of bytes of one request's states.
 
     Raises
     ------
@@ -147,7 +152,10 @@ def memory_table(
     num_host_blocks = sizing.num_host_blocks(args, block, host_available)
     # Elements per token that are live at once: residual stream and its norm, and either q, k, v and attention's output
     # in float32, or gate, up and their product.
-    attention = max((2 * spec.num_heads + 2 * k.num_kv_heads) * k.head_dim for k in spec.kinds)
+    attention = max(
+        ((2 * spec.num_heads + 2 * k.num_kv_heads) * k.head_dim for k in spec.kv_kinds.values()),
+        default=0,
+    )
     width = 2 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)
     width = sizing.layer_width(spec, width)
     extra = sizing.attention_bytes(args, spec, block_size, element)
@@ -182,6 +190,7 @@ def memory_table(
             + extra.per_block * num_blocks,
             # Logits in float32, sorted logits, their ids, probabilities, and noise.
             logits=args.max_running_requests * spec.vocab_size * (4 * 4 + 8),
+            states=(args.max_running_requests + 1) * slot,
             block=block,
             num_blocks=num_blocks,
             block_size=block_size,

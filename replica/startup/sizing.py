@@ -6,6 +6,7 @@ device.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -23,8 +24,11 @@ from quire.replica.config import (
     check_args,
     light_fields,
 )
+from quire.replica.device.state_pool import slot_bytes
 from quire.replica.host_machine import available_bytes, cpu_flags, physical_cores
 from quire.replica.kv_cache.groups import max_sequence_tokens, sequence_blocks
+from quire.replica.model.loader import empty_model
+from quire.replica.model.state_layers import split_state_layers
 from quire.replica.model.text_part import text_tensor_names
 from quire.replica.runner.graphs.mixed_shapes import LEAST_TOKENS
 from quire.replica.startup.cpu_sizing import CpuSizing
@@ -60,6 +64,8 @@ def resolve(
         A value is invalid, the weights do not fit, or the cache cannot hold one request of `max_model_len`.
     """
     check_args(args)
+    if spec.has_states:
+        args = _for_recurrent_layers(args)
     num_threads = args.num_threads or physical_cores()
     sizing = choose_sizing(args.device, num_threads)
     device = sizing.device
@@ -92,17 +98,26 @@ def resolve(
         )
     block_size = sizing.choose_block_size(args)
     loaded = text_tensor_names(spec)
+    available = available_bytes(device) if measured is None else measured.available
+    slot = slot_bytes(split_state_layers(empty_model(spec, dtype))) if spec.has_states else 0
+    model_bytes = weight_bytes(folder, dtype, weights, loaded)
+    if slot:
+        # Slots take at most half of the memory that the weights leave.
+        most = int(available * args.max_memory_percent - model_bytes) // 2 // slot - 1
+        num_rows = max(1, min(args.max_running_requests, max_batch_tokens, most))
+        args = dataclasses.replace(args, max_running_requests=num_rows)
     table = memory_table(
         args,
         spec,
         sizing,
         dtype,
-        weight_bytes(folder, dtype, weights, loaded),
+        model_bytes,
         max_batch_tokens,
         max_model_len,
-        available_bytes(device) if measured is None else measured.available,
+        available,
         available_bytes("cpu"),
         measured,
+        slot,
     )
     if sizing.is_final or measured is not None:
         logger.info("memory of %s\n%s", args.model, table)
@@ -146,6 +161,34 @@ def resolve(
         groups=spec.groups,
         num_host_blocks=table.num_host_blocks,
         session_max_share=args.session_max_share,
+        has_states=spec.has_states,
+    )
+
+
+def _for_recurrent_layers(args: EngineArgs) -> EngineArgs:
+    """Turn off the options that a recurrent model cannot have.
+
+    A cached prefix has blocks but no state, so neither prefixes nor blocks on the host can be used again. The host
+    sorts the rows of a step, so steps are not captured. The order of a recurrent layer's sums depends on the chunks of
+    a prompt, so its results are equal within rounding only.
+
+    Raises
+    ------
+    SizingError
+        The user asks for one of them.
+    """
+    for name, refused in (("cuda_graphs", "on"), ("deterministic", True)):
+        if getattr(args, name) == refused:
+            raise SizingError(
+                f"{name} is {refused!r}, which a model with recurrent layers cannot have"
+            )
+    if args.cpu_offload_gib:
+        raise SizingError(
+            f"cpu_offload_gib is {args.cpu_offload_gib}, which a model with recurrent layers cannot have: its states "
+            "stay on the device"
+        )
+    return dataclasses.replace(
+        args, prefix_caching=False, cpu_offload_gib=0, cuda_graphs="off", deterministic=False
     )
 
 

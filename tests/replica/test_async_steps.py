@@ -14,8 +14,10 @@ import torch
 from device_harness import Harness, Told, config_of, crowd, long_crowd, prompt, tight
 from fake_device import HOST, FakeDevice
 from step_driver import Driver
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from quire.replica.config import EngineConfig
+from quire.replica.core.request import Request
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
@@ -42,6 +44,45 @@ def test_a_step_in_flight_changes_no_token(harness, name, cache):
         for plans_ahead in (False, True):
             device = FakeDevice(seed)
             assert model.serve(config, device, crowd(), plans_ahead=plans_ahead) == expected, seed
+
+
+def test_a_step_in_flight_changes_no_token_of_a_recurrent_model(tmp_path):
+    """A row's slot is used again as soon as the row is; preempted requests compute their states again."""
+    config = Lfm2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"],
+        vocab_size=173,
+        eos_token_id=2,
+        initializer_range=0.5,
+    )
+    torch.manual_seed(0)
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    model = Harness(tmp_path)
+    changes = dict(num_host_blocks=0, prefix_caching=False, has_states=True)
+    config = tight(model.spec, **changes)
+    poisoned = dict(prepare=lambda runner: runner.states.poison())
+    parent = crowd()[1]
+
+    def requests() -> list[Request]:
+        forks = (Request(f"fork {i}", prompt(10, 1), parent.params, fork_of=1) for i in range(2))
+        return [*crowd(), *forks]
+
+    expected = tokens_of(
+        model.serve(config, CpuDevice(), requests(), plans_ahead=False, **poisoned)
+    )
+    for seed in range(2):
+        device = FakeDevice(seed)
+        told = model.serve(config, device, requests(), plans_ahead=True, **poisoned)
+        assert tokens_of(told) == expected, seed
+
+
+def tokens_of(told: Told) -> dict[object, tuple]:
+    """Without log-probabilities: the number of a recurrent model's tokens in a step changes their last bits."""
+    return {key: (tokens, reason) for key, (tokens, _, reason, _) in told.items()}
 
 
 def test_logits_of_plans_without_a_request_table_are_those_of_the_cpu(harness):

@@ -39,17 +39,17 @@ class PackedProduct(Product):
         bias = merged_bias(parts)
         self.bias = None if bias is None else self.packed.pad_bias(bias)
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """[out_features, in_features], unpacked at each access, for routers that read it themselves."""
-        return self.packed.unpack()[: self.out_features]
-
     def quantize(self) -> bool:
         """Convert bfloat16 weights to int8; return False if dtype or shape does not allow it."""
         if self.packed.dtype != torch.bfloat16 or self.in_features % 4:
             return False
         self.packed = PackedWeight.pack([self.packed.unpack()], int8=True)
         return True
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A copy of the weight [out_features, in_features], for code that reads it instead of calling the layer."""
+        return self.packed.unpack()
 
     def part(self) -> ProductPart:
         """Return weight and bias as an argument of the compiled library."""
@@ -59,6 +59,8 @@ class PackedProduct(Product):
         """x [..., in_features], residual and result [..., out_features]."""
         shape = (*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
         if residual is not None:
             residual = residual.reshape(-1, self.out_features)
         return packed_linear(rows, self.packed, bias=self.bias, residual=residual).view(shape)
@@ -123,8 +125,8 @@ class PackedEmbedding(nn.Module):
 
 def cpu_norm_weight(weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
     """Convert a module's weight [columns]: add the 1 if `plus_one`, and pad."""
-    weight = weight.float() + 1.0 if plus_one else weight
-    return NormWeight(cpu_row_ops.pad_weight(weight), eps, plus_one)
+    scale = weight.float() + 1.0 if plus_one else weight
+    return NormWeight(cpu_row_ops.pad_weight(scale), eps, plus_one, weight.dtype)
 
 
 def norm_part(norm: NormWeight) -> NormPart:

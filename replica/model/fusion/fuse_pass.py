@@ -213,7 +213,14 @@ class _FusePass:
                 if fused is not None:
                     self._compare(module, fused)
                     return fused
-            except (_FuseError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            except (
+                _FuseError,
+                AttributeError,
+                TypeError,
+                ValueError,
+                IndexError,
+                RuntimeError,
+            ) as error:
                 # These errors include unknown call signatures, and shapes that a kernel rejects.
                 reasons.append(str(error))
         if reasons:
@@ -282,7 +289,8 @@ class _FusePass:
         if context is not None:
             kwargs["quire"] = context
         output = module(*args, **kwargs)
-        results = {"output": output[0] if isinstance(output, tuple) else output}
+        # A layer that returns a tuple must be replaced by one that does.
+        results = {"first output": output[0]} if isinstance(output, tuple) else {"output": output}
         for layer, call in calls.items():
             assert context is not None
             results[f"q of layer {layer}"] = call["q"]

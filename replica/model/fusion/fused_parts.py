@@ -101,6 +101,7 @@ class NormWeight:
     weight: torch.Tensor  # GPU: the model's own; CPU: `cpu_row_ops.pad_weight`, with the 1 added
     eps: float
     plus_one: bool  # scales by 1 + weight
+    dtype: torch.dtype  # of the model's own weight; code of some models reads it from the norm
 
 
 class FusedNorm(nn.Module):

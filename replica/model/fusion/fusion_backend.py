@@ -47,7 +47,7 @@ class FusionBackend:
 
     def norm_weight(self, weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
         """Convert the weight [columns] of an RMS norm to the kernels' format; `plus_one`: it scales by 1 + weight."""
-        return NormWeight(weight, eps, plus_one)
+        return NormWeight(weight, eps, plus_one, weight.dtype)
 
     def sinks(self, sinks: torch.Tensor) -> torch.Tensor:
         """Convert attention sinks [heads] to the form that attention reads."""

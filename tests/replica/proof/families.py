@@ -24,6 +24,13 @@ _STATED = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+# What every checkpoint of one type states: which layers have attention.
+_STATED_BY_TYPE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 2) * 4},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+}
 
 
 def default_entries(model_type: str) -> dict[str, Any]:
@@ -52,6 +59,7 @@ def _state(config: dict[str, Any]) -> None:
     if config["model_type"] == "mimo_v2_flash":
         # Checkpoints state the number that the class derives.
         config["swa_num_key_value_heads"] = 2 * config["num_key_value_heads"]
+    config |= _STATED_BY_TYPE.get(config["model_type"], {})
     config["pad_token_id"] = 0
 
 

@@ -109,6 +109,25 @@ def test_cached_prompts_forks_and_preemption_are_part_of_the_proof(tmp_path):
     assert seen["counters"].num_preemptions > 0
 
 
+def test_a_recurrent_model_is_preempted_and_forked_in_its_proof_and_caches_no_prefix(tmp_path):
+    seen = {}
+
+    class Watched(Engine):
+        def close(self):
+            seen["counters"] = self.call(lambda scheduler: scheduler.book.counters).result()
+            seen["events"] = self.call(lambda scheduler: scheduler.events.num_held).result()
+            seen["num_slots"] = self._runner.states.num_slots
+            super().close()
+
+    types = ["conv", "full_attention"] * 8
+    spec = spec_of(tmp_path, "lfm2", num_hidden_layers=16, layer_types=types)
+    run = functools.partial(Watched, prove=False, num_threads=1)
+    assert find_difference(tiny_entries(spec), "cpu", run) is None
+    assert seen["counters"].num_preemptions > 0
+    assert seen["counters"].num_prefix_tokens_hit == seen["events"] == 0
+    assert seen["num_slots"] == 16
+
+
 @pytest.fixture
 def checked(tmp_path, monkeypatch):
     """A function that checks a spec and returns how many engines that started."""

@@ -138,6 +138,8 @@ _PLAIN = (
     # Latent attention; keys and values of unequal sizes and numbers of heads; a class that would set the padding
     # token's row to zero after loading.
     *("deepseek_v3", "minicpm3", "mimo_v2_flash", "youtu"),
+    # Recurrent layers: gated delta rule, linear attention, attention and Mamba-2 in one layer.
+    *("qwen3_next", "minimax", "falcon_h1"),
 )
 
 

@@ -16,6 +16,7 @@ from interpreted_runner import interpreted_runner
 from meta_device import MetaDevice, recorded_kernels, to_meta
 from step_driver import Driver, engine_config, make_runner
 from torch import nn
+from transformers import Lfm2Config, Lfm2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from quire.replica.device.kv_pool import KVPool
@@ -61,11 +62,13 @@ def build(name: str, folder: Path) -> Path:
     return model_zoo.build(name, folder, **changes)
 
 
-def generate(runner: Runner) -> tuple[list[list[int]], np.ndarray]:
+def generate(
+    runner: Runner, lengths: tuple[int, ...] = LENGTHS
+) -> tuple[list[list[int]], np.ndarray]:
     """Greedy tokens of a few prompts in chunks beside decodes, and the logits [n, vocab] that they come from."""
     driver = Driver(runner)
     rng = np.random.default_rng(3)
-    sequences = [driver.add(rng.integers(3, 173, n).tolist(), STEPS) for n in LENGTHS]
+    sequences = [driver.add(rng.integers(3, 173, n).tolist(), STEPS) for n in lengths]
     tokens = driver.generate(sequences, STEPS, CHUNK)
     return tokens, np.stack([row for s in sequences for row in s.logits])
 
@@ -182,3 +185,30 @@ def _is_layer_1(layer: nn.Module) -> bool:
     if isinstance(layer, FusedLayer):
         return layer.attention.facts.layer == 1
     return layer.self_attn.layer_idx == 1
+
+
+def test_recurrent_layers_have_the_logits_of_the_cpu(tmp_path):
+    """Prompts in chunks, then decoding rows; attention and norms are the GPU's kernels.
+
+    The lengths are equal, so that the driver's steps have the rows in one order.
+    """
+    repair_interpreter()
+    config = Lfm2Config(
+        hidden_size=128,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"],
+        vocab_size=173,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    options = dict(has_states=True, cuda_graphs="off", q_padding=None)
+    runner = interpreted_runner(tmp_path, dtype="float32", **options)
+    tokens, logits = generate(runner, (7, 7))
+    expected_tokens, expected = generate(make_runner(tmp_path, fuse="off", has_states=True), (7, 7))
+    assert tokens == expected_tokens
+    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
