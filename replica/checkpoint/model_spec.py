@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.protos.unique_keys import parse_json
-from quire.replica.checkpoint import fp8_checkpoint
-from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
 from quire.replica.checkpoint.rope_types import check_rope_types
+from quire.replica.checkpoint.weight_scheme import WeightScheme, judge
 from quire.replica.kv_cache.groups import LayerGroup, group_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Entries of config.json that are not passed to transformers: they make it read or run other files, enable its own
-# quantiser (Quire reads that entry into `ModelSpec.fp8`), load kernels from the hub, or are configurations that it
+# quantiser (Quire reads that entry into `ModelSpec.scheme`), load kernels from the hub, or are configurations that it
 # would use instead of the checked entries (`PretrainedConfig.get_text_config`). Built-in classes do not need them.
 # Neither do they need names that begin with an underscore or end with `_implementation`.
 _LEFT_OUT = (
@@ -77,7 +76,7 @@ class ModelSpec:
     temperature: float | None = None  # default in generation_config.json, if any
     top_p: float | None = None
     top_k: int | None = None
-    fp8: Fp8Scheme | None = None  # None if the checkpoint is not stored in FP8
+    scheme: WeightScheme | None = None  # None if weights are stored in a dtype of torch's
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -129,7 +128,7 @@ class ModelSpec:
             temperature=generation.get("temperature"),
             top_p=generation.get("top_p"),
             top_k=None if top_k is None else int(top_k),
-            fp8=_fp8(raw),
+            scheme=_scheme(raw),
         )
         _check_sizes(spec)
         return spec
@@ -192,7 +191,7 @@ def _judge(raw: dict[str, Any]) -> str:
         raise CheckpointError(
             f"config.json: architectures is {named}, but the causal model of model_type {model_type!r} is {made}{code}"
         )
-    _fp8(raw)
+    _scheme(raw)
     for name, refused in _NOT_CAUSAL.items():
         if raw.get(name) is refused:
             raise CheckpointError(
@@ -201,14 +200,17 @@ def _judge(raw: dict[str, Any]) -> str:
     return named[0]
 
 
-def _fp8(raw: dict[str, Any]) -> Fp8Scheme | None:
-    config = raw.get("quantization_config") or raw.get("compression_config")  # older name
-    if not config:
-        return None
-    try:
-        return fp8_checkpoint.judge(config)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"config.json: quantization_config: {error}") from error
+def _scheme(raw: dict[str, Any]) -> WeightScheme | None:
+    for name in ("quantization_config", "compression_config"):  # the second is an older name
+        if raw.get(name) is None:
+            continue
+        try:
+            scheme = judge(raw[name])
+        except ValueError as error:
+            raise CheckpointError(f"config.json: {name}: {error}") from error
+        if scheme is not None:
+            return scheme
+    return None
 
 
 def _check_rope(config: Any) -> None:

@@ -1,24 +1,25 @@
 """Loads a checkpoint folder as a module on a device.
 
 transformers' model is built on torch's meta device, without memory. Then each stored tensor is read to its final place
-(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`). If the stored
-tensors and the model's do not match one to one, because transformers renames or converts tensors while loading,
-transformers loads the checkpoint.
+(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`) or decoded from
+8 or 4 bits (`encoded_weights.py`). If the stored tensors and the model's do not match one to one, because transformers
+renames or converts tensors while loading, transformers loads the checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from quire.replica.checkpoint.checkpoint import check_files, weight_files
-from quire.replica.checkpoint.fp8_checkpoint import EXTRA
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
+from quire.replica.checkpoint.weight_scheme import EXTRA
 from quire.replica.model import fp8
+from quire.replica.model.encoded_weights import EncodedWeight, pair_encoded
 from quire.replica.model.weight_mapping import ModelMemory, WeightTarget, is_scale, map_weights
 from quire.replica.model.weights import StoredTensor, list_tensors, load_progress, read_tensors
 
@@ -40,7 +41,8 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     dtype
         float32, bfloat16 or float16; weights are converted to it.
     weights
-        "fp8" makes linear layers FP8 and is required for checkpoints stored in FP8; other values change nothing here.
+        "fp8" makes linear layers FP8, with the checkpoint's codes if it has such; other values change nothing here.
+        Without "fp8", and in experts, the weights of an FP8 checkpoint are decoded to `dtype`.
 
     Returns
     -------
@@ -49,7 +51,8 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     Raises
     ------
     CheckpointError
-        `check_files` rejects the files, or stored tensors and the model's tensors do not match one to one.
+        `check_files` rejects the files, stored tensors and the model's tensors do not match one to one, or a weight
+        holds NaN.
     """
     from transformers import AutoModelForCausalLM
 
@@ -59,58 +62,117 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     register()
     torch_dtype = getattr(torch, dtype)
     config = build_config(spec.raw_config)
-    stored = list_tensors(weight_files(spec.path))
-    stored = {name: t for name, t in stored.items() if not _is_left_out(name, spec)}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch_dtype, attn_implementation=ATTENTION_NAME
         )
-    if weights == "fp8":
-        _put_fp8(model, stored, spec)
-    # For some architectures, transformers keeps some tensors in float32 while it converts the others.
-    places = None if model._get_dtype_plan(torch_dtype) else map_weights(model, stored)
+    _keep_in_float32(model, torch_dtype)
+    stored = list_tensors(weight_files(spec.path))
+    stored = {name: t for name, t in stored.items() if not _is_left_out(name, spec, model)}
+    encoded: dict[str, EncodedWeight] = {}
+    if spec.scheme is not None and spec.scheme.has_weights:
+        kept = _put_coded(model, stored, spec, torch_dtype, weights)
+        stored, encoded = pair_encoded(stored, spec.scheme, kept)
+    elif weights == "fp8":
+        _put(model, fp8.fitting_layers(model), fp8.Fp8Linear)
+    places = map_weights(model, stored)
     if places is not None:
-        _stream(model, stored, places, torch.device(device))
-        return model.eval().requires_grad_(False)
-    if spec.fp8 is not None and spec.fp8.has_weights:
+        _stream(model, stored, encoded, places, torch.device(device))
+        model = model.eval().requires_grad_(False)
+    elif spec.scheme is not None and spec.scheme.has_weights:
         raise CheckpointError(_mismatch(model, stored, spec))
-    model = _load_by_transformers(spec, torch_dtype).to(device).eval().requires_grad_(False)
-    if weights == "fp8":
-        fp8.put_quantised(model)
+    else:
+        model = _load_by_transformers(spec, torch_dtype).to(device).eval().requires_grad_(False)
+        if weights == "fp8":
+            fp8.put_quantised(model)
+    _check_numbers(model, spec)
     return model
 
 
-def _is_left_out(name: str, spec: ModelSpec) -> bool:
-    """Whether a stored tensor is skipped, because the model has no such tensor."""
-    return bool(_DERIVED.fullmatch(name) or (spec.fp8 is not None and EXTRA.fullmatch(name)))
+def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Set the dtype of tensors that transformers keeps in float32 for some classes, in a model on the meta device."""
+    plan = model._get_dtype_plan(dtype)
+    for pattern, kept in plan.items():
+        for name, tensor in model.state_dict().items():
+            if re.search(pattern.replace("*", ".*"), name):
+                _assign(model, name, tensor.to(kept))
 
 
-def _put_fp8(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> None:
-    """Put FP8 layers where the checkpoint has them, or wherever they fit if it has none."""
-    names = fp8.fitting_layers(model)
-    if spec.fp8 is not None and spec.fp8.has_weights:
-        linear = {n for n, module in model.named_modules() if type(module) is nn.Linear}
-        coded = [n.removesuffix(".weight") for n, t in stored.items() if t.dtype == fp8.CODES]
-        names = [name for name in coded if name in linear]
-        if spec.fp8.has_fixed_activations:
-            logger.info(
-                "%s: fixed scales of activations are not used, each token gets its own", spec.path
-            )
-    fp8.put_empty(model, names, spec.fp8.activation_bound if spec.fp8 is not None else None)
+def _is_left_out(name: str, spec: ModelSpec, model: nn.Module) -> bool:
+    """Whether a stored tensor is skipped, because the model has no such tensor, as its class says."""
+    unused = model._keys_to_ignore_on_load_unexpected or ()
+    return bool(
+        _DERIVED.fullmatch(name)
+        or (spec.scheme is not None and EXTRA.fullmatch(name))
+        or any(re.search(pattern, name) for pattern in unused)
+    )
+
+
+def _put_coded(
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    weights: str,
+) -> list[str]:
+    """Put layers in 8 bits where the checkpoint has codes that can be multiplied; return their weights' names."""
+    scheme = spec.scheme
+    assert scheme is not None
+    if scheme.code == "fp8" and weights == "fp8":
+        kind: type[fp8.CodedLinear] = fp8.Fp8Linear
+    elif scheme.code == "int8" and dtype == torch.bfloat16:
+        kind = fp8.Int8Linear
+    else:
+        if weights == "fp8":  # a checkpoint in MXFP4, whose other layers are not coded
+            _put(model, fp8.fitting_layers(model), fp8.Fp8Linear)
+        return []
+    if not scheme.is_multiplied:
+        return []
+    fits = set(fp8.fitting_layers(model, with_head=True))
+    coded = [n.removesuffix(".weight") for n, t in stored.items() if t.dtype == kind.codes]
+    names = [name for name in coded if name in fits]
+    if scheme.has_fixed_activations:
+        logger.info(
+            "%s: fixed scales of activations are not used, each token gets its own", spec.path
+        )
+    _put(model, names, kind, scheme.activation_bound)
+    return [f"{name}.weight" for name in names]
+
+
+def _put(
+    model: nn.Module, names: list[str], kind: type[fp8.CodedLinear], bound: float | None = None
+) -> None:
+    fp8.put_empty(model, names, kind, bound)
     elements = sum(model.get_submodule(name).weight.numel() for name in names)
     total = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
-        "%d linear layers in FP8, %.0f%% of the model's parameters",
+        "%d linear layers in %s, %.0f%% of the model's parameters",
         len(names),
+        "FP8" if kind is fp8.Fp8Linear else "int8",
         100 * elements / total,
     )
+
+
+def _check_numbers(model: nn.Module, spec: ModelSpec) -> None:
+    """Raise if a weight holds NaN, which would make every result NaN. A norm is NaN if one of its terms is."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == fp8.CODES:
+            has_nan = bool(((parameter.view(torch.uint8) & 0x7F) == 0x7F).any())
+        else:
+            has_nan = parameter.is_floating_point() and bool(
+                torch.linalg.vector_norm(parameter).isnan()
+            )
+        if has_nan:
+            raise CheckpointError(
+                f"{spec.path}: {name} holds NaN, so every result would be NaN; the checkpoint is damaged"
+            )
 
 
 def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> str:
     state = model.state_dict()
     surplus, missing = sorted(stored.keys() - state.keys()), sorted(state.keys() - stored.keys())
     return (
-        f"{spec.path}: stored in FP8, and its tensors are not those of {spec.architecture}: surplus "
+        f"{spec.path}: stored in 8 or 4 bits, and its tensors are not those of {spec.architecture}: surplus "
         f"{', '.join(surplus[:3]) or 'none'}; missing {', '.join(missing[:3]) or 'none'}"
     )
 
@@ -118,6 +180,7 @@ def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelS
 def _stream(
     model: nn.Module,
     stored: Mapping[str, StoredTensor],
+    encoded: Mapping[str, EncodedWeight],
     places: Mapping[str, WeightTarget],
     device: torch.device,
 ) -> None:
@@ -128,21 +191,32 @@ def _stream(
         memory.tensor(name)
         if memory.state[name].dtype == fp8.CODES:
             memory.tensor(f"{name}_scale")
+    codes = {weight.codes.name: name for name, weight in encoded.items()}
+    scales = {weight.scales.name for weight in encoded.values()}
 
     def is_read_elsewhere(tensor: StoredTensor) -> bool:
         """Whether a tensor is read to temporary memory, not to its final place.
 
-        This holds for scales, which the host checks, and for tensors to be quantised.
+        This holds for scales, which the host checks, and for tensors to be quantised or decoded.
         """
+        if tensor.name in codes:
+            return True
         place = places[tensor.name]
         to_codes = memory.state[place.name].dtype == fp8.CODES and tensor.dtype != fp8.CODES
         return to_codes or is_scale(place, memory.state)
 
-    # Tensors to quantise share one temporary buffer.
-    largest = max((t.num_bytes for t in stored.values() if is_read_elsewhere(t)), default=0)
+    ordered = list(_read_order(stored, encoded))
+    # Tensors to quantise or to decode share one temporary buffer.
+    largest = max(
+        (t.num_bytes for t in ordered if t.name not in scales and is_read_elsewhere(t)), default=0
+    )
     elsewhere = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def make_target(tensor: StoredTensor) -> torch.Tensor:
+        if tensor.name in scales:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.name in codes:
+            return elsewhere[: tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
         place = places[tensor.name]
         if not is_read_elsewhere(tensor):
             return memory.tensor(place.name)[place.index]
@@ -150,9 +224,18 @@ def _stream(
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return elsewhere[: tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
 
-    total_bytes = sum(t.num_bytes for t in stored.values())
+    total_bytes = sum(t.num_bytes for t in ordered)
+    own_scales = torch.empty(0)
     with load_progress(total_bytes) as on_bytes:
-        for tensor, value in read_tensors(stored.values(), make_target, on_bytes=on_bytes):
+        for tensor, value in read_tensors(ordered, make_target, on_bytes=on_bytes):
+            if tensor.name in scales:
+                own_scales = value  # of the codes that are read next
+                continue
+            if tensor.name in codes:
+                own = codes[tensor.name]
+                target = memory.tensor(places[own].name)[places[own].index]
+                encoded[own].decode(value, own_scales, target)
+                continue
             name = places[tensor.name].name
             if is_scale(places[tensor.name], memory.state):
                 _check_scales(tensor, value)
@@ -174,6 +257,18 @@ def _stream(
     empty = [n for n, p in model.state_dict().items() if p.device.type == "meta"]
     if empty:
         raise CheckpointError(f"no stored tensor for {empty[0]!r} and {len(empty) - 1} more")
+
+
+def _read_order(
+    stored: Mapping[str, StoredTensor], encoded: Mapping[str, EncodedWeight]
+) -> Iterator[StoredTensor]:
+    """Yield the tensors to read, in storage order, with the scales of codes before them."""
+    for name, tensor in stored.items():
+        if name in encoded:
+            yield encoded[name].scales
+            yield encoded[name].codes
+        else:
+            yield tensor
 
 
 def _check_scales(tensor: StoredTensor, value: torch.Tensor) -> None:

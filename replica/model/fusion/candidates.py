@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fp8 import CodedLinear, Fp8Linear, Int8Linear
 from quire.replica.model.fusion.fuse_report import deviation
 from quire.replica.model.fusion.fused_parts import (
     Activation,
@@ -174,8 +174,8 @@ def num_parameters(module: nn.Module) -> int:
     return sum(1 for _ in module.parameters())
 
 
-def _linears(module: nn.Module) -> dict[str, nn.Linear | Fp8Linear]:
-    kinds = (nn.Linear, Fp8Linear)
+def _linears(module: nn.Module) -> dict[str, nn.Linear | CodedLinear]:
+    kinds = (nn.Linear, Fp8Linear, Int8Linear)
     return {n: child for n, child in module.named_children() if type(child) in kinds}
 
 

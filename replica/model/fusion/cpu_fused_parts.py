@@ -12,7 +12,7 @@ from quire.kernels.cpu.cpu_call_sequence import NormPart, ProductPart
 from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
 from quire.replica.model.attention import Tables
 from quire.replica.model.cpu_step_context import CpuStepContext
-from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fp8 import CodedLinear, Fp8Linear, Int8Linear, join_rows
 from quire.replica.model.fusion.fused_parts import (
     FusedAttention,
     FusedMLP,
@@ -26,19 +26,24 @@ from quire.replica.model.fusion.fused_parts import (
 class PackedProduct(Product):
     """`Product` with weights packed in the order in which the compiled library reads them."""
 
-    def __init__(self, parts: Sequence[nn.Linear]):
+    def __init__(self, parts: Sequence[nn.Linear | CodedLinear]):
         nn.Module.__init__(self)
         weights = [part.weight.detach() for part in parts]
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
-        self.fp8 = None
-        self.packed = PackedWeight.pack(weights, self.out_features)
+        self.coded = None
+        if isinstance(parts[0], Int8Linear):
+            scales = torch.cat([part.weight_scale.detach()[:, 0] for part in parts])
+            self.packed = PackedWeight.from_codes(join_rows(weights), scales)
+        else:
+            self.packed = PackedWeight.pack(weights, self.out_features)
         bias = merged_bias(parts)
         self.bias = None if bias is None else self.packed.pad_bias(bias)
 
     def quantize(self) -> bool:
         """Convert bfloat16 weights to int8; return False if dtype or shape does not allow it."""
-        if self.packed.dtype != torch.bfloat16 or self.in_features % 4:
+        is_coded = self.packed.scales is not None
+        if is_coded or self.packed.dtype != torch.bfloat16 or self.in_features % 4:
             return False
         self.packed = PackedWeight.pack([self.packed.unpack()], int8=True)
         return True
@@ -56,11 +61,14 @@ class PackedProduct(Product):
         return packed_linear(rows, self.packed, bias=self.bias, residual=residual).view(shape)
 
 
-def cpu_product(parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
+def cpu_product(parts: Sequence[nn.Linear | CodedLinear]) -> Product:
     """Create a `PackedProduct` if the compiled library supports the weights, else a `Product` (FP8, float16)."""
     first = parts[0].weight
-    is_fp8 = any(isinstance(part, Fp8Linear) for part in parts)
-    if is_fp8 or not cpu_linear.supports(first.shape[1], first.dtype, first.device):
+    kinds = {type(part) for part in parts}
+    if Fp8Linear in kinds or (Int8Linear in kinds and len(kinds) > 1):
+        return Product(parts)
+    dtype = torch.bfloat16 if Int8Linear in kinds else first.dtype
+    if not cpu_linear.supports(first.shape[1], dtype, first.device):
         return Product(parts)
     return PackedProduct(parts)
 

@@ -13,7 +13,7 @@ from quire.kernels.cpu.cpu_call_sequence import ProductPart, Workspace
 from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.model.attention import Rotation
 from quire.replica.model.cpu_step_context import CpuStepContext
-from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fp8 import CodedLinear
 from quire.replica.model.fusion.cpu_cos_sin_cache import tabled_rotation
 from quire.replica.model.fusion.cpu_fused_layer import CpuDecoder, CpuLayer
 from quire.replica.model.fusion.cpu_fused_parts import (
@@ -55,7 +55,7 @@ class CpuFusion(FusionBackend):
         self.has_chains = workspace is not None
         self.context: ContextFactory = partial(CpuStepContext, workspace=workspace)
 
-    def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
+    def product(self, parts: Sequence[nn.Linear | CodedLinear]) -> Product:
         """Return a product with packed weights, if the compiled library supports them."""
         return cpu_product(parts)
 

@@ -32,7 +32,7 @@ from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fp8 import CodedLinear
 from quire.replica.model.fusion.candidates import (
     Call,
     Candidates,
@@ -232,7 +232,9 @@ class _FusePass:
 
     def _compare(self, module: nn.Module, fused: nn.Module) -> None:
         """Compare both modules on random input. FP8 matrix products are computed exactly first, then in FP8."""
-        layers = [m for root in (module, fused) for m in root.modules() if isinstance(m, Fp8Linear)]
+        layers = [
+            m for root in (module, fused) for m in root.modules() if isinstance(m, CodedLinear)
+        ]
         try:
             for layer in layers:
                 layer.is_exact = True

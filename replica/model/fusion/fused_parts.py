@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.replica.model.attention import StepContext, Tables
-from quire.replica.model.fp8 import Fp8Linear, join_rows
+from quire.replica.model.fp8 import CodedLinear, join_rows
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -34,20 +34,21 @@ class Product(nn.Module):
     Raises
     ------
     ValueError
-        Some of the parts are in FP8 and some are not.
+        Some of the parts are in 8 bits and some are not.
     """
 
-    def __init__(self, parts: Sequence[nn.Linear | Fp8Linear]):
+    def __init__(self, parts: Sequence[nn.Linear | CodedLinear]):
         super().__init__()
         weights = [part.weight.detach() for part in parts]
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
         bias = merged_bias(parts)
-        self.fp8: Fp8Linear | None = None
-        if any(isinstance(part, Fp8Linear) for part in parts):
-            if not all(isinstance(part, Fp8Linear) for part in parts):
-                raise ValueError("some of the parts are in FP8 and some are not")
-            self.fp8 = Fp8Linear.joined(parts, bias)
+        self.coded: CodedLinear | None = None
+        if any(isinstance(part, CodedLinear) for part in parts):
+            kind = type(parts[0])
+            if any(type(part) is not kind for part in parts):
+                raise ValueError("some of the parts are in 8 bits and some are not")
+            self.coded = kind.joined(parts, bias)
             self.bias = None
             return
         self.bias = bias
@@ -59,11 +60,11 @@ class Product(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in_features], residual and result [..., out_features]."""
-        out = F.linear(x, self.weight, self.bias) if self.fp8 is None else self.fp8(x)
+        out = F.linear(x, self.weight, self.bias) if self.coded is None else self.coded(x)
         return out if residual is None else out + residual
 
 
-def merged_bias(parts: Sequence[nn.Linear | Fp8Linear]) -> torch.Tensor | None:
+def merged_bias(parts: Sequence[nn.Linear | CodedLinear]) -> torch.Tensor | None:
     """Concatenated biases, zeros for parts without a bias; None if no part has one."""
     given = [part.bias.detach() for part in parts if part.bias is not None]
     if not given:

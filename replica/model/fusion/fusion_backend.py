@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quire.replica.model.attention import Rotation, StepContext
-from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fp8 import CodedLinear
 from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
 from quire.replica.model.fusion.fused_parts import (
     FusedAttention,
@@ -41,7 +41,7 @@ class FusionBackend:
     layer: type[FusedLayer]
     decoder: type[FusedDecoder]
 
-    def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
+    def product(self, parts: Sequence[nn.Linear | CodedLinear]) -> Product:
         """Merge linear layers with the same input into one matrix product."""
         return Product(parts)
 
