@@ -54,6 +54,7 @@ LAYERS = (
     # Entries below may import torch.
     "replica.sampling",
     "replica.device",
+    "replica.model.layers",
     "replica.model",
     "replica.model.fusion",
     "replica.model.deterministic",

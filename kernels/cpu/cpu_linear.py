@@ -212,6 +212,29 @@ class PackedWeight:
         packed, groups = pack_numbers(words, scales, zeros)
         return cls(packed, columns, depth, torch.bfloat16, in_strips=False, groups=groups)
 
+    @classmethod
+    def from_codes(cls, codes: torch.Tensor, scales: torch.Tensor) -> PackedWeight:
+        """Pack int8 weights that are already quantised, for bfloat16 activations.
+
+        Parameters
+        ----------
+        codes
+            [columns, depth] int8; `depth` is a multiple of 4.
+        scales
+            [columns] float32: the weight is codes * scales.
+        """
+        columns, depth = codes.shape
+        if codes.dtype != torch.int8 or depth % 4 or scales.shape != (columns,):
+            raise ValueError(
+                f"codes: must be int8 with a multiple of 4 input features and one scale per row, got {codes.dtype} "
+                f"{list(codes.shape)} and scales {list(scales.shape)}"
+            )
+        target = _Panels(columns, codes, int8=True)
+        assert target.scales is not None
+        target.scales[:columns] = scales
+        pack_rows(target.data, _aligned(codes), 0, target.in_strips)
+        return cls(target.data, columns, depth, torch.bfloat16, False, target.scales)
+
     @property
     def num_bytes(self) -> int:
         """Bytes in memory, padding of the last panel included."""

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.protos.unique_keys import parse_json
-from quire.replica.checkpoint import fp8_checkpoint, w4_checkpoint
-from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
+from quire.replica.checkpoint import w4_checkpoint, weight_scheme
 from quire.replica.checkpoint.layer_kinds import has_recurrent_layers, layer_kinds
 from quire.replica.checkpoint.rope_types import check_rope_types, short_context
 from quire.replica.checkpoint.w4_checkpoint import W4Scheme
+from quire.replica.checkpoint.weight_scheme import WeightScheme
 from quire.replica.checkpoint.wrapped_text import (
     TEXT,
     is_wrapper,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Entries of config.json that are not passed to transformers: they make it read or run other files, enable its own
-# quantiser (Quire reads that entry into `ModelSpec.fp8` or `w4`), load kernels from the hub, or are configurations that
-# it would use instead of the checked entries (`PretrainedConfig.get_text_config`). Built-in classes do not need them.
+# quantiser (Quire reads that entry into `ModelSpec.scheme` or `w4`), load kernels from the hub, or are configurations
+# that it would use instead of the checked entries (`PretrainedConfig.get_text_config`). Built-in classes need none.
 # Neither do they need names that begin with an underscore or end with `_implementation`.
 _LEFT_OUT = (
     "auto_map",
@@ -87,7 +87,8 @@ class ModelSpec:
     kinds: tuple[LayerKind | None, ...]
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
-    fp8: Fp8Scheme | None = None  # None if the checkpoint is not stored in FP8
+    # How weights of 8 bits or MXFP4 are stored; None: otherwise.
+    scheme: WeightScheme | None = None
     w4: W4Scheme | None = None  # None if the checkpoint is not stored in 4 bits
     # Whether some layers are recurrent: they have a state of each running request.
     has_states: bool = False
@@ -152,7 +153,7 @@ class ModelSpec:
             has_states=has_states,
             eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
             checkpoint_dtype=_stored_dtype(raw),
-            fp8=_fp8(raw),
+            scheme=_scheme(raw),
             w4=_w4(raw),
         )
         _check_sizes(spec)
@@ -240,7 +241,7 @@ def _judge(raw: dict[str, Any]) -> str:
         text = text_entries(raw)
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from error
-    _fp8(raw)
+    _scheme(raw)
     _w4(raw)
     for name, refused in _NOT_CAUSAL.items():
         if raw.get(name) is refused or text.get(name) is refused:
@@ -257,13 +258,13 @@ def _stored_dtype(raw: dict[str, Any]) -> str:
     return "float32"
 
 
-def _fp8(raw: dict[str, Any]) -> Fp8Scheme | None:
+def _scheme(raw: dict[str, Any]) -> WeightScheme | None:
     config = _quantization(raw)
     if not config or w4_checkpoint.is_four_bit(config):
         return None
     try:
-        return fp8_checkpoint.judge(config)
-    except (ValueError, AttributeError, TypeError) as error:
+        return weight_scheme.judge(config)
+    except ValueError as error:
         raise CheckpointError(f"config.json: quantization_config: {error}") from error
 
 

@@ -2,7 +2,7 @@
 
 transformers computes the cos and sin tables. Of most variants they depend only on the position. Two variants change
 their frequencies with the longest sequence of a batch, so a token would get other values in another batch. The engine
-fixes them when it starts (`model/fixed_rope.py`):
+fixes them when it starts (`model/layers/fixed_rope.py`):
 
 - `longrope` has short factors for sequences of up to `original_max_position_embeddings` tokens and long factors for
   longer ones. Here `max_model_len` decides, for all sequences. Its default is the longest with short factors.

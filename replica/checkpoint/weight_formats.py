@@ -67,7 +67,8 @@ FORMATS: tuple[WeightFormat, ...] = (
     ),
     WeightFormat(
         "plain FP8, a scale for a block of weights",
-        "the product takes one scale for a channel",
+        "decoded to `dtype`: bits equal transformers' dequantised weights",
+        is_served=True,
         example={
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
@@ -76,7 +77,8 @@ FORMATS: tuple[WeightFormat, ...] = (
     ),
     WeightFormat(
         "W8A8 of compressed-tensors, 8-bit integers",
-        "no product of 8-bit integers with scales",
+        "products, and the model against its dequantised weights",
+        is_served=True,
         example=_compressed(
             "int-quantized",
             {**_INT8, "strategy": "channel"},
@@ -103,7 +105,8 @@ FORMATS: tuple[WeightFormat, ...] = (
     ),
     WeightFormat(
         "MXFP4",
-        "no product with 4-bit floats",
+        "decoded to `dtype`: bits equal transformers' dequantised weights",
+        is_served=True,
         example={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     ),
     WeightFormat(

@@ -189,7 +189,7 @@ def paged_forward(
     step = module.quire_step.context if quire is None else quire
     layer, pool = module.layer_idx, step.pool
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
-    # Of latent attention, `quire.replica.model.latent_attention`.
+    # Of latent attention, `quire.replica.model.layers.latent_attention`.
     products = getattr(module, "head_products", None)
     if products is not None:
         q = products.absorb_query(q)

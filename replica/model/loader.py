@@ -1,9 +1,9 @@
 """Loads a checkpoint folder as a module on a device.
 
 transformers' model is built on torch's meta device, without memory. Then each stored tensor is read to its final place
-(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`).
-Layers that are stored in 4 bits come first, one at a time (`w4_formats.py`). If the stored
-tensors and the model's do not match one to one, because transformers renames or converts tensors while loading,
+(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`) or decoded from
+8 or 4 bits (`encoded_weights.py`). Layers that stay in 4 bits come first, one at a time (`w4_formats.py`). If the
+stored tensors and the model's do not match one to one, because transformers renames or converts tensors while loading,
 transformers loads the checkpoint.
 """
 
@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from quire.replica.checkpoint.checkpoint import check_files, weight_files
-from quire.replica.checkpoint.fp8_checkpoint import EXTRA
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
+from quire.replica.checkpoint.weight_scheme import EXTRA
 from quire.replica.checkpoint.wrapped_text import text_config
-from quire.replica.model import fp8, w4_formats
-from quire.replica.model.latent_attention import absorb_latents
-from quire.replica.model.position_cache import pass_positions
+from quire.replica.model import w4_formats
+from quire.replica.model.encoded_weights import EncodedWeight, pair_encoded
+from quire.replica.model.layers import fp8
+from quire.replica.model.layers.latent_attention import absorb_latents
+from quire.replica.model.layers.position_cache import pass_positions
 from quire.replica.model.text_part import (
     is_dropped,
     make_model,
@@ -57,7 +59,8 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     dtype
         float32, bfloat16 or float16; weights are converted to it.
     weights
-        "fp8" makes linear layers FP8 and is required for checkpoints stored in FP8; other values change nothing here.
+        "fp8" makes linear layers FP8, with the checkpoint's codes if it has such; other values change nothing here.
+        Without "fp8", and in experts, the weights of an FP8 checkpoint are decoded to `dtype`.
 
     Returns
     -------
@@ -66,37 +69,41 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     Raises
     ------
     CheckpointError
-        `check_files` rejects the files, or stored tensors and the model's tensors do not match one to one.
+        `check_files` rejects the files, stored tensors and the model's tensors do not match one to one, or a weight
+        holds NaN.
     """
     check_files(spec.path)
     torch_dtype = getattr(torch, dtype)
+    model = empty_model(spec, dtype)
+    _keep_in_float32(model, torch_dtype)
     stored = list_tensors(weight_files(spec.path))
     stored = {name: t for name, t in stored.items() if not _is_left_out(name, spec)}
-    model = empty_model(spec, dtype)
     renamed = renamed_tensors(model, stored)
     stored = stored if renamed is None else renamed
     stored = _without_ignored(model, stored)
-    if weights == "fp8":
-        _put_fp8(model, stored, spec)
-    if not (spec.raw_config.get("quantization_config") or spec.fp8):
-        check_kinds(model, stored)
-    if spec.w4 is not None:
+    encoded: dict[str, EncodedWeight] = {}
+    if spec.scheme is not None and spec.scheme.has_weights:
+        kept = _put_coded(model, stored, spec, torch_dtype, weights)
+        stored, encoded = pair_encoded(stored, spec.scheme, kept)
+    elif spec.w4 is not None:
         stored = w4_formats.put_layers(model, stored, spec.w4, torch.device(device), torch_dtype)
-    # For some architectures, transformers keeps some tensors in float32 while it converts the others.
-    is_converted = renamed is None or model._get_dtype_plan(torch_dtype)
-    places = None if is_converted else map_weights(model, stored)
+    else:
+        if weights == "fp8":
+            _put(model, fp8.fitting_layers(model), fp8.Fp8Linear)
+        check_kinds(model, stored)
+    places = None if renamed is None else map_weights(model, stored)
     if places is not None:
-        _stream(model, stored, places, torch.device(device))
-        pass_positions(model)
-        absorb_latents(model, spec, torch_dtype)
-        return model.eval().requires_grad_(False)
-    if spec.w4 is not None or (spec.fp8 is not None and spec.fp8.has_weights):
+        _stream(model, stored, encoded, places, torch.device(device))
+        model = model.eval().requires_grad_(False)
+    elif spec.w4 is not None or (spec.scheme is not None and spec.scheme.has_weights):
         raise CheckpointError(_mismatch(model, stored, spec))
-    model = _load_by_transformers(spec, torch_dtype).to(device).eval().requires_grad_(False)
+    else:
+        model = _load_by_transformers(spec, torch_dtype).to(device).eval().requires_grad_(False)
+        if weights == "fp8":
+            fp8.put_quantised(model)
     pass_positions(model)
-    if weights == "fp8":
-        fp8.put_quantised(model)
     absorb_latents(model, spec, torch_dtype)
+    _check_numbers(model, spec)
     return model
 
 
@@ -108,9 +115,18 @@ def empty_model(spec: ModelSpec, dtype: str) -> nn.Module:
     return make_model(build_config(spec.raw_config), getattr(torch, dtype), ATTENTION_NAME)
 
 
+def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Set the dtype of tensors that transformers keeps in float32 for some classes, in a model on the meta device."""
+    plan = model._get_dtype_plan(dtype)
+    for pattern, kept in plan.items():
+        for name, tensor in model.state_dict().items():
+            if re.search(pattern.replace("*", ".*"), name):
+                _assign(model, name, tensor.to(kept))
+
+
 def _is_left_out(name: str, spec: ModelSpec) -> bool:
     """Whether a stored tensor is skipped, because the model has no such tensor."""
-    return bool(_DERIVED.fullmatch(name) or (spec.fp8 is not None and EXTRA.fullmatch(name)))
+    return bool(_DERIVED.fullmatch(name) or (spec.scheme is not None and EXTRA.fullmatch(name)))
 
 
 def _without_ignored(model: nn.Module, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -123,25 +139,64 @@ def _without_ignored(model: nn.Module, stored: dict[str, StoredTensor]) -> dict[
     return {name: t for name, t in stored.items() if name in own or not surplus.search(name)}
 
 
-def _put_fp8(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> None:
-    """Put FP8 layers where the checkpoint has them, or wherever they fit if it has none."""
-    names = fp8.fitting_layers(model)
-    if spec.fp8 is not None and spec.fp8.has_weights:
-        linear = {n for n, module in model.named_modules() if type(module) is nn.Linear}
-        coded = [n.removesuffix(".weight") for n, t in stored.items() if t.dtype == fp8.CODES]
-        names = [name for name in coded if name in linear]
-        if spec.fp8.has_fixed_activations:
-            logger.info(
-                "%s: fixed scales of activations are not used, each token gets its own", spec.path
-            )
-    fp8.put_empty(model, names, spec.fp8.activation_bound if spec.fp8 is not None else None)
+def _put_coded(
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    weights: str,
+) -> list[str]:
+    """Put layers in 8 bits where the checkpoint has codes that can be multiplied; return their weights' names."""
+    scheme = spec.scheme
+    assert scheme is not None
+    if scheme.code == "fp8" and weights == "fp8":
+        kind: type[fp8.CodedLinear] = fp8.Fp8Linear
+    elif scheme.code == "int8" and dtype == torch.bfloat16:
+        kind = fp8.Int8Linear
+    else:
+        if weights == "fp8":  # a checkpoint in MXFP4, whose other layers are not coded
+            _put(model, fp8.fitting_layers(model), fp8.Fp8Linear)
+        return []
+    if not scheme.is_multiplied:
+        return []
+    fits = set(fp8.fitting_layers(model, with_head=True))
+    coded = [n.removesuffix(".weight") for n, t in stored.items() if t.dtype == kind.codes]
+    names = [name for name in coded if name in fits]
+    if scheme.has_fixed_activations:
+        logger.info(
+            "%s: fixed scales of activations are not used, each token gets its own", spec.path
+        )
+    _put(model, names, kind, scheme.activation_bound)
+    return [f"{name}.weight" for name in names]
+
+
+def _put(
+    model: nn.Module, names: list[str], kind: type[fp8.CodedLinear], bound: float | None = None
+) -> None:
+    fp8.put_empty(model, names, kind, bound)
     elements = sum(model.get_submodule(name).weight.numel() for name in names)
     total = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
-        "%d linear layers in FP8, %.0f%% of the model's parameters",
+        "%d linear layers in %s, %.0f%% of the model's parameters",
         len(names),
+        "FP8" if kind is fp8.Fp8Linear else "int8",
         100 * elements / total,
     )
+
+
+def _check_numbers(model: nn.Module, spec: ModelSpec) -> None:
+    """Raise if a weight holds NaN, which would make every result NaN. A norm is NaN if one of its terms is."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == fp8.CODES:
+            has_nan = bool(((parameter.view(torch.uint8) & 0x7F) == 0x7F).any())
+        else:
+            has_nan = parameter.is_floating_point() and bool(
+                torch.linalg.vector_norm(parameter).isnan()
+            )
+        if has_nan:
+            raise CheckpointError(
+                f"{spec.path}: {name} holds NaN, so every result would be NaN; the checkpoint is damaged"
+            )
 
 
 def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> str:
@@ -149,8 +204,7 @@ def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelS
     state = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     surplus, missing = sorted(stored.keys() - state), sorted(state - stored.keys())
     return (
-        f"{spec.path}: stored in {'FP8' if spec.w4 is None else '4 bits'}, and its tensors are not those of "
-        f"{spec.architecture}: surplus "
+        f"{spec.path}: stored in 8 or 4 bits, and its tensors are not those of {spec.architecture}: surplus "
         f"{', '.join(surplus[:3]) or 'none'}; missing {', '.join(missing[:3]) or 'none'}"
     )
 
@@ -158,6 +212,7 @@ def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelS
 def _stream(
     model: nn.Module,
     stored: Mapping[str, StoredTensor],
+    encoded: Mapping[str, EncodedWeight],
     places: Mapping[str, WeightTarget],
     device: torch.device,
 ) -> None:
@@ -168,21 +223,32 @@ def _stream(
         memory.tensor(name)
         if memory.state[name].dtype == fp8.CODES:
             memory.tensor(f"{name}_scale")
+    codes = {weight.codes.name: name for name, weight in encoded.items()}
+    scales = {weight.scales.name for weight in encoded.values()}
 
     def is_read_elsewhere(tensor: StoredTensor) -> bool:
         """Whether a tensor is read to temporary memory, not to its final place.
 
-        This holds for scales, which the host checks, and for tensors to be quantised.
+        This holds for scales, which the host checks, and for tensors to be quantised or decoded.
         """
+        if tensor.name in codes:
+            return True
         place = places[tensor.name]
         to_codes = memory.state[place.name].dtype == fp8.CODES and tensor.dtype != fp8.CODES
         return to_codes or is_scale(place, memory.state)
 
-    # Tensors to quantise share one temporary buffer.
-    largest = max((t.num_bytes for t in stored.values() if is_read_elsewhere(t)), default=0)
+    ordered = list(_read_order(stored, encoded))
+    # Tensors to quantise or to decode share one temporary buffer.
+    largest = max(
+        (t.num_bytes for t in ordered if t.name not in scales and is_read_elsewhere(t)), default=0
+    )
     elsewhere = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def make_target(tensor: StoredTensor) -> torch.Tensor:
+        if tensor.name in scales:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.name in codes:
+            return elsewhere[: tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
         place = places[tensor.name]
         if not is_read_elsewhere(tensor):
             return memory.tensor(place.name)[place.index]
@@ -190,9 +256,18 @@ def _stream(
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return elsewhere[: tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
 
-    total_bytes = sum(t.num_bytes for t in stored.values())
+    total_bytes = sum(t.num_bytes for t in ordered)
+    own_scales = torch.empty(0)
     with load_progress(total_bytes) as on_bytes:
-        for tensor, value in read_tensors(stored.values(), make_target, on_bytes=on_bytes):
+        for tensor, value in read_tensors(ordered, make_target, on_bytes=on_bytes):
+            if tensor.name in scales:
+                own_scales = value  # of the codes that are read next
+                continue
+            if tensor.name in codes:
+                own = codes[tensor.name]
+                target = memory.tensor(places[own].name)[places[own].index]
+                encoded[own].decode(value, own_scales, target)
+                continue
             name = places[tensor.name].name
             if is_scale(places[tensor.name], memory.state):
                 _check_scales(tensor, value)
@@ -211,11 +286,11 @@ def _stream(
         model.get_parameter(name)._is_hf_initialized = True
     # Some classes set the padding token's row of a marked tensor to zero, unless the module is marked too.
     for module in model.modules():
-        own = [*module.parameters(recurse=False)]
+        held = [*module.parameters(recurse=False)]
         if (
-            own
+            held
             and not module._buffers
-            and all(getattr(p, "_is_hf_initialized", False) for p in own)
+            and all(getattr(p, "_is_hf_initialized", False) for p in held)
         ):
             module._is_hf_initialized = True
     model.initialize_weights()
@@ -223,6 +298,18 @@ def _stream(
     empty = [n for n, p in model.state_dict().items() if p.device.type == "meta"]
     if empty:
         raise CheckpointError(f"no stored tensor for {empty[0]!r} and {len(empty) - 1} more")
+
+
+def _read_order(
+    stored: Mapping[str, StoredTensor], encoded: Mapping[str, EncodedWeight]
+) -> Iterator[StoredTensor]:
+    """Yield the tensors to read, in storage order, with the scales of codes before them."""
+    for name, tensor in stored.items():
+        if name in encoded:
+            yield encoded[name].scales
+            yield encoded[name].codes
+        else:
+            yield tensor
 
 
 def _check_scales(tensor: StoredTensor, value: torch.Tensor) -> None:

@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 from quire.replica.checkpoint.model_spec import CheckpointError
-from quire.replica.model.fp8 import CODES, Fp8Linear
+from quire.replica.model.encoded_weights import CODES
+from quire.replica.model.layers.fp8 import Fp8Linear, Int8Linear
 from quire.replica.model.weights import StoredTensor
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_LINEAR = {nn.Linear, Fp8Linear, Int8Linear}
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -44,14 +46,14 @@ def map_weights(
     Raises
     ------
     CheckpointError
-        A tensor is stored in FP8, but has no scale or does not belong to a linear layer.
+        A tensor is stored in 8 bits, but has no scale or does not belong to a linear layer.
     """
     # Tensors that are not on the meta device have their values.
     state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_meta}
     places: dict[str, WeightTarget] = {}
     filled: Counter[str] = Counter()
     for name, tensor in stored.items():
-        if name not in state or state[name].dtype != CODES:
+        if name not in state or state[name].dtype not in CODES:
             _check_no_codes(tensor)
     for name, tensor in stored.items():
         place = WeightTarget(name) if name in state else _expert(name, state)
@@ -90,9 +92,9 @@ def check_kinds(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
 
 
 def is_scale(place: WeightTarget, state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the target is the tensor of scales of an FP8 layer."""
+    """Whether the target is the tensor of scales of a layer in 8 bits."""
     weight = state.get(place.name.removesuffix("_scale"))
-    return place.name.endswith(".weight_scale") and weight is not None and weight.dtype == CODES
+    return place.name.endswith(".weight_scale") and weight is not None and weight.dtype in CODES
 
 
 def _expert(name: str, state: Mapping[str, torch.Tensor]) -> WeightTarget | None:
@@ -111,10 +113,10 @@ def _expert(name: str, state: Mapping[str, torch.Tensor]) -> WeightTarget | None
 
 
 def _check_no_codes(tensor: StoredTensor) -> None:
-    if tensor.dtype == CODES:
+    if tensor.dtype in CODES:
         raise CheckpointError(
-            f"{tensor.file}: {tensor.name!r} is stored in FP8; served are weights of linear layers with a "
-            "weight_scale beside them"
+            f"{tensor.file}: {tensor.name!r} is stored in 8 bits; served are weights of linear layers and of "
+            "experts with a scale beside them, in a format that quantization_config names"
         )
 
 
@@ -182,7 +184,7 @@ def _together(model: nn.Module) -> dict[str, tuple[str, ...]]:
         for names in _MERGED:
             parts = [children[name] for name in names if name in children]
             kinds = {type(part) for part in parts}
-            if len(parts) < len(names) or len(kinds) != 1 or not kinds <= {nn.Linear, Fp8Linear}:
+            if len(parts) < len(names) or len(kinds) != 1 or not kinds <= _LINEAR:
                 continue
             if len({(part.in_features, part.weight.dtype) for part in parts}) == 1:
                 weights = tuple(f"{prefix}.{name}.weight" for name in names)

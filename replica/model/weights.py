@@ -35,6 +35,7 @@ _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
     "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,  # exponents; not all devices have operations for torch's own dtype
 }  # fmt: skip
 
 

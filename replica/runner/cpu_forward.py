@@ -14,7 +14,7 @@ from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.cpu_step_context import CpuStepContext
 from quire.replica.model.fusion.cpu_fused_layer import CpuDecoder
-from quire.replica.model.state_layers import StepCache
+from quire.replica.model.layers.state_layers import StepCache
 from quire.replica.runner.forward import Forward
 from quire.replica.sampling.logprobs import score_by_torch
 

@@ -14,8 +14,8 @@ from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import StepContext, run_decoder, share_step
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedNorm, Product
 from quire.replica.model.gpu_step_context import GpuStepContext
+from quire.replica.model.layers.state_layers import StepCache, cache_argument
 from quire.replica.model.output_head import split_model
-from quire.replica.model.state_layers import StepCache, cache_argument
 from quire.replica.sampling.logprobs import StepPromptLogprobs, score_by_kernels, score_prompt
 
 

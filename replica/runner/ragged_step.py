@@ -18,7 +18,7 @@ import torch
 from quire.replica.core.step_plan import SamplingBatch, StepPlan
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.state_pool import StatePool
-from quire.replica.model.state_layers import StepCache
+from quire.replica.model.layers.state_layers import StepCache
 from quire.replica.runner.forward import Forward
 from quire.replica.runner.step_inputs import StepInputs
 from quire.replica.runner.step_outputs import InFlight, StepOutputs

@@ -38,11 +38,11 @@ from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.open_device import open_device
 from quire.replica.device.state_pool import StatePool
 from quire.replica.kv_cache.groups import LayerGroup
-from quire.replica.model.fixed_rope import fix_rope
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.kv_scales import read_kv_scales
+from quire.replica.model.layers.fixed_rope import fix_rope
+from quire.replica.model.layers.state_layers import split_state_layers
 from quire.replica.model.loader import load_model
-from quire.replica.model.state_layers import split_state_layers
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
 from quire.replica.runner.gpu_steps import GpuSteps

@@ -27,8 +27,8 @@ from quire.replica.config import (
 from quire.replica.device.state_pool import slot_bytes
 from quire.replica.host_machine import available_bytes, cpu_flags, physical_cores
 from quire.replica.kv_cache.groups import max_sequence_tokens, sequence_blocks
+from quire.replica.model.layers.state_layers import split_state_layers
 from quire.replica.model.loader import empty_model
-from quire.replica.model.state_layers import split_state_layers
 from quire.replica.model.text_part import text_tensor_names
 from quire.replica.runner.graphs.mixed_shapes import LEAST_TOKENS
 from quire.replica.startup.cpu_sizing import CpuSizing
@@ -70,7 +70,7 @@ def resolve(
     sizing = choose_sizing(args.device, num_threads)
     device = sizing.device
     folder = checkpoint_path or spec.path
-    weights = choose_weights(args, spec)
+    weights = choose_weights(args, spec, device)
     dtype: str = args.dtype
     if dtype == "auto" and weights == "fp8":
         dtype = "bfloat16"
@@ -200,27 +200,34 @@ def choose_sizing(device: str, num_threads: int) -> DeviceSizing:
     return CpuSizing(num_threads) if device == "cpu" or not has_gpu else GpuSizing()
 
 
-def choose_weights(args: EngineArgs, spec: ModelSpec) -> str:
-    """Return the weight format asked for, or "fp8" for a checkpoint stored in FP8.
+def choose_weights(args: EngineArgs, spec: ModelSpec, device: str) -> str:
+    """Return the weight format asked for, or "fp8" if the device can multiply the FP8 codes of a checkpoint.
+
+    "auto" for an FP8 checkpoint means that its weights are decoded to the dtype.
 
     Raises
     ------
     SizingError
-        The checkpoint is stored in FP8 or 4 bits, and another format is asked for.
+        The checkpoint is stored in 8 or 4 bits, and another format is asked for.
     """
     if spec.w4 is not None and args.weights != "auto":
         raise SizingError(
             f"weights is {args.weights!r}, and {spec.path} is stored in 4 bits ({spec.w4.method}), which is not "
             "converted; use 'auto'"
         )
-    if spec.fp8 is None or not spec.fp8.has_weights:
+    scheme = spec.scheme
+    if scheme is None or not scheme.has_weights or scheme.code == "mxfp4":
         return args.weights
-    if args.weights == "int8":
+    refused = "int8" if scheme.code == "fp8" and scheme.is_multiplied else "fp8"
+    if args.weights == refused:
         raise SizingError(
-            f"weights is 'int8', and {spec.path} is stored in FP8 ({spec.fp8.method}), which is not converted; "
-            "use 'auto'"
+            f"weights is {refused!r}, and {spec.path} is stored in {scheme.code.upper()} ({scheme.method}), which is "
+            "not converted; use 'auto'"
         )
-    return "fp8"
+    if scheme.code != "fp8" or not scheme.is_multiplied:
+        return args.weights
+    can_multiply = args.dtype in ("auto", "bfloat16") and fp8_linear.missing(device) is None
+    return "fp8" if can_multiply or args.weights == "fp8" else "auto"
 
 
 def check_fp8(device: str, dtype: str) -> None:

@@ -18,8 +18,8 @@ from quire.replica.model.deterministic.cpu_tiles import (
     fitting_tile_rows,
     tiled_linear,
 )
-from quire.replica.model.latent_attention import fix_rows
-from quire.replica.model.w4 import W4Linear
+from quire.replica.model.layers.latent_attention import fix_rows
+from quire.replica.model.layers.w4 import W4Linear
 
 
 class TiledLinear(nn.Module):

@@ -29,10 +29,10 @@ from torch import nn
 from quire.kernels.rows.experts_fixed import combine_experts, experts_product, plan_experts
 from quire.kernels.rows.matmul_fixed import FixedProduct
 from quire.replica.model.deterministic.stacked_experts import ExpertRouter, StackedExperts
-from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
-from quire.replica.model.latent_attention import HeadProducts, fix_rows
-from quire.replica.model.w4 import W4Linear
+from quire.replica.model.layers.fp8 import CodedLinear
+from quire.replica.model.layers.latent_attention import HeadProducts, fix_rows
+from quire.replica.model.layers.w4 import W4Linear
 
 
 class FixedLinear(nn.Module):
@@ -115,12 +115,12 @@ def fix_products(model: nn.Module) -> None:
     replacements: list[tuple[nn.Module, str, nn.Module]] = []
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
-            is_fp8 = isinstance(child, Product) and child.fp8 is not None
-            if is_fp8 or isinstance(child, Fp8Linear):
+            is_coded = isinstance(child, Product) and child.coded is not None
+            if is_coded or isinstance(child, CodedLinear):
                 where = f"{path}.{name}".lstrip(".")
                 raise ValueError(
-                    f"deterministic: true cannot hold: {where} is in FP8, whose products are the vendor's; set "
-                    "deterministic: false or serve a checkpoint without FP8 weights with weights: auto"
+                    f"deterministic: true cannot hold: {where} is in 8 bits, whose products are the vendor's; set "
+                    "deterministic: false or serve a checkpoint without 8-bit weights with weights: auto"
                 )
             if isinstance(child, W4Linear) or (isinstance(child, Product) and child.w4 is not None):
                 where = f"{path}.{name}".lstrip(".")

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fuse_report import deviation
 from quire.replica.model.fusion.fused_parts import (
     Activation,
@@ -28,7 +27,8 @@ from quire.replica.model.fusion.fused_parts import (
     FusedNorm,
 )
 from quire.replica.model.fusion.fusion_backend import FusionBackend
-from quire.replica.model.w4 import W4Linear
+from quire.replica.model.layers.fp8 import Fp8Linear, Int8Linear
+from quire.replica.model.layers.w4 import W4Linear
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def _linears(module: nn.Module) -> dict[str, AnyLinear]:
-    kinds = (nn.Linear, Fp8Linear, W4Linear)
+    kinds = (nn.Linear, Fp8Linear, Int8Linear, W4Linear)
     return {n: child for n, child in module.named_children() if type(child) in kinds}
 
 

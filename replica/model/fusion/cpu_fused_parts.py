@@ -12,7 +12,6 @@ from quire.kernels.cpu.cpu_call_sequence import NormPart, ProductPart
 from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
 from quire.replica.model.attention import Tables
 from quire.replica.model.cpu_step_context import CpuStepContext
-from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import (
     AnyLinear,
     FusedAttention,
@@ -23,25 +22,31 @@ from quire.replica.model.fusion.fused_parts import (
     joined_w4,
     merged_bias,
 )
-from quire.replica.model.w4 import W4Linear
+from quire.replica.model.layers.fp8 import CodedLinear, Fp8Linear, Int8Linear, join_rows
+from quire.replica.model.layers.w4 import W4Linear
 
 
 class PackedProduct(Product):
     """`Product` with weights packed in the order in which the compiled library reads them."""
 
-    def __init__(self, parts: Sequence[nn.Linear]):
+    def __init__(self, parts: Sequence[nn.Linear | CodedLinear]):
         nn.Module.__init__(self)
         weights = [part.weight.detach() for part in parts]
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
-        self.fp8 = self.w4 = None
-        self.packed = PackedWeight.pack(weights, self.out_features)
+        self.coded = None
+        if isinstance(parts[0], Int8Linear):
+            scales = torch.cat([part.weight_scale.detach()[:, 0] for part in parts])
+            self.packed = PackedWeight.from_codes(join_rows(weights), scales)
+        else:
+            self.packed = PackedWeight.pack(weights, self.out_features)
         bias = merged_bias(parts)
         self.bias = None if bias is None else self.packed.pad_bias(bias)
 
     def quantize(self) -> bool:
         """Convert bfloat16 weights to int8; return False if dtype or shape does not allow it."""
-        if self.packed.dtype != torch.bfloat16 or self.in_features % 4:
+        is_coded = self.packed.scales is not None
+        if is_coded or self.packed.dtype != torch.bfloat16 or self.in_features % 4:
             return False
         self.packed = PackedWeight.pack([self.packed.unpack()], int8=True)
         return True
@@ -72,7 +77,7 @@ class PackedW4Product(PackedProduct):
     def __init__(self, layer: W4Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.fp8 = self.w4 = None
+        self.coded = None
         self.packed = PackedWeight.of_numbers(layer.words, layer.scales, layer.zeros)
         self.bias = None if layer.bias is None else self.packed.pad_bias(layer.bias)
 
@@ -87,7 +92,7 @@ class SortedW4Product(Product):
     def __init__(self, layer: W4Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.fp8 = self.w4 = self.bias = None
+        self.coded = self.bias = None
         self.register_buffer("order", layer.order)
         self.product = PackedW4Product(layer)
 
@@ -105,8 +110,11 @@ def cpu_product(parts: Sequence[AnyLinear]) -> Product:
             return Product(parts)
         return PackedW4Product(layer) if layer.order is None else SortedW4Product(layer)
     first = parts[0].weight
-    is_fp8 = any(isinstance(part, Fp8Linear) for part in parts)
-    if is_fp8 or not cpu_linear.supports(first.shape[1], first.dtype, first.device):
+    kinds = {type(part) for part in parts}
+    if Fp8Linear in kinds or (Int8Linear in kinds and len(kinds) > 1):
+        return Product(parts)
+    dtype = torch.bfloat16 if Int8Linear in kinds else first.dtype
+    if not cpu_linear.supports(first.shape[1], dtype, first.device):
         return Product(parts)
     return PackedProduct(parts)
 

@@ -31,8 +31,8 @@ from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.model.fusion.fused_parts import AnyLinear, FusedNorm, NormWeight, Product
 from quire.replica.model.fusion.fusion_backend import ContextFactory, FusionBackend, ReplaceProduct
 from quire.replica.model.fusion.trial_pass import TrialPass
+from quire.replica.model.layers.w4 import W4Linear
 from quire.replica.model.output_head import split_model
-from quire.replica.model.w4 import W4Linear
 
 
 class CpuFusion(FusionBackend):

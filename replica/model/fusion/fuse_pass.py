@@ -32,7 +32,6 @@ from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.candidates import (
     Call,
     Candidates,
@@ -45,6 +44,7 @@ from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.model.fusion.fusion_backend import FusionBackend
 from quire.replica.model.fusion.layer_chains import chain_layers, fused_decoder
 from quire.replica.model.fusion.trial_pass import TrialPass
+from quire.replica.model.layers.fp8 import CodedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,9 @@ class _FusePass:
 
     def _compare(self, module: nn.Module, fused: nn.Module) -> None:
         """Compare both modules on random input. FP8 matrix products are computed exactly first, then in FP8."""
-        layers = [m for root in (module, fused) for m in root.modules() if isinstance(m, Fp8Linear)]
+        layers = [
+            m for root in (module, fused) for m in root.modules() if isinstance(m, CodedLinear)
+        ]
         try:
             for layer in layers:
                 layer.is_exact = True

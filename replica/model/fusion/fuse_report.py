@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire.replica.model.fp8 import CODES
+from quire.replica.model.layers.fp8 import CODES
 
 # Upper bounds of `deviation` by dtype. A wrong formula deviates by tenths. A correct fused module omits some roundings;
 # in bfloat16, each one contributes a deviation of 2^-9.

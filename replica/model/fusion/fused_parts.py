@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.replica.model.attention import StepContext, Tables
-from quire.replica.model.fp8 import Fp8Linear, join_rows
-from quire.replica.model.w4 import W4Linear
+from quire.replica.model.layers.fp8 import CodedLinear, join_rows
+from quire.replica.model.layers.w4 import W4Linear
 
 Activation = Literal["silu", "gelu_tanh"]
 # Layers that a `Product` merges.
-AnyLinear: TypeAlias = nn.Linear | Fp8Linear | W4Linear
+AnyLinear: TypeAlias = nn.Linear | CodedLinear | W4Linear
 
 
 class Product(nn.Module):
@@ -37,26 +37,26 @@ class Product(nn.Module):
     Raises
     ------
     ValueError
-        Some of the parts are in FP8 or 4 bits and some are not, or `joined` rejects them.
+        Some of the parts are in 8 or 4 bits and some are not, or `joined` rejects them.
     """
 
     def __init__(self, parts: Sequence[AnyLinear]):
         super().__init__()
-        self.fp8: Fp8Linear | None = None
-        self.w4: W4Linear | None = None
+        self.coded: CodedLinear | W4Linear | None = None
         if any(isinstance(part, W4Linear) for part in parts):
-            self.w4 = joined_w4(parts)
-            self.in_features, self.out_features = self.w4.in_features, self.w4.out_features
+            self.coded = joined_w4(parts)
+            self.in_features, self.out_features = self.coded.in_features, self.coded.out_features
             self.bias = None
             return
         weights = [part.weight.detach() for part in parts]
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
         bias = merged_bias(parts)
-        if any(isinstance(part, Fp8Linear) for part in parts):
-            if not all(isinstance(part, Fp8Linear) for part in parts):
-                raise ValueError("some of the parts are in FP8 and some are not")
-            self.fp8 = Fp8Linear.joined(parts, bias)
+        if any(isinstance(part, CodedLinear) for part in parts):
+            kind = type(parts[0])
+            if any(type(part) is not kind for part in parts):
+                raise ValueError("some of the parts are in 8 bits and some are not")
+            self.coded = kind.joined(parts, bias)
             self.bias = None
             return
         self.bias = bias
@@ -68,8 +68,7 @@ class Product(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in_features], residual and result [..., out_features]."""
-        narrow = self.w4 if self.fp8 is None else self.fp8
-        out = F.linear(x, self.weight, self.bias) if narrow is None else narrow(x)
+        out = F.linear(x, self.weight, self.bias) if self.coded is None else self.coded(x)
         return out if residual is None else out + residual
 
 

@@ -20,9 +20,9 @@ from quire.replica.checkpoint.weight_bytes import loading_bytes, weight_bytes
 from quire.replica.config import EngineArgs, SizingError
 from quire.replica.engine import Engine
 from quire.replica.model import weights
-from quire.replica.model.fp8 import Fp8Linear, join_rows
 from quire.replica.model.fusion.cpu_fused_parts import PackedEmbedding, PackedProduct
 from quire.replica.model.fusion.fused_parts import FusedMLP, Product
+from quire.replica.model.layers.fp8 import Fp8Linear, join_rows
 from quire.replica.model.loader import load_model
 from quire.replica.startup.sizing import resolve
 from tests.kernels import reference
@@ -261,10 +261,10 @@ def test_merged_fp8_products_give_the_bits_of_their_parts_and_take_no_memory(wid
     product = Product(parts)
     x = torch.randn(5, 64).bfloat16()
     assert torch.equal(product(x), torch.cat([part(x) for part in parts], dim=-1))
-    assert product.fp8.weight.data_ptr() == parts[0].weight.data_ptr()
+    assert product.coded.weight.data_ptr() == parts[0].weight.data_ptr()
     residual = torch.randn(5, product.out_features).bfloat16()
     assert torch.equal(product(x, residual), product(x) + residual)
-    with pytest.raises(ValueError, match="some of the parts are in FP8"):
+    with pytest.raises(ValueError, match="some of the parts are in 8 bits"):
         Product([parts[0], nn.Linear(64, 64)])
     other = copy.deepcopy(parts[1])
     other.bound = 3.0
@@ -358,7 +358,7 @@ def test_an_engine_serves_a_stored_checkpoint(wide, tmp_path):
     with pytest.raises(SizingError, match=r"weights is 'int8', .* stored in FP8 \(compressed-tens"):
         Engine(model=str(path), device="cpu", weights="int8")
     with pytest.raises(SizingError, match="weights is 'fp8', which needs dtype 'bfloat16'"):
-        Engine(model=str(path), device="cpu", dtype="float16")
+        Engine(model=str(path), device="cpu", dtype="float16", weights="fp8")
 
 
 def spoil(path, change):
@@ -373,16 +373,16 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda t: t.pop(f"{GATE}_scale"), f"{GATE}' is stored in FP8; served are .* weight_scale"),
+        (lambda t: t.pop(f"{GATE}_scale"), f"{GATE}' is stored in 8 bits; served are .* a scale"),
         (lambda t: t[f"{GATE}_scale"].fill_(-1), "gate_proj.weight_scale' must be finite and pos"),
         (lambda t: t[f"{GATE}_scale"].fill_(float("nan")), "weight_scale' must be finite"),
         (lambda t: t.update({f"{GATE}_scale": torch.ones(3)}), "its tensors are not those"),
         (lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
-         "'model.norm.weight' is stored in FP8"),
+         "'model.norm.weight' is stored in 8 bits"),
         (lambda t: t.update({"model.layers.1.mlp.gate_proj.weight_scale_inv": torch.ones(1)}),
          "surplus model.layers.1.mlp.gate_proj.weight_scale_inv; missing none"),
         (lambda t: t.update({"model.x.experts.0.up_proj.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}),
-         "experts.0.up_proj.weight' is stored in FP8"),
+         "experts.0.up_proj.weight' is stored in 8 bits"),
     ],
 )  # fmt: skip
 def test_a_stored_checkpoint_that_is_not_whole_is_refused(wide, tmp_path, change, message):
@@ -394,7 +394,7 @@ def test_a_stored_checkpoint_that_is_not_whole_is_refused(wide, tmp_path, change
 
 def test_codes_without_a_word_in_the_configuration_are_refused(wide, tmp_path):
     path = fp8_checkpoints.write(wide("qwen3"), tmp_path / "x", {})
-    with pytest.raises(CheckpointError, match="is stored in FP8"):
+    with pytest.raises(CheckpointError, match="is stored in 8 bits"):
         load(path, weights="auto")
 
 
@@ -409,9 +409,15 @@ def group(**changes):
 @pytest.mark.parametrize(
     "config, message",
     [
-        (dict(quant_method="quanto"), "quant_method 'quanto' is not served; .* fbgemm_fp8, fp8"),
-        (dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]),
-         r"weight_block_size is \[128, 128\]: served are scales for a channel or a tensor"),
+        (dict(quant_method="gptq"), "quant_method 'gptq' is not served; .* fbgemm_fp8, fp8, mxfp4. Use the checkpoint"),
+        (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method 'bitsandbytes' is not"),
+        (dict(load_in_4bit=True), "quant_method None is not served"),
+        ("gptq", "must be an object with quant_method, is 'gptq'"),
+        (["fp8"], r"must be an object with quant_method, is \['fp8'\]"),
+        (False, "must be an object with quant_method, is False"),
+        (dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128]),
+         r"weight_block_size must be two positive integers, is \[128\]"),
+        (dict(quant_method="fp8", activation_scheme="dynamic", expert_dtype="fp4"), "expert_dtype"),
         (dict(quant_method="fp8"), "activation_scheme must be one of dynamic, static, is None"),
         (dict(quant_method="fp8", activation_scheme="dynamic", fmt="e5m2"), "fmt must be .* 'e5m2'"),
         (dict(quant_method="fbgemm_fp8", activation_scale_ub=-1), "activation_scale_ub must be"),
@@ -420,9 +426,12 @@ def group(**changes):
         (COMPRESSED | dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config"),
         (COMPRESSED | dict(transform_config=dict(a=1)), "transform_config"),
         (COMPRESSED | dict(kv_cache_scheme=dict(type="int", num_bits=8)), "kv_cache_scheme: type"),
-        (group(weights=dict(type="int", num_bits=8)), r"g.weights: type, num_bits .* \('int', 8"),
-        (group(weights=fp8_checkpoints.FLOAT8 | dict(strategy="block")), "strategy must be .*'block'"),
-        (group(input_activations=None), "g.input_activations must be a scheme of 8-bit floats"),
+        (group(weights=dict(type="int", num_bits=4)), r"g.weights: type, num_bits .* \('int', 4"),
+        (group(weights="fp8"), "g.weights must be an object, is 'fp8'"),
+        (group(weights=fp8_checkpoints.FLOAT8 | dict(strategy="group")), "strategy must be .*'group'"),
+        (group(input_activations=dict(type="int", num_bits=8)), "g.input_activations: type, num_bits"),
+        (COMPRESSED | dict(config_groups=[1]), r"config_groups must be an object, is \[1\]"),
+        (COMPRESSED | dict(config_groups=dict(g=None)), "config_groups.g must be an object, is None"),
         (group(output_activations=fp8_checkpoints.FLOAT8), "output_activations is not served"),
     ],
 )  # fmt: skip

@@ -12,8 +12,8 @@ from torch import nn
 
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.kv_cache.groups import LayerKind
-from quire.replica.model.fp8 import Fp8Linear
-from quire.replica.model.latent_attention import HeadProducts, absorb_latents, fix_rows
+from quire.replica.model.layers.fp8 import Fp8Linear
+from quire.replica.model.layers.latent_attention import HeadProducts, absorb_latents, fix_rows
 
 HEADS, NOPE, ROPE, VALUE, RANK = 3, 6, 4, 5, 8
 

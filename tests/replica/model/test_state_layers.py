@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Lfm2Config
 from transformers.cache_utils import LinearAttentionLayer
 
 from quire.replica.device.state_pool import StatePool
-from quire.replica.model.state_layers import RowsCache, StepCache, split_state_layers
+from quire.replica.model.layers.state_layers import RowsCache, StepCache, split_state_layers
 
 
 @settings(max_examples=40, deadline=None)

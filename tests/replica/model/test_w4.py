@@ -21,8 +21,8 @@ from quire.replica.engine import Engine
 from quire.replica.model.deterministic.cpu_tiled_linear import make_deterministic
 from quire.replica.model.deterministic.gpu_fixed_products import fix_products
 from quire.replica.model.fusion.fused_parts import Product
+from quire.replica.model.layers.w4 import W4Linear
 from quire.replica.model.loader import load_model
-from quire.replica.model.w4 import W4Linear
 from quire.replica.startup.sizing import resolve
 
 IDS = torch.arange(3, 60)[None] % 173

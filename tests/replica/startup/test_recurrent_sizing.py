@@ -10,8 +10,8 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs, SizingError
 from quire.replica.device.state_pool import slot_bytes
+from quire.replica.model.layers.state_layers import split_state_layers
 from quire.replica.model.loader import empty_model
-from quire.replica.model.state_layers import split_state_layers
 from quire.replica.startup import sizing
 from quire.replica.startup.cpu_sizing import CpuSizing
 from quire.replica.startup.device_sizing import GIB

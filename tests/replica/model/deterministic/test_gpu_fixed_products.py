@@ -15,8 +15,8 @@ from torch import nn
 
 from quire.kernels.rows.matmul_fixed import matmul_fixed
 from quire.replica.model.deterministic.gpu_fixed_products import FixedLinear, fix_products
-from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
+from quire.replica.model.layers.fp8 import Fp8Linear
 from tests.kernels.compile.interpreter import repair_interpreter
 
 pytestmark = pytest.mark.skipif(

@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
-from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.layers.fp8 import CodedLinear
+from quire.replica.model.layers.w4 import W4Linear
 
 # Number of rows of every product under `deterministic`, so that a row has the same bits in each batch.
 _TILE_ROWS = 16
@@ -132,8 +133,10 @@ def _attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 
 
 def _dense_weight(linear: nn.Module) -> torch.Tensor:
-    """Return the weight of a linear layer, [out, in]; FP8 codes are multiplied by their scales."""
-    weight = linear.weight.data
-    if isinstance(linear, Fp8Linear):
-        return weight.float() * linear.weight_scale
-    return weight
+    """Return the weight of a linear layer, [out, in]; codes of 8 or 4 bits are decoded."""
+    if isinstance(linear, CodedLinear):
+        return linear.weight.data.float() * linear.weight_scale
+    if isinstance(linear, W4Linear):
+        device = linear.words.device
+        return linear(torch.eye(linear.in_features, dtype=linear.dtype, device=device)).t()
+    return linear.weight.data

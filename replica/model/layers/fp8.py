@@ -1,19 +1,21 @@
-"""Linear layers with FP8 weights and activations (`quire.kernels.rows.fp8_linear`).
+"""Linear layers with weights and activations in 8 bits: FP8 (`quire.kernels.rows.fp8_linear`) or int8 (`int8_linear`).
 
 A bfloat16 checkpoint is quantised while it is read, one tensor at a time, so the device never holds the whole bfloat16
 model. An FP8 checkpoint contains codes (E4M3 values) and scales. From an FP8 checkpoint, the layers that it stores in
 FP8 become FP8 layers. From other checkpoints, all linear layers do if their shapes fit the GPU's matrix units, except
-the output head. Stacked experts are not linear layers and keep the model's dtype.
+the output head. Layers are in int8 only if the checkpoint stores them so. Stacked experts are not linear layers and
+keep the model's dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Self
 
 import torch
 from torch import nn
 
-from quire.kernels.rows import fp8_linear
+from quire.kernels.rows import fp8_linear, int8_linear
 
 CODES = torch.float8_e4m3fn
 _ROWS = (
@@ -21,8 +23,8 @@ _ROWS = (
 )
 
 
-class Fp8Linear(nn.Module):
-    """y = x W^T + bias. W is FP8 with one scale per output; x is quantised in each call with one scale per token.
+class CodedLinear(nn.Module):
+    """y = x W^T + bias. W is codes of 8 bits with one scale per output.
 
     Parameters
     ----------
@@ -35,6 +37,8 @@ class Fp8Linear(nn.Module):
     device
         Device of the uninitialised weights.
     """
+
+    codes: torch.dtype  # of the weights
 
     def __init__(
         self,
@@ -51,20 +55,14 @@ class Fp8Linear(nn.Module):
         self.bound = bound
         # True only for comparisons: activations are not quantised, and the product is float32.
         self.is_exact = False
-        self.weight = _constant(torch.empty(out_features, in_features, dtype=CODES, device=device))
+        self.weight = _constant(
+            torch.empty(out_features, in_features, dtype=self.codes, device=device)
+        )
         self.weight_scale = _constant(torch.empty(out_features, 1, device=device))
         self.bias = bias
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Fp8Linear:
-        """Create an FP8 layer by quantising a linear layer."""
-        weight = linear.weight.detach()
-        layer = cls(linear.in_features, linear.out_features, linear.bias, device=weight.device)
-        quantise_into(weight, layer.weight, layer.weight_scale)
-        return layer
-
-    @classmethod
-    def joined(cls, parts: Sequence[Fp8Linear], bias: torch.Tensor | None) -> Fp8Linear:
+    def joined(cls, parts: Sequence[Self], bias: torch.Tensor | None) -> Self:
         """Merge layers with the same input. Results do not change, because each output has its own scale.
 
         Raises
@@ -88,9 +86,42 @@ class Fp8Linear(nn.Module):
         if self.is_exact:
             out = (x.float() @ self.weight.float().t()) * self.weight_scale.t()
             return (out if self.bias is None else out + self.bias).to(x.dtype)
-        codes, scales = fp8_linear.quantise_rows(x.reshape(-1, self.in_features), self.bound)
-        out = fp8_linear.scaled_product(codes, scales, self.weight, self.weight_scale, self.bias)
+        out = self.product(x.reshape(-1, self.in_features))
         return out.view(*x.shape[:-1], self.out_features)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in_features] bfloat16 to [rows, out_features]; quantises x with one scale per row."""
+        raise NotImplementedError
+
+
+class Fp8Linear(CodedLinear):
+    """A linear layer with weights and activations in E4M3."""
+
+    codes = CODES
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Fp8Linear:
+        """Create an FP8 layer by quantising a linear layer."""
+        weight = linear.weight.detach()
+        layer = cls(linear.in_features, linear.out_features, linear.bias, device=weight.device)
+        quantise_into(weight, layer.weight, layer.weight_scale)
+        return layer
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """See `CodedLinear.product`."""
+        codes, scales = fp8_linear.quantise_rows(x, self.bound)
+        return fp8_linear.scaled_product(codes, scales, self.weight, self.weight_scale, self.bias)
+
+
+class Int8Linear(CodedLinear):
+    """A linear layer with weights and activations in int8."""
+
+    codes = torch.int8
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """See `CodedLinear.product`."""
+        codes, scales = int8_linear.quantise_rows(x)
+        return int8_linear.scaled_product(codes, scales, self.weight, self.weight_scale, self.bias)
 
 
 def _constant(x: torch.Tensor) -> nn.Parameter:
@@ -124,9 +155,12 @@ def quantise_into(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
         scales[rows].copy_(own_scales)
 
 
-def fitting_layers(model: nn.Module) -> list[str]:
-    """Names of linear layers that can be FP8. Excludes the output head, because its error affects logits directly."""
-    head = model.get_output_embeddings()
+def fitting_layers(model: nn.Module, *, with_head: bool = False) -> list[str]:
+    """Names of linear layers that can be in 8 bits.
+
+    The output head is excluded unless `with_head`, because its error affects logits directly.
+    """
+    head = None if with_head else model.get_output_embeddings()
     return [
         name
         for name, module in model.named_modules()
@@ -136,11 +170,13 @@ def fitting_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def put_empty(model: nn.Module, names: Collection[str], bound: float | None) -> None:
-    """Replace linear layers of a model on the meta device by FP8 layers without memory."""
+def put_empty(
+    model: nn.Module, names: Collection[str], kind: type[CodedLinear], bound: float | None
+) -> None:
+    """Replace linear layers of a model on the meta device by layers of a kind, without memory."""
     for name in names:
         linear = model.get_submodule(name)
-        layer = Fp8Linear(linear.in_features, linear.out_features, linear.bias, bound=bound)
+        layer = kind(linear.in_features, linear.out_features, linear.bias, bound=bound)
         model.set_submodule(name, layer)
 
 
