@@ -283,7 +283,7 @@ def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the description of the checkpoint's quantisation; {} if it has none."""
     names = ("quantization_config", "compression_config")  # the second is older
     given = [entries.get(name) for entries in (raw, text_entries(raw)) for name in names]
-    config: Any = next((value for value in given if value), {})
+    config: Any = next((value for value in given if value not in (None, {})), {})
     if not isinstance(config, dict):
         raise CheckpointError(
             f"config.json: quantization_config must be a JSON object, is {config!r}"

@@ -28,7 +28,8 @@ EXTRA = re.compile(
     r"([kv]_proj\.)?(k_scale|v_scale|q_scale|kv_scale|output_scale))"
 )
 _FORMATS = ("float-quantized", "naive-quantized", "int-quantized")
-_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "mxfp4")
+# Those of `w4_checkpoint.py` too.
+_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "awq", "mxfp4")
 _FBGEMM_BOUND = 1200.0  # transformers' default of activation_scale_ub
 _BLOCK = (128, 128)  # transformers' default of weight_block_size
 # Values of `num_bits` and `type` in compressed-tensors, by code.

@@ -115,18 +115,20 @@ def fix_products(model: nn.Module) -> None:
     replacements: list[tuple[nn.Module, str, nn.Module]] = []
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
+            if isinstance(child, W4Linear) or (
+                isinstance(child, Product) and isinstance(child.coded, W4Linear)
+            ):
+                where = f"{path}.{name}".lstrip(".")
+                raise ValueError(
+                    f"deterministic: true cannot hold: {where} is in 4 bits, whose products follow the number of rows; "
+                    "set deterministic: false"
+                )
             is_coded = isinstance(child, Product) and child.coded is not None
             if is_coded or isinstance(child, CodedLinear):
                 where = f"{path}.{name}".lstrip(".")
                 raise ValueError(
                     f"deterministic: true cannot hold: {where} is in 8 bits, whose products are the vendor's; set "
                     "deterministic: false or serve a checkpoint without 8-bit weights with weights: auto"
-                )
-            if isinstance(child, W4Linear) or (isinstance(child, Product) and child.w4 is not None):
-                where = f"{path}.{name}".lstrip(".")
-                raise ValueError(
-                    f"deterministic: true cannot hold: {where} is in 4 bits, whose products follow the number of rows; "
-                    "set deterministic: false"
                 )
             if type(child) in (nn.Linear, Product):
                 replacements.append((parent, name, FixedLinear(child)))

@@ -67,14 +67,14 @@ def attention(layer: int, linear: nn.Module) -> nn.Module:
 def spec() -> ModelSpec:
     kind = LayerKind(head_dim=RANK + ROPE, value_dim=RANK, values_in_keys=True)
     names = {field.name: None for field in dataclasses.fields(ModelSpec)}
-    names |= dict(path=Path("model"), architecture="Latent", num_heads=HEADS, kinds=(kind,))
+    names |= dict(path=Path("model"), architecture="Latent", num_heads=HEADS, kv_kinds={0: kind})
     return types.SimpleNamespace(**names)
 
 
 def test_products_take_the_place_of_the_layer_also_in_fp8():
     linear = nn.Linear(32, HEADS * (NOPE + VALUE), bias=False)
     wide = spec()
-    wide.kinds = (LayerKind(head_dim=32 + ROPE, value_dim=32, values_in_keys=True),)
+    wide.kv_kinds = {0: LayerKind(head_dim=32 + ROPE, value_dim=32, values_in_keys=True)}
     for stored, error in ((linear, 0.0), (Fp8Linear.of(linear), 0.07)):
         module = attention(0, stored)
         absorb_latents(module, wide, torch.float32)

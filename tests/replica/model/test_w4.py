@@ -219,7 +219,7 @@ def group_weights(**changes):
         ("gptq", "must be a JSON object, is 'gptq'"),
         (["awq"], "must be a JSON object"),
         (dict(quant_method="bitsandbytes", load_in_4bit=True),
-         "'bitsandbytes' is not served; served are .* gptq, awq"),
+         "'bitsandbytes' is not served; served are .* awq, mxfp4"),
         (dict(quant_method="hqq"), "'hqq' is not served"),
         (config_of("gptq", 32, bits=3), "bits must be one of 4, is 3"),
         (config_of("gptq", 32, bits=True), "bits must be one of 4, is True"),

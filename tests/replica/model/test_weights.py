@@ -21,9 +21,6 @@ from quire.replica.model import loader, weights
 from quire.replica.model.attention import register
 from quire.replica.model.weights import LoadProgress, list_tensors, read_tensors
 
-# transformers keeps some of its tensors in float32.
-BY_TRANSFORMERS = {("gpt_oss", "float16")}
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", model_zoo.NAMES)
@@ -40,7 +37,7 @@ def test_every_tensor_equals_that_of_transformers_loader(zoo, monkeypatch, name,
     monkeypatch.setattr(loader, "_load_by_transformers", instead)
     monkeypatch.setattr(weights, "_STAGING_BYTES", 1000)  # many pieces, the last ones short
     model = loader.load_model(spec, "cpu", dtype)
-    assert bool(used) == ((name, dtype) in BY_TRANSFORMERS)
+    assert not used
     for kind in ("named_parameters", "named_buffers"):
         found, expected = (dict(getattr(m, kind)()) for m in (model, reference))
         assert found.keys() == expected.keys()

@@ -126,5 +126,7 @@ def test_what_cannot_hold_is_named():
     norm = nn.RMSNorm(7)
     with pytest.raises(ValueError, match=r"1 \(RMSNorm\) runs as torch's own .*; set fuse: auto"):
         fix_products(nn.Sequential(linear(5, 7), norm))
-    with pytest.raises(ValueError, match=r"cannot hold: 0 is in FP8, .* set deterministic: false"):
+    with pytest.raises(
+        ValueError, match=r"cannot hold: 0 is in 8 bits, .* set deterministic: false"
+    ):
         fix_products(nn.Sequential(Fp8Linear(16, 16)))
