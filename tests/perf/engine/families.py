@@ -35,6 +35,7 @@ from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.engine import Engine
 from quire.replica.model.text_part import causal_model
 from quire.replica.proof.model_proof import find_difference, save_random_model, tiny_entries
+from quire.replica.proof.tiny_config import VOCAB_SIZE
 from quire.replica.proof.verdicts import TESTED_FOR_GPU
 
 LENGTHS = (5, 70, 700)
@@ -115,7 +116,7 @@ def _differs_from_generate(tiny: dict[str, Any], folder: Path) -> str:
     # Else it ends a sequence, whatever the options say.
     causal_model(model).generation_config.eos_token_id = None
     random = np.random.default_rng(9)
-    prompts = [random.integers(3, tiny["vocab_size"], length).tolist() for length in LENGTHS]
+    prompts = [random.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
     options = GenerationConfig(
         max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
     )
