@@ -9,6 +9,7 @@ keep the model's dtype.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Self
 
@@ -23,7 +24,7 @@ _ROWS = (
 )
 
 
-class CodedLinear(nn.Module):
+class CodedLinear(nn.Module, ABC):
     """y = x W^T + bias. W is codes of 8 bits with one scale per output.
 
     Parameters
@@ -89,9 +90,9 @@ class CodedLinear(nn.Module):
         out = self.product(x.reshape(-1, self.in_features))
         return out.view(*x.shape[:-1], self.out_features)
 
+    @abstractmethod
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] bfloat16 to [rows, out_features]; quantises x with one scale per row."""
-        raise NotImplementedError
 
 
 class Fp8Linear(CodedLinear):
