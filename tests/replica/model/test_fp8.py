@@ -409,7 +409,7 @@ def group(**changes):
 @pytest.mark.parametrize(
     "config, message",
     [
-        (dict(quant_method="hqq"), "quant_method 'hqq' is not served; .* fp8, mxfp4. Use the checkpoint"),
+        (dict(quant_method="hqq"), "quant_method 'hqq' is not served; .* awq, mxfp4. Use the checkpoint"),
         (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method 'bitsandbytes' is not"),
         (dict(load_in_4bit=True), "quant_method None is not served"),
         ("gptq", "must be a JSON object, is 'gptq'"),
