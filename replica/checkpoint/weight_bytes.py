@@ -23,10 +23,8 @@ from quire.replica.checkpoint.checkpoint import check_header, weight_files
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 # Matrices that are never quantised.
 _OTHER_MATRICES = re.compile(r".*(embed_tokens|lm_head|\.gate|\.router|\.experts\..+)\.weight")
-_NOT_LOADED = re.compile(
-    r".*(_scale|_scale_ub|_scale_inv|_scales|rotary_emb\.inv_freq)"
-)  # scales of weights are counted with the weights; the model computes inv_freq
-# A linear layer is quantised only if its features are multiples of these numbers.
+# Scales of weights are counted with the weights; the model computes inv_freq.
+_NOT_LOADED = re.compile(r".*(_scale|_scale_ub|_scale_inv|_scales|rotary_emb\.inv_freq)")
 # Tensors of layers in 4 bits (`w4_checkpoint.py`): numbers, and what has a value for each group or input feature.
 _NUMBERS = re.compile(r".*\.(qweight|weight_packed)")
 _ZEROS = re.compile(r".*\.(qzeros|weight_zero_point|weight_shape)")  # counted with the scales
@@ -34,6 +32,7 @@ _ORDERS = re.compile(r".*\.(g_idx|weight_g_idx)")
 # Of a group: on the CPU a float32 scale and two copies of the zero point, on a GPU at most that.
 _GROUP_BYTES = 6
 _WORD_BYTES = 4
+# A linear layer is quantised only if its features are multiples of these numbers.
 _MULTIPLE = {"int8": (4, 1), "fp8": (16, 16)}  # of input and output features
 _CODES = ("F8_E4M3", "I8")
 _SCALE_BYTES = 4  # one float32 scale per output feature
