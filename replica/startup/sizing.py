@@ -162,6 +162,7 @@ def resolve(
         num_host_blocks=table.num_host_blocks,
         session_max_share=args.session_max_share,
         has_states=spec.has_states,
+        hidden_size=spec.hidden_size,
     )
 
 
