@@ -33,6 +33,7 @@ HTTP_RULES = {
     "/v1/messages/count_tokens": Right.GENERATE,
     "/v1/responses": Right.GENERATE,
     "/v1/decisions": Right.GENERATE,
+    "/v1/embeddings": Right.GENERATE,
     "/tokenize": Right.GENERATE,
     "/detokenize": Right.GENERATE,
     "/metrics": Right.OBSERVE,
