@@ -47,6 +47,7 @@ HTTP_RULES = {
 GRPC_RULES = {
     "Generate": Right.GENERATE,
     "GenerateOnce": Right.GENERATE,
+    "Embed": Right.GENERATE,
     "Tokenize": Right.GENERATE,
     "Detokenize": Right.GENERATE,
     "Render": Right.GENERATE,
