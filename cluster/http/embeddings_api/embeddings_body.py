@@ -41,6 +41,7 @@ class EmbeddingsRequest(RoutedBody):
         None,
         description="Number of values of an embedding: its first ones, normalised afterwards. Default: the model's "
         "hidden size.",
+        json_schema_extra={"minimum": 1},
     )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="A list of numbers (default), or the float32 values as base64."
