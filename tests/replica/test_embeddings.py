@@ -197,6 +197,24 @@ def test_steps_ahead_give_the_same_bits_and_sample_nothing(runners, pooling):
     assert [(t.is_last, t.num_computed) for t in plan.pools] == [(True, LENGTH)]
 
 
+def test_a_request_that_runs_alone_and_one_that_leaves(runners):
+    runner = runners("llama")
+    expected = embedding(fresh(runner), runner, [asked("mean")]).tobytes()
+    alone = asked("mean")
+    alone.alone = True
+    scheduler = fresh(runner, max_batch_tokens=9)
+    assert embedding(scheduler, runner, [*strangers(2), alone]).tobytes() == expected
+
+    scheduler = fresh(runner)
+    scheduler.add(asked("mean"))
+    plan = scheduler.plan(0.0)
+    result = runner.run(plan)
+    ended = scheduler.abort("a")
+    assert ended.finish_reason == FinishReason.ABORT and ended.embedding is None
+    assert not len(scheduler.commit(plan, result, 0.0))
+    scheduler.check_idle()
+
+
 def test_a_prompt_may_fill_the_whole_context(runners):
     config = runners("llama").config
     bound = config.max_model_len
