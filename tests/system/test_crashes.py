@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 import openai
@@ -23,6 +23,7 @@ from quire.cluster.bench.results.report import Bar
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
 from quire.replica.builtin_model import CHECKPOINT
+from quire.router.scoring.embedding_format import EmbeddingFormat
 from quire.router.text.tokenizer import TextTokenizer
 
 pytestmark = [
@@ -37,6 +38,7 @@ NUM_OTHERS = 12
 NUM_TOKENS = 400
 ALONE = -1  # number of the request that has a fault
 FAULT_AT = 60  # output token
+INPUTS = [f"A lighthouse, {i} " * (1 + 12 * i) for i in range(6)]
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +62,8 @@ LONG = fields(0) | {"max_tokens": 3000}
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[int | str, list[int]]:
-    """Token ids by stream number, of the request that has a fault, and of a long one."""
+def expected() -> dict[int | str, list]:
+    """Token ids by stream number, of the request that has a fault, and of a long one; after the streams, embeddings."""
     tokenizer = TextTokenizer.load(CHECKPOINT)
     wanted = {i: (f"Story {i}", fields(i)) for i in range(NUM_OTHERS)}
     wanted["alone"] = ("Story", fields(ALONE))
@@ -70,7 +72,14 @@ def expected() -> dict[int | str, list[int]]:
     params = [SamplingParams(**given, ignore_eos=True) for _, given in wanted.values()]
     with Engine(model="embedded", deterministic=True) as engine:
         outputs = engine.generate(prompts, params)
-    return {name: out.token_ids for name, out in zip(wanted, outputs, strict=True)}
+        inputs = [tokenizer.encode(text).tolist() for text in INPUTS]
+        embedded = engine.generate(inputs, SamplingParams(pooling="last"))
+    answers: dict[int | str, list] = {
+        name: out.token_ids for name, out in zip(wanted, outputs, strict=True)
+    }
+    finish = EmbeddingFormat().finish
+    answers[NUM_OTHERS] = [[finish(out.embedding, None).tolist() for out in embedded]]
+    return answers
 
 
 def replicas(cluster: Cluster) -> dict[str, int]:
@@ -106,17 +115,32 @@ async def ask(
     return token_ids
 
 
+async def embeddings(client: openai.AsyncOpenAI, streams: Sequence[asyncio.Task]) -> list:
+    """The different answers to one request that is sent again and again while some stream runs."""
+    found: list[list[list[float]]] = []
+    while not all(stream.done() for stream in streams):
+        answer = await client.embeddings.create(model="embedded", input=INPUTS)
+        vectors = [item.embedding for item in answer.data]
+        if vectors not in found:
+            found.append(vectors)
+    return found
+
+
 def run_beside_others(cluster: Cluster, prompt: str, label: str) -> tuple[object, list]:
-    """The answer to a request with a fault, or its error, and those of the others that run meanwhile."""
+    """The answer to a request with a fault, or its error, and those of the others that run meanwhile.
+
+    The last of these are embeddings.
+    """
 
     async def run() -> tuple[object, list]:
         async with openai.AsyncOpenAI(
             base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=300
         ) as client:
-            others = [
+            others: list[asyncio.Task] = [
                 asyncio.create_task(ask(client, f"Story {i}", **fields(i)))
                 for i in range(NUM_OTHERS)
             ]
+            others.append(asyncio.create_task(embeddings(client, tuple(others))))
             await asyncio.sleep(0.3)
             faulty = ask(client, prompt, label, **fields(ALONE))
             (outcome,) = await asyncio.gather(faulty, return_exceptions=True)
