@@ -250,7 +250,7 @@ class Request:
             self._tokens = grown
         self._tokens[begin:end] = newest
 
-    def pool(self, hidden_sum: np.ndarray, num_read: int) -> None:
+    def add_pooled(self, hidden_sum: np.ndarray, num_read: int) -> None:
         """Add a sum of hidden states, [hidden size] float64; those of the first `num_read` positions are read now."""
         self._pooled = self._pooled + hidden_sum
         self.num_read = num_read

@@ -161,7 +161,7 @@ class StepPlan(NamedTuple):
     # (from, to) device blocks that are copied before the step: a fork's copy of its parent's last prompt block.
     copies: tuple[tuple[int, int], ...] = ()
     prompts: tuple[PromptTargets, ...] = ()
-    pools: tuple[PoolTargets, ...] = ()
+    pooling: tuple[PoolTargets, ...] = ()
     # Blocks that are copied between device and host memory before `copies`: first the saves, then the restores.
     saves: np.ndarray = _NO_PAIRS  # [k, 2] int64, (device block, host block)
     restores: np.ndarray = _NO_PAIRS  # [k, 2] int64, (host block, device block)
@@ -205,7 +205,7 @@ class StepResult:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     # Log-probabilities of prompt tokens, aligned with `StepPlan.prompts`.
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    # Sums of hidden states, [hidden size] float64 each, aligned with `StepPlan.pools`.
+    # Sums of hidden states, [hidden size] float64 each, aligned with `StepPlan.pooling`.
     pooled: tuple[np.ndarray, ...] = ()
     # (number of blocks, seconds) of each copy from host memory that has ended.
     restores: tuple[tuple[int, float], ...] = ()

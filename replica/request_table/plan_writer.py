@@ -103,7 +103,7 @@ class PlanWriter:
         samples = np.ones(len(rows), bool)
         chunked = slice(len(decode_rows), None)
         samples[chunked] = kv_len[chunked] == table.length[rows[chunked]]
-        samples[chunked] &= ~table.sampling.pools[rows[chunked]]
+        samples[chunked] &= ~table.sampling.pooled[rows[chunked]]
         samples = np.flatnonzero(samples)
         sample_rows = rows[samples]
         block_size = table.block_size
@@ -127,7 +127,7 @@ class PlanWriter:
             ),
             copies=tuple(copies),
             prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
-            pools=self._pool_targets(chunks, cu_q[len(decode_rows) :].tolist()),
+            pooling=self._pool_targets(chunks, cu_q[len(decode_rows) :].tolist()),
             decode_rows=decode_rows,
             rows=rows,
             changes=table.journal.take(table.sampling.claimed),
@@ -164,7 +164,7 @@ class PlanWriter:
         """The tokens in these chunks with hidden states that are pooled; the parameters are those above."""
         table, targets = self._table, []
         for (row, count), begin in zip(chunks, begins[:-1], strict=True):
-            if not table.sampling.pools[row]:
+            if not table.sampling.pooled[row]:
                 continue
             request = table.request(row)
             start = int(table.num_computed[row])

@@ -130,10 +130,12 @@ class Forward:
             for targets, ids in zip(prompts, each, strict=True)
         )
 
-    def pool(self, hidden: torch.Tensor, pools: Sequence[PoolTargets]) -> tuple[torch.Tensor, ...]:
+    def pool_hidden(
+        self, hidden: torch.Tensor, pooling: Sequence[PoolTargets]
+    ) -> tuple[torch.Tensor, ...]:
         """Sum hidden states of a step for embeddings: from [T, hidden size], for each target [hidden size] float64."""
         return tuple(
-            sum_exactly(hidden[targets.begin : targets.end], self.normed) for targets in pools
+            sum_exactly(hidden[targets.begin : targets.end], self.normed) for targets in pooling
         )
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -363,7 +363,7 @@ class GpuSteps:
 
     def _find_mixed(self, plan: StepPlan, part: GraphPart) -> CachedGraph | None:
         has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
-        if plan.copies or plan.prompts or plan.pools or not has_rows:
+        if plan.copies or plan.prompts or plan.pooling or not has_rows:
             return None
         return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
 

@@ -87,7 +87,7 @@ class RaggedStep:
         )
         if in_flight is not None:
             in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts, inputs.target_ids)
-            in_flight.pooled = self._forward.pool(hidden, plan.pools)
+            in_flight.pooled = self._forward.pool_hidden(hidden, plan.pooling)
         if not _all_sample(plan):
             hidden = hidden.index_select(0, inputs.token_index)
         return self._forward.logits(hidden)
@@ -134,6 +134,6 @@ def _selected(plan: StepPlan) -> np.ndarray | None:
     sampled = plan.sampling.token_index
     if plan.prompts or len(sampled) >= len(plan.token_ids):
         return None
-    pooled = (np.arange(targets.begin, targets.end) for targets in plan.pools)
+    pooled = (np.arange(targets.begin, targets.end) for targets in plan.pooling)
     # Several samples of one prompt read the same token's logits.
     return np.unique(np.concatenate([sampled, *pooled])).astype(np.int64)

@@ -174,11 +174,11 @@ class StepCommitter:
     ) -> list[RequestDelta]:
         """Pool hidden states; end the requests with the last of theirs, and return the deltas with the embeddings."""
         deltas = []
-        for targets, hidden_sum in zip(plan.pools, result.pooled, strict=True):
+        for targets, hidden_sum in zip(plan.pooling, result.pooled, strict=True):
             if not step.is_alive(self._rows, np.array([targets.row]))[0]:
                 continue
             request = self._rows.request(targets.row)
-            request.pool(hidden_sum, targets.num_computed)
+            request.add_pooled(hidden_sum, targets.num_computed)
             if targets.is_last:
                 request.first_token_s = now_s
                 delta = self._book.release(request, FinishReason.STOP)

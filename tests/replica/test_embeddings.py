@@ -194,7 +194,7 @@ def test_steps_ahead_give_the_same_bits_and_sample_nothing(runners, pooling):
     scheduler.add(asked(pooling))
     plan = scheduler.plan(0.0)
     assert len(plan.sampling.token_index) == 0
-    assert [(t.is_last, t.num_computed) for t in plan.pools] == [(True, LENGTH)]
+    assert [(t.is_last, t.num_computed) for t in plan.pooling] == [(True, LENGTH)]
 
 
 def test_a_request_that_runs_alone_and_one_that_leaves(runners):

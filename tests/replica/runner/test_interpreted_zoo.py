@@ -79,7 +79,7 @@ def pooled(runner: Runner) -> np.ndarray:
     driver = Driver(runner)
     plan, _ = driver.plan([(driver.add(list(range(3, 8))), 5)])
     targets = (PoolTargets(0, 0, 5, 5, True), PoolTargets(0, 4, 5, 5, True))
-    return np.stack(runner.run(plan._replace(pools=targets)).pooled)
+    return np.stack(runner.run(plan._replace(pooling=targets)).pooled)
 
 
 @pytest.fixture(scope="module", params=model_zoo.NAMES)

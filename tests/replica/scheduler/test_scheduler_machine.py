@@ -207,7 +207,9 @@ class ModelDevice:
         return StepResult(
             np.array(tokens, np.int64),
             0.001 * plan.num_tokens,
-            pooled=tuple(states[pool.begin : pool.end].sum(keepdims=True) for pool in plan.pools),
+            pooled=tuple(
+                states[targets.begin : targets.end].sum(keepdims=True) for targets in plan.pooling
+            ),
             restored_step=self.restored_step,
         )
 
