@@ -187,6 +187,7 @@ class Hello(Message):
     typical_requests: int = (
         0  # number of requests of `typical_len` tokens that run at the same time
     )
+    has_states: bool = False  # whether hits end at snapshots of recurrent states
 
     @property
     def weights(self) -> str:
