@@ -69,7 +69,7 @@ def test_a_recurrent_model_gets_options_that_it_can_have(recurrent, monkeypatch)
     # 1 GiB of host memory for blocks, the other one for one snapshot.
     hosted = resolve(dataclasses.replace(args, cpu_offload_gib=2.0), recurrent)
     assert hosted.num_host_snapshots == 1
-    assert hosted.num_host_blocks * hosted.block_size * 64 == GIB // 4
+    assert hosted.num_host_blocks * hosted.block_size * 128 == GIB
     plain = resolve(dataclasses.replace(args, prefix_caching=False), recurrent)
     assert (plain.max_running_requests, plain.num_snapshots, plain.prefix_caching) == (6, 0, False)
     assert slot <= slot_bytes(split_state_layers(empty_model(recurrent, "float32"))) <= 2 * slot
