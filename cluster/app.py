@@ -24,6 +24,7 @@ from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.resources import device_of, lacking, num_gpus, reservations, reserved
 from quire.cluster.config.scaling_sections import ReplicaResources, RouterResources
 from quire.cluster.http.decisions_api import decisions_routes
+from quire.cluster.http.embeddings_api import embeddings_routes
 from quire.cluster.http.http_api import build_app
 from quire.cluster.http.messages_api import messages_routes
 from quire.cluster.http.responses_api import responses_routes
@@ -37,7 +38,12 @@ from quire.replica.serving.final_errors import CannotStart
 logger = logging.getLogger("ray.serve")
 
 # In addition to completions and chats.
-APIS = (messages_routes.add_routes, responses_routes.add_routes, decisions_routes.add_routes)
+APIS = (
+    messages_routes.add_routes,
+    responses_routes.add_routes,
+    decisions_routes.add_routes,
+    embeddings_routes.add_routes,
+)
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 MOVE_TIME_S = 15.0

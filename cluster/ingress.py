@@ -45,6 +45,7 @@ from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.router_metrics import RouterMetrics
 from quire.router.request.service import RouterService
+from quire.router.scoring.embedding_format import EmbeddingFormat
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.transport.bus import Bus
@@ -251,6 +252,7 @@ def _service(
         defaults=defaults,
         limits=Limits(),
         chat_template_kwargs=app.chat_template_kwargs,
+        embedding=EmbeddingFormat.load(checkpoint),
     )
     return RouterService(
         _facts(facts, limits, defaults),

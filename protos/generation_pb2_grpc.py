@@ -52,6 +52,11 @@ class GenerationStub(object):
                 request_serializer=quire_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_protos_dot_generation__pb2.GenerateOnceResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.v1.Generation/Embed',
+                request_serializer=quire_dot_protos_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_protos_dot_generation__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Render = channel.unary_unary(
                 '/quire.v1.Generation/Render',
                 request_serializer=quire_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
@@ -95,6 +100,13 @@ class GenerationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """The embeddings of texts or token ids; nothing is generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Render(self, request, context):
         """The prompt of a request as a replica would compute it: rendered text and token ids. The request is checked as for
         `Generate`, and nothing is generated.
@@ -129,6 +141,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GenerateOnce,
                     request_deserializer=quire_dot_protos_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_protos_dot_generation__pb2.GenerateOnceResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_protos_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_protos_dot_generation__pb2.EmbedResponse.SerializeToString,
             ),
             'Render': grpc.unary_unary_rpc_method_handler(
                     servicer.Render,
@@ -208,6 +225,33 @@ class Generation(object):
             '/quire.v1.Generation/GenerateOnce',
             quire_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
             quire_dot_protos_dot_generation__pb2.GenerateOnceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Generation/Embed',
+            quire_dot_protos_dot_generation__pb2.EmbedRequest.SerializeToString,
+            quire_dot_protos_dot_generation__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,8 @@ MAX_TOOL_GRAMMAR_BYTES = 1024 * 1024
 # `Grammar.field` of such a grammar.
 TOOLS_FIELD = "tools"
 GRAMMAR_KINDS = ("json_schema", "regex", "choice", "lark")
+# How an embedding follows from the hidden states of a prompt's tokens: that of the last token, or the mean of all.
+POOLINGS = ("last", "mean")
 
 
 class Grammar(NamedTuple):
@@ -103,6 +105,8 @@ class SamplingParams(Record):
     prompt_logprobs: int | None = None
     # Position of the first prompt token for which they are returned. The tokens before it may come from the cache.
     prompt_logprobs_start: int = 1
+    # One of POOLINGS: the request generates nothing and ends with the embedding of its prompt. Empty: it generates.
+    pooling: str = ""
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -188,6 +192,7 @@ class Hello(Message):
         0  # number of requests of `typical_len` tokens that run at the same time
     )
     has_states: bool = False  # whether hits end at snapshots of recurrent states
+    hidden_size: int = 0  # values of an embedding
 
     @property
     def weights(self) -> str:
@@ -270,6 +275,8 @@ class TokenDelta:
     logprobs: list[TokenLogprob] | None = None  # one per token, if the request asks for them
     # A part of the prompt's log-probabilities, if the request asks for them: in order, before the first token.
     prompt_logprobs: PromptLogprobs | None = None
+    # [hidden size] float32, with the last delta of a request with `SamplingParams.pooling`. It has no tokens.
+    embedding: np.ndarray | None = None
 
     def to_wire(self) -> list[Any]:
         short = [self.stream_id, self.index, self.token_ids]
@@ -279,6 +286,8 @@ class TokenDelta:
             self.queue_s,
             self.num_host_cached_tokens,
         )
+        if self.embedding is not None:
+            return [*short, *told, None, None, self.embedding.astype("<f4", copy=False).tobytes()]
         if self.prompt_logprobs is not None:
             return [*short, *told, self.logprobs, self.prompt_logprobs.to_wire()]
         if self.logprobs is not None:
@@ -291,11 +300,13 @@ class TokenDelta:
         if len(values) <= _NUM_PLAIN_FIELDS:
             return cls(*values)
         delta = cls(*values[:_NUM_PLAIN_FIELDS])
-        logprobs, *prompt = values[_NUM_PLAIN_FIELDS:]
+        logprobs, prompt, embedding, *_ = *values[_NUM_PLAIN_FIELDS:], None, None
         if logprobs is not None:
             delta.logprobs = [TokenLogprob(*of_token) for of_token in logprobs]
-        if prompt:
-            delta.prompt_logprobs = PromptLogprobs.from_wire(*prompt)
+        if prompt is not None:
+            delta.prompt_logprobs = PromptLogprobs.from_wire(prompt)
+        if embedding is not None:
+            delta.embedding = np.frombuffer(embedding, "<f4")
         return delta
 
 

@@ -431,6 +431,7 @@ class EngineConfig(EngineOptions):
     snapshot_spacing: int = 1
     # The fraction of each tier's blocks that may be retained for sessions.
     session_max_share: float = 0.0
+    hidden_size: int = 0
 
     def __post_init__(self) -> None:
         full = [group.is_full for group in self.groups]

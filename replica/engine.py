@@ -293,6 +293,7 @@ class Engine:
             typical_len=typical_len,
             typical_requests=min(config.num_blocks // blocks, config.max_running_requests),
             has_states=config.has_states,
+            hidden_size=config.hidden_size,
         )
 
     def generate(

@@ -45,6 +45,8 @@ class RequestOutput:
     logprobs: list[TokenLogprob] | None = None  # one per token, if `SamplingParams.logprobs` is set
     # Log-probs of the prompt without its first token, in consecutive parts, if `SamplingParams.prompt_logprobs` is set.
     prompt_logprobs: list[PromptLogprobs] | None = None
+    # [hidden size] float32, if `SamplingParams.pooling` is set.
+    embedding: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -331,6 +333,7 @@ def _collect(output: RequestOutput, delta: RequestDelta) -> None:
         output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
     if delta.prompt_logprobs is not None:
         output.prompt_logprobs = [*(output.prompt_logprobs or ()), delta.prompt_logprobs]
+    output.embedding = delta.embedding
     output.finish_reason = delta.finish_reason or ""
 
 

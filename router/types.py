@@ -333,6 +333,23 @@ class ReplyScores:
     explain: Explain
 
 
+@dataclass(slots=True)
+class Embeddings:
+    """The embeddings of some inputs.
+
+    Attributes
+    ----------
+    vectors
+        [dimensions] float32 for each input.
+    explain
+        The routing of the first input.
+    """
+
+    vectors: list[np.ndarray]
+    usage: Usage
+    explain: Explain
+
+
 class GenerationStream(Protocol):
     """The answer to one request: an async iterator of deltas.
 
@@ -380,6 +397,16 @@ class Service(Protocol):
 
     async def score(self, request: GenerationRequest, questions: Sequence[Question]) -> ReplyScores:
         """Score the replies to questions at the end of the request's messages; raises as `generate` does."""
+        ...
+
+    async def embed(self, request: GenerationRequest, dimensions: int | None) -> Embeddings:
+        """Embed each prompt of a request; raises as `generate` does.
+
+        Parameters
+        ----------
+        dimensions
+            Number of leading values to return; None: all.
+        """
         ...
 
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:

@@ -72,6 +72,7 @@ LAYERS = (
     "cluster.http.messages_api",
     "cluster.http.responses_api",
     "cluster.http.decisions_api",
+    "cluster.http.embeddings_api",
     "cluster.grpc",
     "cluster.proxies",
     "cluster.config",

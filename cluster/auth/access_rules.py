@@ -33,6 +33,7 @@ HTTP_RULES = {
     "/v1/messages/count_tokens": Right.GENERATE,
     "/v1/responses": Right.GENERATE,
     "/v1/decisions": Right.GENERATE,
+    "/v1/embeddings": Right.GENERATE,
     "/tokenize": Right.GENERATE,
     "/detokenize": Right.GENERATE,
     "/metrics": Right.OBSERVE,
@@ -46,6 +47,7 @@ HTTP_RULES = {
 GRPC_RULES = {
     "Generate": Right.GENERATE,
     "GenerateOnce": Right.GENERATE,
+    "Embed": Right.GENERATE,
     "Tokenize": Right.GENERATE,
     "Detokenize": Right.GENERATE,
     "Render": Right.GENERATE,

@@ -24,6 +24,7 @@ from quire.router.question_types import Question
 from quire.router.request.params import check_label
 from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
 from quire.router.types import (
+    Embeddings,
     EncodedPrompt,
     GenerationRequest,
     GenerationStream,
@@ -85,6 +86,16 @@ class KeyedService:
         bill = self._bill(key, request)
         try:
             return await self._service.score(_with(request, key, bill), questions)
+        except BaseException:
+            bill.close()
+            raise
+
+    async def embed(self, request: GenerationRequest, dimensions: int | None) -> Embeddings:
+        """See `Service`; raises as `generate` does."""
+        key = self._allowed_key(request)
+        bill = self._bill(key, request)
+        try:
+            return await self._service.embed(_with(request, key, bill), dimensions)
         except BaseException:
             bill.close()
             raise

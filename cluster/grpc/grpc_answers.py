@@ -151,7 +151,10 @@ def prompt_scores(stream: GenerationStream) -> list[generation.TokenScores]:
 
 
 def set_usage(
-    response: generation.GenerateResponse | generation.GenerateOnceResponse, usage: Usage
+    response: generation.GenerateResponse
+    | generation.GenerateOnceResponse
+    | generation.EmbedResponse,
+    usage: Usage,
 ) -> None:
     response.usage.prompt_tokens = usage.prompt_tokens
     response.usage.completion_tokens = usage.completion_tokens

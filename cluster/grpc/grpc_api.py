@@ -24,7 +24,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from quire.cluster.api_common.front_end import check_model, collect, counting_refusals
+from quire.cluster.api_common.front_end import check_model, collect, counting_refusals, renamed
 from quire.cluster.api_common.watchers import FORWARDED_FOR, Watchers, client_of
 from quire.cluster.auth.access_control import AccessControl, secret_of_metadata
 from quire.cluster.auth.access_rules import grpc_rule
@@ -40,7 +40,9 @@ from quire.cluster.grpc.grpc_answers import (
     set_usage,
 )
 from quire.cluster.grpc.grpc_requests import (
+    INPUT_NAMES,
     Context,
+    embed_request,
     generation_request,
     period_s,
     tokenize_request,
@@ -48,7 +50,7 @@ from quire.cluster.grpc.grpc_requests import (
 from quire.cluster.grpc.grpc_servicers import Unparsed, accepted
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
-from quire.protos.errors import InvalidRequest, shown
+from quire.protos.errors import InvalidRequest, QuireError, shown
 from quire.protos.field_checks import at_most
 from quire.router.request import resume
 from quire.router.request.params import DEFAULT_LIMITS
@@ -213,6 +215,29 @@ class GrpcApi:
             set_finish(choice, other)
         set_usage(response, stream.usage)
         set_explain(grpc_context, stream.explain)
+        return response
+
+    @_unary(generation.EmbedResponse, generates=True)
+    async def Embed(
+        self, request: generation.EmbedRequest, grpc_context: Context
+    ) -> generation.EmbedResponse:
+        """Return the embedding of each input."""
+        with counting_refusals(self.service):
+            asked = embed_request(request, grpc_context)
+        dimensions = request.dimensions if request.HasField("dimensions") else None
+        try:
+            found = await self._service_for(grpc_context, "Embed").embed(asked, dimensions)
+        except QuireError as error:
+            raise renamed(error, INPUT_NAMES) from None
+        response = generation.EmbedResponse(
+            request_id=asked.request_id, model=self.service.model_info().name
+        )
+        for vector in found.vectors:
+            response.embeddings.add(values=vector.tolist())
+            # Let other tasks run between two vectors.
+            await asyncio.sleep(0)
+        set_usage(response, found.usage)
+        set_explain(grpc_context, found.explain)
         return response
 
     @_unary(generation.RenderResponse)

@@ -23,9 +23,12 @@ from quire.protos.field_checks import at_most
 from quire.protos.sampling_bounds import MAX_ALLOWED_TOKEN_IDS
 from quire.protos.wire import Grammar
 from quire.router.request.params import DEFAULT_LIMITS
+from quire.router.scoring.embedder import MAX_INPUTS
 from quire.router.text.template_kwargs import parse_template_kwargs
 from quire.router.types import GenerationRequest
 
+# The router's names of the inputs of `Embed`, and those of this API.
+INPUT_NAMES = {"prompt": "inputs", "prompt[]": "inputs[]", "prompt[][]": "inputs[].token_ids[]"}
 MIN_PERIOD_MS, DEFAULT_PERIOD_MS, MAX_PERIOD_MS = 100, 1000, 60_000
 
 
@@ -187,7 +190,48 @@ def tokenize_request(request: generation.TokenizeRequest, context: Context) -> G
     )
 
 
-def _request_id(request: generation.GenerateRequest, context: Context) -> str:
+def embed_request(request: generation.EmbedRequest, context: Context) -> GenerationRequest:
+    """Make the router's request for the embeddings of inputs.
+
+    Raises
+    ------
+    InvalidRequest
+        There is no input, an input is empty, or there are too many inputs or ids.
+    """
+    inputs = request.inputs
+    if not inputs:
+        raise InvalidRequest("inputs must have at least 1 input, got 0", field="inputs")
+    at_most("inputs", len(inputs), MAX_INPUTS, "inputs")
+    num_ids = sum(len(item.token_ids.ids) for item in inputs)
+    at_most("inputs", num_ids, DEFAULT_LIMITS.max_prompt_ids, "token ids in all")
+    asked = GenerationRequest(
+        request_id=_request_id(request, context),
+        model=request.model or None,
+        prompts=tuple(map(_embed_input, range(1 << 31), inputs)),
+        add_special_tokens=(
+            request.add_special_tokens if request.HasField("add_special_tokens") else None
+        ),
+        max_tokens=1,
+        tenant=request.cache_salt,
+        session=request.session,
+        priority=request.priority,
+    )
+    return with_headers(asked, dict(context.invocation_metadata()))[0]
+
+
+def _embed_input(i: int, item: generation.EmbedInput) -> str | tuple[int, ...]:
+    given = item.text if item.WhichOneof("input") == "text" else tuple(item.token_ids.ids)
+    if not given:
+        raise InvalidRequest(
+            f"inputs[{i}] must have a text of at least 1 character, or at least 1 token id, got none",
+            field=f"inputs[{i}]",
+        )
+    return given
+
+
+def _request_id(
+    request: generation.GenerateRequest | generation.EmbedRequest, context: Context
+) -> str:
     if request.request_id:
         return request_label(request.request_id, "request_id")
     return _metadata_id(context)

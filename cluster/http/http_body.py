@@ -24,7 +24,8 @@ BODIES: tuple[type[GenerationBody], ...] = (CompletionRequest, ChatCompletionReq
 # Most entries of a list or an object in the body, lists of token ids aside. pydantic takes at most 20 ms for this many,
 # even if each has an error. The router has smaller bounds for most fields.
 MAX_ENTRIES = 4096
-_ID_FIELDS = ("prompt", "tokens")  # fields that may be lists of token ids, with bounds of their own
+# Fields that may be lists of token ids, with bounds of their own.
+_ID_FIELDS = ("input", "prompt", "tokens")
 _MAX_SHOWN_CHARS = 64  # most characters of an unknown field's name in an error message
 
 _Body = TypeVar("_Body", bound=RequestBody)

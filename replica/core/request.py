@@ -152,9 +152,11 @@ class Request:
         self.arrival_index = -1  # position in the order of submission
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
         self.chain = ContentChain(tenant, payer)  # hashes of its full blocks
-        # Number of leading prompt positions for which the log-probability of the next token has been reported, or is
-        # not requested.
-        self.num_scored = 0
+        # Number of leading prompt positions with a hidden state that has been read, for the log-probability of the next
+        # token or for pooling, or that is not needed.
+        self.num_read = 0
+        # Sum of the hidden states read for pooling, [hidden size] float64; 0: none.
+        self._pooled: np.ndarray | float = 0.0
         self.num_indexed = 0  # number of leading blocks in the prefix cache, while it has a row
         self.tip: Entry | None = None  # entry of the last of these blocks
         # Number of leading tokens whose blocks were cached when it started; more than its hit if states lacked.
@@ -196,18 +198,20 @@ class Request:
         return self._tokens[: self.num_tokens]
 
     @property
-    def num_to_score(self) -> int:
-        """Number of leading prompt positions after which no log-probability of the next token is requested."""
+    def num_to_read(self) -> int:
+        """Number of leading prompt positions after which no hidden state is read, but for the last position's."""
+        if self.params.pooling == "mean":
+            return self.num_prompt_tokens
         return 0 if self.params.prompt_logprobs is None else self.num_prompt_tokens - 1
 
     @property
     def reusable_ids(self) -> np.ndarray:
         """The leading tokens that may come from the cache, and one more.
 
-        Positions with a log-probability that is requested and not yet reported must be computed.
+        Positions with a hidden state that is not yet read must be computed.
         """
-        if self.num_scored < self.num_to_score:
-            return self.token_ids[: self.num_scored + 1]
+        if self.num_read < self.num_to_read:
+            return self.token_ids[: self.num_read + 1]
         return self.token_ids
 
     @property
@@ -232,7 +236,7 @@ class Request:
         self._tokens = tokens
         eos = () if self.params.ignore_eos else eos_token_ids
         self.stop_ids = frozenset(self.params.stop_token_ids).union(eos)
-        self.num_scored = self.params.prompt_logprobs_start - 1
+        self.num_read = self.params.prompt_logprobs_start - 1
 
     def append(self, token_bytes: bytes) -> None:
         """Append generated tokens, int32. The first read copies them into the array; few requests need it."""
@@ -249,6 +253,16 @@ class Request:
             grown[:begin] = self._tokens[:begin]
             self._tokens = grown
         self._tokens[begin:end] = newest
+
+    def pool(self, hidden_sum: np.ndarray, num_read: int) -> None:
+        """Add a sum of hidden states, [hidden size] float64; those of the first `num_read` positions are read now."""
+        self._pooled = self._pooled + hidden_sum
+        self.num_read = num_read
+
+    def embedding(self) -> np.ndarray:
+        """The prompt's embedding, [hidden size] float32, once all hidden states are read."""
+        count = self.num_prompt_tokens if self.params.pooling == "mean" else 1
+        return np.asarray(self._pooled / count, np.float32)
 
     def enter(self, phase: Phase) -> None:
         """Change phase.
@@ -450,6 +464,12 @@ def _validate_lengths(request: Request, config: EngineConfig) -> None:
             f"{config.block_size}, layer groups: {len(config.groups)})",
         ),
     )
+    if request.params.pooling:
+        if length > bound:
+            raise ContextLengthExceeded(
+                f"prompt: {length} tokens do not fit {where}; the bound is {bound}", field="prompt"
+            )
+        return
     if length > bound - 1:
         raise ContextLengthExceeded(
             f"prompt: {length} tokens and 1 of output do not fit {where}; the bound is {bound - 1}",

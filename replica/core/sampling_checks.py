@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.field_checks import Range, at_most, check_ids
+from quire.protos.field_checks import Range, at_most, check_ids, invalid
 from quire.protos.sampling_bounds import (
     INT32_MAX,
     MAX_BAD_WORD_SEQUENCES,
     MAX_BAD_WORD_TOKENS,
     check_sampling,
 )
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import POOLINGS, SamplingParams
 
 _CHOICE = Range(0, INT32_MAX, is_integer=True)
 _PROMPT_LOGPROBS_START = Range(1, INT32_MAX, is_integer=True)
@@ -32,6 +32,10 @@ def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Sequenc
     check_sampling(params, vocab_size)
     _CHOICE.check("choice", params.choice)
     _PROMPT_LOGPROBS_START.check("prompt_logprobs_start", params.prompt_logprobs_start)
+    if params.pooling not in ("", *POOLINGS):
+        raise invalid("pooling", f"one of {', '.join(POOLINGS)}, or empty", params.pooling)
+    if params.pooling and params.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "None with pooling", params.prompt_logprobs)
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(
             f"min_tokens must be <= max_tokens, which is {params.max_tokens}, got {params.min_tokens}",

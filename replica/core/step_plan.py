@@ -123,6 +123,21 @@ class PromptTargets:
     num_top: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolTargets:
+    """Consecutive tokens of one row's prompt with hidden states that are summed for an embedding."""
+
+    # Row of the request table.
+    row: int
+    # Flat indices [begin, end) of the hidden states.
+    begin: int
+    end: int
+    # Number of leading tokens of the prompt that are computed after this step.
+    num_computed: int
+    # Whether these are the last tokens of the prompt.
+    is_last: bool
+
+
 class StepPlan(NamedTuple):
     """One step for the runner: n rows, T tokens.
 
@@ -148,6 +163,7 @@ class StepPlan(NamedTuple):
     # (from, to) device blocks that are copied before the step: a fork's copy of its parent's last prompt block.
     copies: tuple[tuple[int, int], ...] = ()
     prompts: tuple[PromptTargets, ...] = ()
+    pools: tuple[PoolTargets, ...] = ()
     # Blocks that are copied between device and host memory before `copies`: first the saves, then the restores.
     saves: np.ndarray = _NO_PAIRS  # [k, 2] int64, (device block, host block)
     restores: np.ndarray = _NO_PAIRS  # [k, 2] int64, (host block, device block)
@@ -196,6 +212,8 @@ class StepResult:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     # Log-probabilities of prompt tokens, aligned with `StepPlan.prompts`.
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    # Sums of hidden states, [hidden size] float64 each, aligned with `StepPlan.pools`.
+    pooled: tuple[np.ndarray, ...] = ()
     # (number of blocks, seconds) of each copy from host memory that has ended.
     restores: tuple[tuple[int, float], ...] = ()
     # The copies from host memory of the steps up to this number have arrived; None: the copies of all steps have.
@@ -225,3 +243,5 @@ class RequestDelta:
     prompt_logprobs: PromptLogprobs | None = None
     # The part of `num_cached_tokens` that was copied back from host memory.
     num_host_cached_tokens: int = 0
+    # [hidden size] float32, on the last delta of a request with `SamplingParams.pooling`.
+    embedding: np.ndarray | None = None

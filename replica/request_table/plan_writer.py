@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.replica.core.step_plan import PromptTargets, SamplingBatch, StepPlan
+from quire.replica.core.step_plan import PoolTargets, PromptTargets, SamplingBatch, StepPlan
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.request_table.rows import RowTable
 
@@ -103,6 +103,7 @@ class PlanWriter:
         samples = np.ones(len(rows), bool)
         chunked = slice(len(decode_rows), None)
         samples[chunked] = kv_len[chunked] == table.length[rows[chunked]]
+        samples[chunked] &= ~table.sampling.pools[rows[chunked]]
         samples = np.flatnonzero(samples)
         sample_rows = rows[samples]
         block_size = table.block_size
@@ -126,6 +127,7 @@ class PlanWriter:
             ),
             copies=tuple(copies),
             prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
+            pools=self._pool_targets(chunks, cu_q[len(decode_rows) :].tolist()),
             decode_rows=decode_rows,
             rows=rows,
             changes=table.journal.take(table.sampling.claimed),
@@ -148,12 +150,30 @@ class PlanWriter:
         for (row, count), begin in zip(chunks, begins[:-1], strict=True):
             request = table.request(row)
             start = int(table.num_computed[row])
-            first = max(start, request.num_scored)
-            end = min(start + count, request.num_to_score)
+            first = max(start, request.num_read)
+            end = min(start + count, request.num_to_read)
             num_top = request.params.prompt_logprobs
             if num_top is not None and first < end:
                 ids = request.token_ids[first + 1 : end + 1].astype(np.int64)
                 targets.append(PromptTargets(row, begin + first - start, first + 1, ids, num_top))
+        return tuple(targets)
+
+    def _pool_targets(
+        self, chunks: Sequence[tuple[int, int]], begins: Sequence[int]
+    ) -> tuple[PoolTargets, ...]:
+        """The tokens in these chunks with hidden states that are pooled; the parameters are those above."""
+        table, targets = self._table, []
+        for (row, count), begin in zip(chunks, begins[:-1], strict=True):
+            if not table.sampling.pools[row]:
+                continue
+            request = table.request(row)
+            start = int(table.num_computed[row])
+            end = start + count
+            is_last = end == request.num_tokens
+            first = max(start, request.num_read) if request.num_to_read else end - 1
+            if first < end and (is_last or request.num_to_read):
+                begin += first - start
+                targets.append(PoolTargets(row, begin, begin + end - first, end, is_last))
         return tuple(targets)
 
     def _chunk_tokens(

@@ -59,6 +59,8 @@ class SamplingColumns:
         self.has_grammar = np.zeros(max_rows, dtype=bool)  # [R]
         # [R] whether the allowed ids depend on the tokens before, which the host must know first
         self.needs_history = np.zeros(max_rows, dtype=bool)
+        # [R] whether the request's hidden states are pooled, so that it samples nothing
+        self.pools = np.zeros(max_rows, dtype=bool)
         # [R] whether sampling needs more than temperature, top-k, top-p and noise, apart from `min_tokens`
         self.special = np.zeros(max_rows, dtype=bool)
 
@@ -85,6 +87,7 @@ class SamplingColumns:
         self._has_bad_words[row] = bool(params.bad_words)
         self.has_grammar[row] = request.grammar is not None
         self.needs_history[row] = self.has_grammar[row] or self._has_bad_words[row]
+        self.pools[row] = bool(params.pooling)
         self.special[row] = (
             self._penalised[row]
             or self._ruled[row]

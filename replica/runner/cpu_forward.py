@@ -69,6 +69,12 @@ class CpuForward(Forward):
             return self._decoder.before_norm(token_ids, positions, context)
         return self._run_decoder(token_ids, positions, context, states)
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Forward.normed`."""
+        if self._fused_head is not None:
+            return self._decoder.last_norm(hidden)
+        return hidden
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward.logits`."""
         if self._fused_head is not None and self._workspace is not None:

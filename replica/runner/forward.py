@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention
-from quire.replica.core.step_plan import PromptTargets
+from quire.replica.core.step_plan import PoolTargets, PromptTargets
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import StepContext, run_decoder, share_step
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedNorm, Product
@@ -17,6 +17,7 @@ from quire.replica.model.gpu_step_context import GpuStepContext
 from quire.replica.model.layers.state_layers import StepCache, cache_argument
 from quire.replica.model.output_head import split_model
 from quire.replica.sampling.logprobs import StepPromptLogprobs, score_by_kernels, score_prompt
+from quire.replica.sampling.pooling import sum_exactly
 
 
 class Forward:
@@ -128,6 +129,16 @@ class Forward:
             score_prompt(hidden, targets, ids, self.logits, self.score, self._max_logits_rows)
             for targets, ids in zip(prompts, each, strict=True)
         )
+
+    def pool(self, hidden: torch.Tensor, pools: Sequence[PoolTargets]) -> tuple[torch.Tensor, ...]:
+        """Sum hidden states of a step for embeddings: from [T, hidden size], for each target [hidden size] float64."""
+        return tuple(
+            sum_exactly(hidden[targets.begin : targets.end], self.normed) for targets in pools
+        )
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the decoder's output [n, hidden size] for results of `hidden`."""
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits [n, vocab] in the model's dtype from hidden states [n, hidden size]."""

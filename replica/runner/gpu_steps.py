@@ -9,7 +9,7 @@
 `[ ]` is one piece of work on the compute stream. *Differences* are changes of the request table since the last upload.
 Rows are plain if they need no masks, penalties or log-probs. If sampling needs tokens of the step in flight (launched,
 not collected), the last piece is queued when these tokens have arrived. Without a graph a step runs kernel by kernel,
-unpadded. Graphs do not contain copies of blocks (forks) or log-probabilities of prompts.
+unpadded. Graphs do not contain copies of blocks (forks), log-probabilities of prompts, or pooling.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class GpuSteps:
 
     def _find_mixed(self, plan: StepPlan, part: GraphPart) -> CachedGraph | None:
         has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
-        if plan.copies or plan.prompts or not has_rows:
+        if plan.copies or plan.prompts or plan.pools or not has_rows:
             return None
         return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
 

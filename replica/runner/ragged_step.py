@@ -1,7 +1,7 @@
 """A step of any rows without padding, in two parts: the forward pass up to the logits, and sampling.
 
 ```
- copies ▸ last tokens of the rows that decode ▸ model, which writes KV ▸ log-probs of prompts ▸ logits │ sample ▸ keep
+ copies ▸ last tokens of decoding rows ▸ model, which writes KV ▸ log-probs of prompts, pooling ▸ logits │ sample ▸ keep
 ```
 
 The caller passes the parts that depend on the device: the block tables, and the function that samples plain rows (rows
@@ -65,7 +65,7 @@ class RaggedStep:
         Parameters
         ----------
         in_flight
-            Receives the log-probabilities of prompts, if given.
+            Receives the log-probabilities of prompts and the sums of hidden states, if given.
         """
         self._pool.copy_blocks(plan.copies)
         num_query = np.diff(plan.cu_q)
@@ -88,6 +88,7 @@ class RaggedStep:
         )
         if in_flight is not None:
             in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts, inputs.target_ids)
+            in_flight.pooled = self._forward.pool(hidden, plan.pools)
         if not _all_sample(plan):
             hidden = hidden.index_select(0, inputs.token_index)
         return self._forward.logits(hidden)
@@ -134,6 +135,6 @@ def _selected(plan: StepPlan) -> np.ndarray | None:
     sampled = plan.sampling.token_index
     if plan.prompts or len(sampled) >= len(plan.token_ids):
         return None
-    return np.unique(sampled).astype(
-        np.int64
-    )  # several samples of one prompt read the same token's logits
+    pooled = (np.arange(targets.begin, targets.end) for targets in plan.pools)
+    # Several samples of one prompt read the same token's logits.
+    return np.unique(np.concatenate([sampled, *pooled])).astype(np.int64)

@@ -255,14 +255,14 @@ class Runner:
         self.steps.note(in_flight)
         logprobs = in_flight.slot.collect_scores()
         prompts = tuple(scores.to_host() for scores in in_flight.prompts)
+        pooled = tuple(hidden_sum.cpu().numpy() for hidden_sum in in_flight.pooled)
         finished_s = in_flight.finished_s or time.perf_counter()
         # A step launched behind another one starts only when that one ends.
         duration_s = finished_s - max(in_flight.started_s, self._busy_until_s)
         self._busy_until_s = finished_s
         restores = self.host_pool.take_measured()
-        return StepResult(
-            tokens, duration_s, logprobs, prompts, restores, self.host_pool.restored_step
-        )
+        restored_step = self.host_pool.restored_step
+        return StepResult(tokens, duration_s, logprobs, prompts, pooled, restores, restored_step)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""

@@ -73,6 +73,8 @@ class InFlight:
     sample: Callable[[SamplingBatch, Masks], None] | None = None
     # Log-probs of prompt tokens; set by the step's queued work.
     prompts: tuple[StepPromptLogprobs, ...] = ()
+    # Sums of hidden states for embeddings, [hidden size] float64 each; set by the step's queued work.
+    pooled: tuple[torch.Tensor, ...] = ()
 
 
 class StepOutputs:

@@ -79,6 +79,7 @@ class StepCommitter:
         self._note_restores(result)
         # Collect the prompts' log-probabilities before any of these rows ends.
         scored = self._prompt_scores(step, plan, result)
+        embedded = self._embeddings(step, plan, result, now_s)
         complete: dict[int, RequestDelta] = {}
         recorded = self._record(step, tokens, has_stuck, complete, now_s)
         for behind in self._steps:
@@ -91,7 +92,7 @@ class StepCommitter:
         self._chunking.observe(
             step.budget, plan.num_decode_rows, result.duration_s, step.leaves_out_decodes, now_s
         )
-        whole = [*scored, *self._book.take_ended(), *complete.values()]
+        whole = [*scored, *embedded, *self._book.take_ended(), *complete.values()]
         batch = DeltaBatch(whole, *recorded.columns)
         return batch.without(complete) if complete else batch
 
@@ -167,10 +168,27 @@ class StepCommitter:
             if not step.is_alive(self._rows, np.array([targets.row]))[0]:
                 continue
             request = self._rows.request(targets.row)
-            request.num_scored = targets.start + len(scores) - 1
+            request.num_read = targets.start + len(scores) - 1
             delta = request.delta(request.num_emitted, [])
             delta.prompt_logprobs = scores
             deltas.append(delta)
+        return deltas
+
+    def _embeddings(
+        self, step: Step, plan: StepPlan, result: StepResult, now_s: float
+    ) -> list[RequestDelta]:
+        """Pool hidden states; end the requests with the last of theirs, and return the deltas with the embeddings."""
+        deltas = []
+        for targets, hidden_sum in zip(plan.pools, result.pooled, strict=True):
+            if not step.is_alive(self._rows, np.array([targets.row]))[0]:
+                continue
+            request = self._rows.request(targets.row)
+            request.pool(hidden_sum, targets.num_computed)
+            if targets.is_last:
+                request.first_token_s = now_s
+                delta = self._book.release(request, FinishReason.STOP)
+                delta.embedding = request.embedding()
+                deltas.append(delta)
         return deltas
 
     # -- tokens ------------------------------------------------------------------------------------------

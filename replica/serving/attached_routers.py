@@ -192,6 +192,7 @@ class AttachedRouters:
                     delta.num_host_cached_tokens,
                     delta.logprobs,
                     delta.prompt_logprobs,
+                    delta.embedding,
                 )
             )
         events = [] if output.events is None else [output.events]

@@ -179,6 +179,7 @@ def resolve(
         num_snapshots=states.num_snapshots,
         num_host_snapshots=num_host_snapshots,
         snapshot_spacing=states.spacing,
+        hidden_size=spec.hidden_size,
     )
 
 

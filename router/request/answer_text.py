@@ -47,6 +47,8 @@ class AnswerText:
     ----------
     num_reasoning_tokens
         Tokens of the reasoning, with its marks.
+    pooled
+        The prompt's pooled hidden states, [hidden size] float32; empty until they arrive, and without `pooling`.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class AnswerText:
         self._special_stops = special_stops
         self._parser = parser
         self.num_reasoning_tokens = 0
+        self.pooled = np.empty(0, np.float32)
         self._stop = StopMatcher(request.stop, request.include_stop_str_in_output)
         self._known_prefix: KnownPrefix | None = None
         if request.resume_from is not None and mark.num_tokens:
@@ -135,7 +138,7 @@ class AnswerText:
         return OutputDelta(self._detokenizer.feed(token_ids), token_ids)
 
     def new_ids(self, event: TokenDelta) -> list[int]:
-        """Return the tokens of a delta that did not arrive before, and keep its prompt log-probabilities.
+        """Return the tokens of a delta that did not arrive before, and keep what it has about the prompt.
 
         Raises
         ------
@@ -147,6 +150,8 @@ class AnswerText:
             raise OutputGap(f"tokens {expected} to {event.index - 1} of the stream are missing")
         if event.prompt_logprobs is not None:
             self._prompt_parts.take(event.prompt_logprobs)
+        if event.embedding is not None:
+            self.pooled = event.embedding
         new_ids = event.token_ids[expected - event.index :]
         if self._wants_prompt_scores and (new_ids or event.finish_reason is not None):
             self._prompt_parts.check_complete()
@@ -257,7 +262,7 @@ class AnswerText:
         if end is not None:
             return end
         delta.text += self._stop.flush()
-        if finish_reason != "stop":
+        if finish_reason != "stop" or not self.token_ids:
             return finish_reason, None
         last = self.token_ids[-1]
         stop_token_id = last if last in self._sampling.stop_token_ids else None

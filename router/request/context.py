@@ -16,6 +16,7 @@ from quire.router.policy.policy import Policy
 from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.token_scores import TokenScorer
+from quire.router.scoring.embedding_format import EmbeddingFormat
 from quire.router.transport.transport import Transport
 
 
@@ -31,6 +32,8 @@ class ModelFacts:
         Bound on the prompt; None: only the model's length limits it.
     chat_template_kwargs
         The application's variables for the chat template; a request's own take precedence.
+    embedding
+        How hidden states become embeddings.
     special_tokens_in_messages
         Whether a special token's name in a message's text becomes that token.
     """
@@ -42,6 +45,7 @@ class ModelFacts:
     max_prompt_tokens: int | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     special_tokens_in_messages: bool = False
+    embedding: EmbeddingFormat = field(default_factory=EmbeddingFormat)
 
 
 class RouterContext(Protocol):

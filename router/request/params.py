@@ -101,7 +101,7 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
     DeadlineExceeded
         The deadline has passed.
     """
-    _check_prompt(request, limits)
+    check_prompt(request, limits)
     _check_template_fields(request)
     check_tools(request)
     _check_max_tokens(request)
@@ -175,7 +175,7 @@ def resolve(
     ContextLengthExceeded
         The prompt leaves no room for one token, or for `max_tokens`.
     """
-    _check_prompt(request, limits)
+    check_prompt(request, limits)
     _check_prompt_len(num_prompt_tokens, max_model_len)
     if isinstance(request.prompt, tuple):
         check_ids("prompt", request.prompt, vocab_size)
@@ -234,7 +234,8 @@ def with_grammar(request: GenerationRequest, grammar: Grammar | None) -> Generat
 # ------------------------------------------------------------------------------------------------
 
 
-def _check_prompt(request: GenerationRequest, limits: Limits) -> None:
+def check_prompt(request: GenerationRequest, limits: Limits) -> None:
+    """Check prompt or messages without a tokenizer; raises `InvalidRequest`."""
     prompt, messages = request.prompt, request.messages
     if request.prompts != () and prompt is None and messages is None:
         # `_check_prompts` checks the list.

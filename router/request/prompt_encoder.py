@@ -18,12 +18,13 @@ from quire.router.chat.chat_format import AnswerFormat, ChatFormat
 from quire.router.index.prefix_hashes import prefix_hashes
 from quire.router.question_types import Question
 from quire.router.request.context import ModelFacts
+from quire.router.request.params import check_prompt
 from quire.router.scoring import question_prompts
 from quire.router.scoring.question_prompts import QuestionPrompts
 from quire.router.text.chat_messages import num_chars
 from quire.router.text.chat_template import ChatTemplate, TemplateOptions
 from quire.router.text.special_tokens import GUARD, SpecialTokens
-from quire.router.text.tokenizer import MAX_BYTES_PER_TOKEN, AsyncTokenizer
+from quire.router.text.tokenizer import MAX_BYTES_PER_TOKEN, AsyncTokenizer, check_prompt_len
 from quire.router.types import EncodedPrompt, GenerationRequest
 
 # For prompts with more tokens, other tasks of the event loop may run between two passes over the ids.
@@ -68,6 +69,35 @@ class PromptEncoder:
             ids = await _id_array(request.prompt or (), hello)
         _check_len(len(ids), facts)
         return EncodedPrompt(ids, text, min(hello.max_model_len, hello.max_cache_tokens))
+
+    async def encode_inputs(
+        self, request: GenerationRequest, hello: Hello, facts: ModelFacts
+    ) -> list[np.ndarray]:
+        """Check and encode each prompt of a request that generates nothing, [tokens] int32; raises as `encode` does."""
+        encoded = []
+        for index, single in enumerate(request.for_each_prompt()):
+            try:
+                check_prompt(single, facts.limits)
+                encoded.append(await self._encode_input(single, hello, facts))
+            except InvalidRequest as error:
+                raise (of_prompt(error, index) if request.prompts else error) from None
+            # Let other tasks run between two inputs.
+            await asyncio.sleep(0)
+        return encoded
+
+    async def _encode_input(
+        self, request: GenerationRequest, hello: Hello, facts: ModelFacts
+    ) -> np.ndarray:
+        prompt = request.prompt or ()
+        if isinstance(prompt, str):
+            text = facts.embedding.prompt + prompt
+            ids = await self._encode_text(request, text, hello, num_output=0)
+        else:
+            check_ids("prompt", prompt, hello.vocab_size)
+            ids = await _id_array(prompt, hello)
+        _check_len(len(ids), facts)
+        check_prompt_len(len(ids), min(hello.max_model_len, hello.max_cache_tokens), num_output=0)
+        return ids
 
     async def encode_questions(
         self,
@@ -188,7 +218,7 @@ class PromptEncoder:
         return await self._render(self._template, messages, options, special, hello), special
 
     async def _encode_text(
-        self, request: GenerationRequest, prompt: str, hello: Hello
+        self, request: GenerationRequest, prompt: str, hello: Hello, num_output: int = 1
     ) -> np.ndarray:
         ids = await self._tokenizer.encode(
             prompt,
@@ -196,6 +226,7 @@ class PromptEncoder:
             max_model_len=hello.max_model_len,
             field="prompt",
             tenant=request.tenant,
+            num_output=num_output,
         )
         return ids if len(ids) or prompt else self._empty_prompt(hello)
 
@@ -287,3 +318,13 @@ def _template_options(
         tools=chat.tools(request),
         reasoning_field=chat.reasoning_field,
     )
+
+
+def of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
+    """Return the error for prompt `index` of a list, with the index in its field and message."""
+    message, field = error.message, error.field
+    if field is not None and field.startswith("prompt") and not field.startswith("prompt_"):
+        field = f"prompt[{index}]{field.removeprefix('prompt')}"
+        if message.startswith("prompt"):
+            message = f"prompt[{index}]{message.removeprefix('prompt')}"
+    return type(error)(message, field=field)

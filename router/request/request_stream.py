@@ -113,6 +113,11 @@ class RequestStream:
         """The log-probabilities of the prompt's tokens from `prompt_logprobs_start` on, [tokens] float32."""
         return self._answer.prompt_logprobs()
 
+    @property
+    def pooled(self) -> np.ndarray:
+        """The pooled hidden states of the prompt, [hidden size] float32; empty without `SamplingParams.pooling`."""
+        return self._answer.pooled
+
     def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
         """The same as `prompt_scores`, since this stream has one prompt."""
         return self.prompt_scores

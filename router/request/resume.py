@@ -24,6 +24,7 @@ answer that it would also get by sending the request with that `seed`.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import re
 import struct
@@ -36,7 +37,7 @@ import numpy as np
 from quire.protos.errors import InvalidRequest
 from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
 from quire.protos.wire import Hello, SamplingParams
-from quire.router.types import Mark, Origin, OutputDelta, ResumePoint
+from quire.router.types import GenerationRequest, Mark, Origin, OutputDelta, ResumePoint
 
 _ORIGIN = struct.Struct("<Q8s16sI")  # seed, fingerprint, answer's id, Unix seconds
 _MARK = re.compile(r"(?:([0-9a-f]{1,8})-([0-9a-f]{1,8})(!?))?")
@@ -239,3 +240,10 @@ def _text(mark: Mark) -> str:
     if not mark.begun:
         return ""
     return f"{mark.num_tokens:x}-{mark.checksum:x}{'!' if mark.finished else ''}"
+
+
+def with_seed(request: GenerationRequest) -> GenerationRequest:
+    """Add the seed of the resumed stream, if the client gave none."""
+    if request.resume_from is None or request.seed is not None:
+        return request
+    return dataclasses.replace(request, seed=request.resume_from.origin.seed)

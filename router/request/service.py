@@ -18,7 +18,8 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,18 +40,21 @@ from quire.router.request.attempts import NO_REPLICA_RETRY_S
 from quire.router.request.choices import ChoicesStream
 from quire.router.request.context import ModelFacts
 from quire.router.request.failover_budget import FailoverBudget
-from quire.router.request.prompt_encoder import PromptEncoder
+from quire.router.request.prompt_encoder import PromptEncoder, of_prompt
 from quire.router.request.prompts import PromptOnlyStream, PromptsStream
 from quire.router.request.request_stream import RequestStream
 from quire.router.request.token_scores import TokenScorer
+from quire.router.scoring.embedder import Embedder, check_num_inputs
+from quire.router.scoring.many_prompts import PartOfBill
 from quire.router.scoring.question_prompts import check_questions
-from quire.router.scoring.reply_scorer import PartOfBill, ReplyScorer
+from quire.router.scoring.reply_scorer import ReplyScorer
 from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.detokenizer import DetokenizerFactory
 from quire.router.text.tokenizer import AsyncTokenizer
 from quire.router.transport.transport import Transport
 from quire.router.types import (
+    Embeddings,
     EncodedPrompt,
     GenerationRequest,
     GenerationStream,
@@ -157,20 +161,26 @@ class RouterService:
 
     async def generate(self, request: GenerationRequest) -> GenerationStream:
         """Check, tokenise, route and submit a request; return its stream when the first token has arrived."""
-        arrived_s = self.clock()
-        self.observer.on_request()
-        try:
+        with self._observed() as arrived_s:
             return await self._generate(request, arrived_s)
-        except Exception as error:
-            self.observer.on_refusal(error, self.clock() - arrived_s)
-            raise
 
     async def score(self, request: GenerationRequest, questions: Sequence[Question]) -> ReplyScores:
         """Score the replies to some questions about the request's messages."""
+        with self._observed() as arrived_s:
+            return await self._score(request, questions, arrived_s)
+
+    async def embed(self, request: GenerationRequest, dimensions: int | None) -> Embeddings:
+        """Embed each prompt of a request."""
+        with self._observed() as arrived_s:
+            return await self._embed(request, dimensions, arrived_s)
+
+    @contextmanager
+    def _observed(self) -> Iterator[float]:
+        """Count a request, and its refusal; yields the time of its arrival."""
         arrived_s = self.clock()
         self.observer.on_request()
         try:
-            return await self._score(request, questions, arrived_s)
+            yield arrived_s
         except Exception as error:
             self.observer.on_refusal(error, self.clock() - arrived_s)
             raise
@@ -212,7 +222,7 @@ class RouterService:
             try:
                 streams.append(await self._stream(single, candidates, arrived_s, answer_id))
             except InvalidRequest as error:
-                raise (_of_prompt(error, index) if request.prompts else error) from None
+                raise (of_prompt(error, index) if request.prompts else error) from None
         if request.bill is not None:
             num_tokens = sum(stream.usage.prompt_tokens for stream in streams)
             request.bill.begin(num_tokens, sum(not mark.finished for mark in request.marks))
@@ -248,25 +258,62 @@ class RouterService:
         origin = Origin(sampling.seed, b"", uuid.uuid4().hex, int(time.time()))
 
         async def new_stream(prompt_ids: np.ndarray, start: int) -> RequestStream:
-            # The time to the first token counts from here, and so does the deadline.
-            now_s, deadline_s = self.clock(), request.deadline_s
-            if deadline_s is not None:
-                deadline_s = max(0.0, deadline_s - (now_s - arrived_s))
-            return RequestStream(
-                self,
-                dataclasses.replace(part, deadline_s=deadline_s),
-                prompt_ids,
-                dataclasses.replace(sampling, prompt_logprobs=0, prompt_logprobs_start=start),
-                await self._prompt_encoder.hashes(prompt_ids, hello, request.tenant),
-                hello,
-                self._detokenizers.new(True),
-                now_s,
-                origin,
-                Mark(),
-                {},
-            )
+            asked = dataclasses.replace(sampling, prompt_logprobs=0, prompt_logprobs_start=start)
+            return await self._part_stream(part, prompt_ids, asked, hello, arrived_s, origin)
 
         return await ReplyScorer(prompts, new_stream).run(request.bill, self.clock)
+
+    async def _embed(
+        self, request: GenerationRequest, dimensions: int | None, arrived_s: float
+    ) -> Embeddings:
+        embedding = self.facts.embedding
+        check_num_inputs(request)
+        part = dataclasses.replace(request, prompt=(0,), prompts=(), bill=PartOfBill(request.payer))
+        self._check(part)
+        hello = self._candidates(request)[0]
+        embedding.check(dimensions, hello.hidden_size)
+        self.gate.check(request.payer, request.priority)
+        prompts = await self._prompt_encoder.encode_inputs(request, hello, self.facts)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=embedding.pooling)
+        origin = Origin(0, b"", uuid.uuid4().hex, int(time.time()))
+
+        async def new_stream(prompt_ids: np.ndarray) -> RequestStream:
+            return await self._part_stream(part, prompt_ids, sampling, hello, arrived_s, origin)
+
+        embedder = Embedder(prompts, embedding, dimensions, new_stream)
+        return await embedder.run(request.bill, self.clock)
+
+    async def _part_stream(
+        self,
+        part: GenerationRequest,
+        prompt_ids: np.ndarray,
+        sampling: SamplingParams,
+        hello: Hello,
+        arrived_s: float,
+        origin: Origin,
+    ) -> RequestStream:
+        """Return the stream, not started, of one prompt of a request that arrived at `arrived_s`."""
+        # The time to the first token counts from here, and so does the deadline.
+        now_s, deadline_s = self.clock(), part.deadline_s
+        if deadline_s is not None:
+            deadline_s = max(0.0, deadline_s - (now_s - arrived_s))
+        hashes = await self._prompt_encoder.hashes(prompt_ids, hello, part.tenant)
+        if sampling.pooling == "mean":
+            # Every hidden state is read, so the replica computes the whole prompt.
+            hashes = hashes[:0]
+        return RequestStream(
+            self,
+            dataclasses.replace(part, deadline_s=deadline_s),
+            prompt_ids,
+            sampling,
+            hashes,
+            hello,
+            self._detokenizers.new(True),
+            now_s,
+            origin,
+            Mark(),
+            {},
+        )
 
     def _check(self, request: GenerationRequest) -> None:
         """Check everything that needs no tokenizer."""
@@ -291,7 +338,7 @@ class RouterService:
         special_stops = encoder.special_stops(request)
         for hello in candidates:
             sampling = params.resolve(
-                _with_seed(request),
+                resume.with_seed(request),
                 self.facts.defaults,
                 num_prompt_tokens=len(prompt_ids),
                 max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
@@ -448,20 +495,3 @@ class RouterService:
 
 async def _no_metrics() -> bytes:
     return b""
-
-
-def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
-    """Return the error for prompt `index` of a list, with the index in its field and message."""
-    message, field = error.message, error.field
-    if field is not None and field.startswith("prompt") and not field.startswith("prompt_"):
-        field = f"prompt[{index}]{field.removeprefix('prompt')}"
-        if message.startswith("prompt"):
-            message = f"prompt[{index}]{message.removeprefix('prompt')}"
-    return type(error)(message, field=field)
-
-
-def _with_seed(request: GenerationRequest) -> GenerationRequest:
-    """Add the seed of the resumed stream, if the client gave none."""
-    if request.resume_from is None or request.seed is not None:
-        return request
-    return dataclasses.replace(request, seed=request.resume_from.origin.seed)

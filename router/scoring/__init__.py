@@ -1,1 +1,1 @@
-"""Scores replies to questions about one conversation."""
+"""Requests that generate nothing: scores of replies to questions, and embeddings."""

@@ -6,24 +6,21 @@
  all other replies               compute their own tokens
 ```
 
-The requests are routed as all others are, so they go to the replica that has the conversation. At most `MAX_AT_ONCE` of
-them run at a time, so a decision with thousands of replies leaves the queue to other clients.
+The requests are routed as all others are, so they go to the replica that has the conversation.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import numpy as np
 
-from quire.router.bill import Bill, BilledAnswer
+from quire.router.bill import Bill
+from quire.router.scoring.many_prompts import ManyPrompts, run_all
 from quire.router.scoring.question_prompts import QuestionPrompts
 from quire.router.types import Explain, ReplyScores, Usage
-
-MAX_AT_ONCE = 32
 
 
 class ScoredStream(Protocol):
@@ -49,19 +46,6 @@ class ScoredStream(Protocol):
 NewStream = Callable[[np.ndarray, int], Awaitable[ScoredStream]]
 
 
-class PartOfBill:
-    """The bill of a request that is a part of another one: the other one pays."""
-
-    def __init__(self, tenant: str):
-        self.tenant = tenant
-
-    def begin(self, num_prompt_tokens: int, num_answers: int) -> None:
-        """See `Bill`."""
-
-    def end(self, answer: BilledAnswer) -> None:
-        """See `Bill`."""
-
-
 class ReplyScorer:
     """Scores the replies of one request."""
 
@@ -70,8 +54,7 @@ class ReplyScorer:
         self._new_stream = new_stream
         self._logprobs = [[0.0] * len(question.ids) for question in prompts.questions]
         self._shared_len = prompts.shared_len
-        self.usage = Usage(prompt_tokens=prompts.num_tokens)
-        self.explain = Explain()
+        self._numbers = ManyPrompts(prompts.num_tokens)
 
     async def run(self, bill: Bill | None, clock: Callable[[], float]) -> ReplyScores:
         """Score all replies, as one answer of the bill.
@@ -81,60 +64,19 @@ class ReplyScorer:
         QuireError
             One of the requests was refused or failed; all others are ended.
         """
-        if bill is None:
-            return await self._run()
-        bill.begin(self.usage.prompt_tokens, 1)
-        begun_s, finish_reason = clock(), "abort"
-        try:
-            scores = await self._run()
-            finish_reason = "stop"
-            return scores
-        except Exception:
-            finish_reason = "error"
-            raise
-        finally:
-            bill.end(self._billed(finish_reason, clock() - begun_s))
+        return await self._numbers.billed(self._run, bill, clock)
 
     async def _run(self) -> ReplyScores:
         sizes = list(enumerate(len(question.ids) for question in self._prompts.questions))
-        await self._score(0, 0)
-        await self._score_all([(question, 0) for question, _ in sizes[1:]])
-        await self._score_all([(question, i) for question, size in sizes for i in range(1, size)])
-        return ReplyScores(self._logprobs, self.usage, self.explain)
+        await self._score((0, 0))
+        await run_all([(question, 0) for question, _ in sizes[1:]], self._score)
+        others = [(question, i) for question, size in sizes for i in range(1, size)]
+        await run_all(others, self._score)
+        return ReplyScores(self._logprobs, self._numbers.usage, self._numbers.explain)
 
-    def _billed(self, finish_reason: str, total_s: float) -> BilledAnswer:
-        """Return the end of the request for its bill. It costs nothing if no reply has been scored."""
-        queue_s = min(self.explain.queue_s, total_s)
-        return BilledAnswer(
-            finish_reason,
-            is_answered=self.explain.answered,
-            is_fork=False,
-            completion_tokens=0,
-            reasoning_tokens=0,
-            cached_tokens=self.usage.cached_tokens,
-            host_cached_tokens=self.usage.host_cached_tokens,
-            queue_s=queue_s,
-            prefill_s=total_s - queue_s,
-            decode_s=0.0,
-        )
-
-    async def _score_all(self, jobs: Sequence[tuple[int, int]]) -> None:
-        waiting = iter(jobs)
-        workers = [
-            asyncio.ensure_future(self._work(waiting)) for _ in range(min(MAX_AT_ONCE, len(jobs)))
-        ]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-
-    async def _work(self, waiting: Iterator[tuple[int, int]]) -> None:
-        for question, reply in waiting:
-            await self._score(question, reply)
-
-    async def _score(self, question: int, reply: int) -> None:
+    async def _score(self, job: tuple[int, int]) -> None:
+        """Score one reply; the job is its question's index and its own."""
+        question, reply = job
         start = self._prompts.questions[question].start
         stream = await self._new_stream(self._prompts.prompt_ids(question, reply), start)
         try:
@@ -149,9 +91,10 @@ class ReplyScorer:
     def _count(self, question: int, stream: ScoredStream) -> None:
         """Count the cached tokens of a question's first reply that no earlier prompt of this request has computed."""
         num_cached = min(stream.usage.cached_tokens, self._prompts.questions[question].start)
+        usage = self._numbers.usage
         if question == 0:
-            self.explain = stream.explain
-            self.usage.host_cached_tokens = min(stream.usage.host_cached_tokens, num_cached)
+            self._numbers.explain = stream.explain
+            usage.host_cached_tokens = min(stream.usage.host_cached_tokens, num_cached)
         else:
             num_cached = max(0, num_cached - self._shared_len)
-        self.usage.cached_tokens += num_cached
+        usage.cached_tokens += num_cached

@@ -108,7 +108,11 @@ class TextTokenizer:
         return cls(backend, special_tokens)
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        max_model_len: int | None = None,
+        num_output: int = 1,
     ) -> np.ndarray:
         """Return the token ids of a text.
 
@@ -120,6 +124,8 @@ class TextTokenizer:
             which contains these tokens.
         max_model_len
             Refuse a text with more tokens before each token becomes a Python object.
+        num_output
+            Number of these tokens that the text must leave for the output.
 
         Returns
         -------
@@ -130,12 +136,12 @@ class TextTokenizer:
         InvalidRequest
             The text has a lone surrogate, so it is not valid Unicode.
         ContextLengthExceeded
-            The text has more tokens than `max_model_len`.
+            The text has more tokens than `max_model_len` - `num_output`.
         """
         utf8_len(text, "prompt")
         # `encode` would hold the GIL (2 s for 2 MB); the batch call releases it.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        _check_lens([encoding], max_model_len)
+        _check_lens([encoding], max_model_len, num_output)
         return np.array(encoding.ids, dtype=np.int32)
 
     @property
@@ -175,7 +181,7 @@ class TextTokenizer:
         return None
 
     def encode_pieces(
-        self, pieces: Sequence[str], max_model_len: int | None = None
+        self, pieces: Sequence[str], max_model_len: int | None = None, num_output: int = 1
     ) -> list[np.ndarray]:
         """Return the ids of each piece of a text, [tokens] int32 each, without BOS and similar tokens."""
         batches = [list(pieces)]
@@ -186,7 +192,7 @@ class TextTokenizer:
             for batch in batches
             for encoding in self.backend.encode_batch_fast(batch, add_special_tokens=False)
         ]
-        _check_lens(encodings, max_model_len)
+        _check_lens(encodings, max_model_len, num_output)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -263,6 +269,7 @@ class AsyncTokenizer:
         field: str = "prompt",
         tenant: str = "",
         is_guarded: bool = False,
+        num_output: int = 1,
     ) -> np.ndarray:
         """Encode as `TextTokenizer.encode` does; a text that begins with BOS does not get a second one.
 
@@ -276,6 +283,8 @@ class AsyncTokenizer:
             Tenant of the request; the cache returns only pieces of this tenant.
         is_guarded
             The text comes from messages that `SpecialTokens.protect` has marked: marked tokens are plain text.
+        num_output
+            Number of tokens that the text must leave for the output.
 
         Raises
         ------
@@ -294,7 +303,8 @@ class AsyncTokenizer:
                 f" ({MAX_BYTES_PER_TOKEN} for each of the model's {max_model_len} tokens)",
                 field=field,
             )
-        ids = await self._encode(text, add_special_tokens, tenant, is_guarded, max_model_len)
+        bounds = max_model_len, num_output
+        ids = await self._encode(text, add_special_tokens, tenant, is_guarded, bounds)
         return self.tokenizer.without_second_start(ids) if add_special_tokens else ids
 
     async def _encode(
@@ -303,8 +313,9 @@ class AsyncTokenizer:
         add_special_tokens: bool,
         tenant: str,
         is_guarded: bool,
-        max_model_len: int,
+        bounds: tuple[int, int],
     ) -> np.ndarray:
+        """`bounds` are `max_model_len` and `num_output`."""
         if is_guarded and GUARD in text:
             # This is rare, so it does not use the cache.
             ids = await self.in_thread(self.tokenizer.special.encode, text)
@@ -314,12 +325,12 @@ class AsyncTokenizer:
         if self._pattern is not None and (
             self.tokenizer.knows_special_tokens or not add_special_tokens
         ):
-            pieces = await self._encode_pieces(self._pattern, text, tenant, max_model_len)
+            pieces = await self._encode_pieces(self._pattern, text, tenant, bounds)
             return self.tokenizer.join(pieces, add_special_tokens)
-        return await self.in_thread(self.tokenizer.encode, text, add_special_tokens, max_model_len)
+        return await self.in_thread(self.tokenizer.encode, text, add_special_tokens, *bounds)
 
     async def _encode_pieces(
-        self, pattern: re.Pattern[str], text: str, tenant: str, max_model_len: int
+        self, pattern: re.Pattern[str], text: str, tenant: str, bounds: tuple[int, int]
     ) -> list[np.ndarray]:
         """Return the ids of each piece, [tokens] int32; encode only those that are not in the cache."""
         at_words = self.tokenizer.cuts_at_words
@@ -337,7 +348,7 @@ class AsyncTokenizer:
                 encoded = self.tokenizer.encode_pieces(tuple(missing))
             else:
                 encoded = await self.in_thread(
-                    self.tokenizer.encode_pieces, tuple(missing), max_model_len
+                    self.tokenizer.encode_pieces, tuple(missing), *bounds
                 )
         new = dict(zip(missing, encoded, strict=True))
         for piece, ids in new.items():
@@ -402,25 +413,31 @@ def _added_around(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray] | None:
     return None
 
 
-def _check_lens(encodings: Sequence[Encoding], max_model_len: int | None) -> None:
+def _check_lens(encodings: Sequence[Encoding], max_model_len: int | None, num_output: int) -> None:
     if max_model_len is not None:
-        check_prompt_len(sum(map(len, encodings)), max_model_len)
+        check_prompt_len(sum(map(len, encodings)), max_model_len, num_output)
 
 
-def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
-    """Check that a prompt leaves room for one output token.
+def check_prompt_len(num_tokens: int, max_model_len: int, num_output: int = 1) -> None:
+    """Check that a prompt leaves room for its output: one token or none.
 
     Raises
     ------
     ContextLengthExceeded
-        The prompt has `max_model_len` tokens or more.
+        The prompt has more than `max_model_len` - `num_output` tokens.
     """
-    if num_tokens > max_model_len - 1:
+    if num_tokens <= max_model_len - num_output:
+        return
+    if not num_output:
         raise ContextLengthExceeded(
-            f"prompt has {num_tokens} tokens; at most {max_model_len - 1} leave room for an"
-            f" output token in the model's {max_model_len}",
+            f"prompt: {num_tokens} tokens; the model takes at most {max_model_len}",
             field="prompt",
         )
+    raise ContextLengthExceeded(
+        f"prompt has {num_tokens} tokens; at most {max_model_len - 1} leave room for an"
+        f" output token in the model's {max_model_len}",
+        field="prompt",
+    )
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.protos.errors import QuireError, model_not_found
+from quire.protos.errors import ContextLengthExceeded, QuireError, model_not_found
 from quire.protos.field_checks import check_ids
 from quire.protos.wire import Load
 from quire.router.bill import BilledAnswer
@@ -29,6 +29,7 @@ from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaSt
 from quire.router.text.chat_messages import check_messages
 from quire.router.text.stop import StopMatcher
 from quire.router.types import (
+    Embeddings,
     EncodedPrompt,
     Explain,
     GenerationRequest,
@@ -241,6 +242,33 @@ class FakeService:
                 BilledAnswer("stop", True, False, 0, 0, usage.cached_tokens, 0, 0.0, 0.5, 0.0)
             )
         return ReplyScores(logprobs, usage, explain)
+
+    async def embed(self, request: GenerationRequest, dimensions: int | None) -> Embeddings:
+        """The values of an embedding are the input's length, half of it, a third and so on."""
+        self.requests.append(request)
+        self._refuse()
+        prompts = request.prompts or (request.prompt,)
+        for i, prompt in enumerate(prompts):
+            if len(prompt) > MAX_MODEL_LEN:
+                field = f"prompt[{i}]" if request.prompts else "prompt"
+                message = f"{field}: {len(prompt)} tokens; the model takes at most {MAX_MODEL_LEN}"
+                raise ContextLengthExceeded(message, field=field)
+        try:
+            await asyncio.sleep(self.generate_s)
+        except asyncio.CancelledError:
+            self.cancelled_in_generate.set()
+            raise
+        lengths = [len(prompt) for prompt in prompts]
+        vectors = [
+            np.float32(length) / np.arange(1, 1 + (dimensions or 4), dtype=np.float32)
+            for length in lengths
+        ]
+        usage = Usage(prompt_tokens=sum(lengths), cached_tokens=3)
+        explain = Explain(router="router-1", replica="replica-a", attempts=1, answered=True)
+        if request.bill is not None:
+            request.bill.begin(usage.prompt_tokens, 1)
+            request.bill.end(BilledAnswer("stop", True, False, 0, 0, 3, 0, 0.0, 0.5, 0.0))
+        return Embeddings(vectors, usage, explain)
 
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:
         """One token for each byte of the text."""

@@ -29,6 +29,7 @@ UNARY = (
     "Render",
     "Tokenize",
     "Detokenize",
+    "Embed",
     "GetModelInfo",
     "GetLoads",
     "Check",

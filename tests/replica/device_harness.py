@@ -11,7 +11,7 @@ import torch
 from step_driver import engine_config
 
 from quire.kernels.attention.paged_attention import Backend
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import POOLINGS, SamplingParams
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
@@ -100,6 +100,8 @@ class Harness:
                     assert delta.index == len(tokens[delta.key]) or not delta.token_ids
                     tokens[delta.key] += delta.token_ids
                     scores[delta.key] += [tuple(s) for s in map(_values, delta.logprobs or ())]
+                    if delta.embedding is not None:
+                        scores[delta.key].append(delta.embedding.tobytes())
                     if delta.finish_reason is not None:
                         error = None if delta.error is None else str(delta.error)
                         told[delta.key] = (
@@ -125,7 +127,10 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def crowd() -> list[Request]:
-    """Prompts of one chunk and of several, that begin alike and not; greedy and drawn; stopped by length and by id."""
+    """Prompts of one chunk and of several, that begin alike and not; greedy and drawn; stopped by length and by id.
+
+    The last two are embeddings.
+    """
     trunk = prompt(18, 99)
     requests = []
     for i in range(10):
@@ -138,6 +143,8 @@ def crowd() -> list[Request]:
             dict(temperature=1.3, stop_token_ids=tuple(range(3, 60))),
         ][i % 4]
         requests.append(Request(i, ids, SamplingParams(**options)))
+    for pooling in POOLINGS:
+        requests.append(Request(pooling, trunk + prompt(21, 7), SamplingParams(pooling=pooling)))
     return requests
 
 

@@ -98,6 +98,7 @@ class EngineTransport:
                     d.num_host_cached_tokens,
                     d.logprobs,
                     d.prompt_logprobs,
+                    d.embedding,
                 ),
                 d.error,
             )

@@ -12,7 +12,7 @@ from quire.protos import generation_pb2
 
 BODY = 8 << 20  # bytes that an HTTP body or a message may have
 CHAT, TEXT, ITEMS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-DECISIONS = "/v1/decisions"
+DECISIONS, EMBEDDINGS = "/v1/decisions", "/v1/embeddings"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
@@ -80,6 +80,12 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "keys of a question": (DECISIONS, (ASKED + '[{"type":"predicate",' + few_keys + "}]}").encode()),
         "json of an input": (DECISIONS, filled('{"questions":[],"input":[{"role":"user","content":'
                                                '[{"type":"input_json","data":[', "{},", "]}]}]}")),
+        "inputs": (EMBEDDINGS, filled('{"input":[', '"a",', "]}")),
+        "inputs that pass the count": (EMBEDDINGS, listed('{"input":[', '"' + "ab " * 150 + '"', 600, "]}")),
+        "long inputs": (EMBEDDINGS, listed('{"input":[', '"' + "ab " * 5000 + '"', 500, "]}")),
+        "inputs of ids": (EMBEDDINGS, listed('{"input":[', "[" + "7," * 255 + "7]", 2048, "]}")),
+        "too many ids of an input": (EMBEDDINGS, listed('{"input":[', "7", 3_000_000, "]}")),
+        "inputs of too many ids": (EMBEDDINGS, listed('{"input":[', "[" + "7," * 999 + "7]", 2048, "]}")),
         "tools": (CHAT, filled('{"messages":[],"tools":[', '{"type":"function"},', "]}")),
         "tools that pass the count": (CHAT, listed(TOOLS, TOOL, 4096, "]}")),
         "a large schema": (CHAT, (TOOLS + TOOL.replace("{}", "{" + few_keys + "}") + "]}").encode()),

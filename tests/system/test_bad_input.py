@@ -92,13 +92,16 @@ def test_grpc(cluster, generation, fields, code, words, streaming):
 
 
 def test_a_path_and_a_method_that_are_not_served_get_those_that_are(cluster):
-    status, answer = post(f"{cluster.url}/v1/embeddings", b"{}")
+    status, answer = post(f"{cluster.url}/v1/images/generations", b"{}")
     assert (status, answer["error"]["code"]) == (404, "not_found")
     assert "POST /v1/chat/completions" in answer["error"]["message"]
     with cluster.channel() as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/quire.v1.Generation/Embed")(b"", timeout=30)
+        channel.unary_unary("/quire.v1.Generation/Translate")(b"", timeout=30)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "quire.v1.Generation has Detokenize, Generate, GenerateOnce" in caught.value.details()
+    assert (
+        "quire.v1.Generation has Detokenize, Embed, Generate, GenerateOnce"
+        in caught.value.details()
+    )
 
 
 def test_bytes_that_are_no_message_are_refused(cluster):

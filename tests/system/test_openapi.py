@@ -30,12 +30,12 @@ pytestmark = [
     pytest.mark.chaos,
     pytest.mark.timeout(600 if SIZE == "ci" else 3600),
 ]
-# Of each operation; 15 operations times 300 are what 9 times 500 were.
-NUM_EXAMPLES = {"ci": 300, "long": 5000}[SIZE]
+# Of each operation; 16 operations times 280 are what 9 times 500 were.
+NUM_EXAMPLES = {"ci": 280, "long": 5000}[SIZE]
 # Greater ones are valid and answered in their time: thousands of tokens of 32 choices.
 MOST = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "n": 3}
 MESSAGES = "/v1/messages"
-TOKENIZE, DECISIONS = "/tokenize", "/v1/decisions"
+TOKENIZE, DECISIONS, EMBEDDINGS = "/tokenize", "/v1/decisions", "/v1/embeddings"
 Sender = Callable[[Case], Any]
 CHECKS = [not_a_server_error, status_code_conformance]
 SCHEMA = response_schema_conformance
@@ -59,7 +59,7 @@ def shortened(body: Any, path: str, random: Random | None) -> Any:
         body = {**body, "model": "embedded"}
         if isinstance(body.get("max_tokens"), float):
             body["max_tokens"] = 2
-    if path not in (f"{MESSAGES}/count_tokens", TOKENIZE, DECISIONS):
+    if path not in (f"{MESSAGES}/count_tokens", TOKENIZE, DECISIONS, EMBEDDINGS):
         body = {"max_output_tokens" if "input" in body else "max_tokens": 2, **body}
     for name, most in MOST.items():
         if type(body.get(name)) is int and body[name] > most:
@@ -123,6 +123,7 @@ def test_every_operation(cluster, subtests):
         "/v1/chat/completions",
         "/v1/responses",
         DECISIONS,
+        EMBEDDINGS,
         MESSAGES,
         f"{MESSAGES}/count_tokens",
     ):

@@ -7,11 +7,12 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import httpx
+import numpy as np
 import openai
 import pytest
 from google.protobuf.message import Message
@@ -132,6 +133,41 @@ def test_decisions_have_the_same_bits_on_any_replica_and_in_company(cluster):
 
     with ThreadPoolExecutor(12) as pool:
         assert all(answers == expected.answers for answers in pool.map(decide, range(24)))
+
+
+def test_embeddings_have_the_same_bits_on_any_replica_and_in_company(cluster, generation):
+    """By both encodings of HTTP, and by gRPC."""
+    inputs = ["The keeper of a lighthouse. " * (1 + 3 * i) for i in range(6)]
+    create = cluster.openai().embeddings.create
+
+    def bits(numbers: Iterable[float]) -> bytes:
+        return np.asarray(numbers, np.float32).tobytes()
+
+    raw = cluster.openai().embeddings.with_raw_response.create(
+        model="embedded", input=inputs, encoding_format="float"
+    )
+    answer = raw.parse()
+    expected = [bits(item.embedding) for item in answer.data]
+    assert len(set(expected)) == len(inputs) and raw.headers["x-quire-replica"]
+    assert all(abs(np.square(item.embedding).sum() - 1) < 1e-6 for item in answer.data)
+    again = create(model="embedded", input=inputs)  # base64, decoded by the client
+    assert [bits(item.embedding) for item in again.data] == expected
+    assert answer.usage.prompt_tokens == again.usage.prompt_tokens == again.usage.total_tokens
+    given = generation_pb2.EmbedRequest(inputs=[{"text": text} for text in inputs], dimensions=16)
+    cut = [list(item.values) for item in generation.Embed(given).embeddings]
+    short = create(model="embedded", input=inputs, dimensions=16)
+    assert [bits(item.embedding) for item in short.data] == list(map(bits, cut))
+
+    def embed(i: int) -> bytes:
+        # A salt of its own: nothing is cached, and any replica may compute it.
+        salt = {"extra_body": {"cache_salt": f"salt {i}"}} if i % 2 else {}
+        cluster.openai().completions.create(model="embedded", prompt=f"{i}", max_tokens=9, seed=i)
+        (item,) = create(model="embedded", input=inputs[i % len(inputs)], **salt).data
+        return bits(item.embedding)
+
+    with ThreadPoolExecutor(12) as pool:
+        for i, found in enumerate(pool.map(embed, range(24))):
+            assert found == expected[i % len(inputs)]
 
 
 def test_64_concurrent_streams_each_equal_their_own_single_run(cluster):

@@ -675,10 +675,10 @@ def test_an_unknown_method_is_answered_with_those_that_there_are(service, mode: 
         async with serving(service, mode) as clients:
             channel = clients.channel
             for kind in (channel.unary_unary, channel.unary_stream):
-                error = await failure(kind("/quire.v1.Generation/Embed")(b"x"))
+                error = await failure(kind("/quire.v1.Generation/Translate")(b"x"))
                 assert error.code() is grpc.StatusCode.UNIMPLEMENTED
                 assert error.details() == (
-                    "this method is not served; quire.v1.Generation has Detokenize, Generate, "
+                    "this method is not served; quire.v1.Generation has Detokenize, Embed, Generate, "
                     "GenerateOnce, Render, Tokenize"
                 )
             error = await failure(channel.unary_unary("/quire.v1.Control/Stop")(b""))
@@ -736,7 +736,12 @@ async def outcome(channel: grpc.aio.Channel, method: Any, *metadata: tuple[str, 
     """The status of one call of a method: OK if it gets an answer."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     text = generation_pb2.TokenizeRequest(prompt="once upon")
-    asked = {"GenerateRequest": request(), "TokenizeRequest": text}.get(method.input_type.name)
+    inputs = generation_pb2.EmbedRequest(inputs=[{"text": "once upon"}])
+    asked = {
+        "GenerateRequest": request(),
+        "TokenizeRequest": text,
+        "EmbedRequest": inputs,
+    }.get(method.input_type.name)
     kind = channel.unary_stream if method.server_streaming else channel.unary_unary
     call = kind(path, request_serializer=lambda _: asked.SerializeToString() if asked else b"")(
         b"", metadata=metadata, timeout=10

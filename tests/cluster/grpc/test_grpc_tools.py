@@ -254,3 +254,53 @@ def test_what_is_no_text_and_no_tokens_is_refused(service, method, asked, code, 
         assert dict(error.trailing_metadata())["x-quire-error-field"] == field
 
     run(service, "direct", body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inputs_become_embeddings(service, mode: str) -> None:
+    """The service's values are an input's length, half of it and so on."""
+    inputs = [{"text": "four"}, {"token_ids": {"ids": [5, 6]}}]
+
+    async def body(clients: Clients) -> None:
+        asked = generation_pb2.EmbedRequest(
+            inputs=inputs, dimensions=2, request_id="e", cache_salt="salt", priority=4
+        )
+        call = clients.generation.Embed(asked)
+        answer = await call
+        assert [list(item.values) for item in answer.embeddings] == [[4, 2], [2, 1]]
+        assert (answer.usage.prompt_tokens, answer.usage.cached_tokens) == (6, 3)
+        assert (answer.request_id, answer.model) == ("e", "acme/tiny")
+        assert dict(await call.trailing_metadata())["x-quire-replica"] == "replica-a"
+        whole = await clients.generation.Embed(generation_pb2.EmbedRequest(inputs=inputs[:1]))
+        assert len(whole.embeddings[0].values) == 4
+
+    run(service, mode, body)
+    asked = service.requests[0]
+    assert asked.prompts == ("four", (5, 6))
+    assert (asked.tenant, asked.priority, asked.add_special_tokens) == ("salt", 4, None)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "field", "message"),
+    [
+        ([], "inputs", "at least 1 input"),
+        ([{"text": "a"}, {}], "inputs[1]", "inputs[1] must have a text"),
+        ([{"text": ""}], "inputs[0]", "inputs[0] must have a text"),
+        ([{"token_ids": {"ids": []}}], "inputs[0]", "inputs[0] must have a text"),
+        ([{"text": "a"}] * 2049, "inputs", "inputs must have at most 2048 inputs, got 2049"),
+        (
+            [{"token_ids": {"ids": range(262_145)}}] * 2,
+            *("inputs", "inputs must have at most 524288 token ids in all, got 524290"),
+        ),
+        ([{"text": "a" * 513}], "inputs[0]", "inputs[0]: 513 tokens; the model takes at most 512"),
+    ],
+)
+def test_inputs_that_cannot_be_embedded_are_refused(service, inputs, field, message) -> None:
+    async def body(clients: Clients) -> None:
+        asked = generation_pb2.EmbedRequest(inputs=inputs)
+        error = await failure(clients.generation.Embed(asked))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error.details()
+        assert message in error.details()
+        assert dict(error.trailing_metadata())["x-quire-error-field"] == field
+
+    run(service, "direct", body)

@@ -73,11 +73,17 @@ def test_the_engine_generates_what_the_class_generates(checkpoint):
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with start(model=str(folder), device="cpu", dtype="float32", num_blocks=60) as engine:
         outputs = [output.token_ids for output in engine.generate(PROMPTS, params)]
+        embedded = engine.generate(PROMPTS, SamplingParams(pooling="mean"))
     model.generation_config.eos_token_id = None
     for prompt, tokens in zip(PROMPTS, outputs, strict=True):
         ids = torch.tensor([prompt])
         made = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert tokens == made[0, len(prompt) :].tolist()
+    for prompt, output in zip(PROMPTS, embedded, strict=True):
+        with torch.inference_mode():
+            states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1]
+        found = torch.from_numpy(output.embedding)
+        torch.testing.assert_close(found, states[0].mean(0), rtol=1e-3, atol=1e-4)
 
 
 def test_tensors_for_images_are_neither_read_nor_counted(checkpoint, monkeypatch):

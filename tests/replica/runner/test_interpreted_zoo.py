@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Lfm2Config, Lfm2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from quire.replica.core.step_plan import PoolTargets
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.proof.model_proof import save_random_model
@@ -73,6 +74,14 @@ def generate(
     return tokens, np.stack([row for s in sequences for row in s.logits])
 
 
+def pooled(runner: Runner) -> np.ndarray:
+    """Sums of hidden states, of a whole prompt and of its last token."""
+    driver = Driver(runner)
+    plan, _ = driver.plan([(driver.add(list(range(3, 8))), 5)])
+    targets = (PoolTargets(0, 0, 5, 5, True), PoolTargets(0, 4, 5, 5, True))
+    return np.stack(runner.run(plan._replace(pools=targets)).pooled)
+
+
 @pytest.fixture(scope="module", params=model_zoo.NAMES)
 def served(request, tmp_path_factory) -> tuple[str, Path, Runner]:
     """Name, checkpoint, and runner with the kernels of a GPU."""
@@ -86,9 +95,13 @@ def test_a_gpus_kernels_give_the_logits_of_the_cpus(served):
     fused, chains = FUSED[name]
     assert (dict(runner.fused.fused), runner.fused.chains) == (fused, chains)
     tokens, logits = generate(runner)
-    expected_tokens, expected = generate(make_runner(path, fuse="off"))
+    plain = make_runner(path, fuse="off")
+    expected_tokens, expected = generate(plain)
     assert tokens == expected_tokens
     assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+    if name == "llama":
+        expected = pooled(plain)
+        assert np.abs(pooled(runner) - expected).max() < 1e-4 * expected.std()
 
 
 def test_captured_steps_need_nothing_of_the_host(served):

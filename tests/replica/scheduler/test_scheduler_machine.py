@@ -11,6 +11,7 @@ nobody owns and nobody could match are spoiled before each step.
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import get_args
 
@@ -29,7 +30,7 @@ from hypothesis.stateful import (
 
 from quire.protos.errors import DeadlineExceeded, EngineError
 from quire.protos.routing_hash import tier_digest
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import POOLINGS, SamplingParams
 from quire.replica.config import DemotionOrder, EngineConfig, SchedulerName
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepPlan, StepResult
@@ -50,6 +51,11 @@ def link(chain, token):
     return hash((chain, token))
 
 
+def hidden(chain):
+    """The hidden state, of one value, after a token."""
+    return float(chain % 2**20)
+
+
 def choose(chain, seed, position, banned):
     token = hash((chain, seed, position)) % VOCAB
     while token in banned:
@@ -62,6 +68,8 @@ def alone(prompt, params, num_emitted):
     chain, position = START, len(prompt)
     for token in prompt:
         chain = link(chain, token)
+    if params.pooling:
+        return [], "stop"
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
     output = []
     while True:
@@ -74,6 +82,13 @@ def alone(prompt, params, num_emitted):
             return output, "stop"
         if index + 1 == params.max_tokens:
             return output, "length"
+
+
+def embedding_alone(prompt, params):
+    """The embedding of a request, computed without any cache; None if it generates."""
+    states = [hidden(chain) for chain in itertools.accumulate(prompt, link, initial=START)][1:]
+    found = {"last": states[-1:], "mean": states, "": []}[params.pooling]
+    return [np.float32(sum(found) / len(found))] if found else None
 
 
 class ModelDevice:
@@ -166,6 +181,7 @@ class ModelDevice:
             self.states[target] = self.states[source]
         saves = {(row, count): slot for row, count, slot in plan.state_saves.tolist()}
         assert len({*saves.values()}) == len(plan.state_saves), "a slot gets two snapshots"
+        hidden_states = np.zeros(plan.num_tokens)
         # Rows may continue blocks that an earlier row of this very step writes.
         for row in range(plan.num_rows):
             start = int(starts[row])
@@ -187,6 +203,7 @@ class ModelDevice:
                 self.before[slots] = chain
                 chain = link(chain, int(token_ids[t]))
                 self.after[slots] = chain
+                hidden_states[t] = hidden(chain)
                 slot = saves.pop((row, position + 1 - start), None)
                 if slot is not None:
                     self.states[slot] = chain
@@ -211,6 +228,9 @@ class ModelDevice:
         return StepResult(
             np.array(tokens, np.int64),
             0.001 * plan.num_tokens,
+            pooled=tuple(
+                hidden_states[pool.begin : pool.end].sum(keepdims=True) for pool in plan.pools
+            ),
             restored_step=self.restored_step,
         )
 
@@ -260,8 +280,13 @@ class Client:
         self.output += delta.token_ids
         assert self.output == self.expected[: len(self.output)]
         self.ended = delta.finish_reason
+        embedding = None
         if self.ended in ("stop", "length"):
             assert (self.output, self.ended) == (self.expected, self.reason)
+            request = self.request
+            prompt = request.token_ids[: request.num_prompt_tokens].tolist()
+            embedding = embedding_alone(prompt, request.params)
+        assert (None if delta.embedding is None else delta.embedding.tolist()) == embedding
         if self.ended is not None:
             assert delta.num_output_tokens == self.request.num_emitted + len(self.output)
             cached, on_host = delta.num_cached_tokens, delta.num_host_cached_tokens
@@ -403,6 +428,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience_s=st.sampled_from([None, None, None, 3.0]),
         priority=st.integers(-1, 1),
         retain_s=st.sampled_from([0.0, 0.5, 4.0]),
+        pooling=st.sampled_from(["", "", "", *POOLINGS]),
     )
     def submit(
         self,
@@ -419,14 +445,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience_s,
         priority,
         retain_s=0.0,
+        pooling="",
     ):
         shared = [(trunk + i * i) % VOCAB for i in range(blocks * self.block_size)]
         prompt = (shared + tail) or [1]
         limit = min(self.config.max_model_len, self.config.max_cache_tokens)
-        prompt = prompt[: limit - 1]
+        if pooling:
+            emitted, max_tokens, min_tokens = 0, 1, 0
+        prompt = prompt[: limit if pooling else limit - 1]
         emitted = min(emitted, len(prompt) - 1, max_tokens - 1)
-        max_tokens = min(max_tokens, limit - (len(prompt) - emitted))
+        if not pooling:
+            max_tokens = min(max_tokens, limit - (len(prompt) - emitted))
         params = SamplingParams(
+            pooling=pooling,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             seed=seed,
@@ -473,7 +504,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         parent = parents[pick % len(parents)]
         prompt = parent.token_ids[: parent.num_prompt_tokens].tolist()
         limit = min(self.config.max_model_len, self.config.max_cache_tokens)
-        max_tokens = min(max_tokens, limit - len(prompt))
+        max_tokens = max(1, min(max_tokens, limit - len(prompt)))
         for seed in range(count):
             params = dataclasses.replace(
                 parent.params,

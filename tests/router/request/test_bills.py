@@ -171,6 +171,34 @@ def test_a_decision_is_one_request_of_its_key(run):
     run(test)
 
 
+def test_embeddings_are_one_request_of_their_key(run):
+    inputs = (PROMPT + "To embed.", "Another")
+    asked = GenerationRequest(request_id="e", prompts=inputs, max_tokens=1)
+
+    async def test(door: Door) -> None:
+        first = (await door.service("a").embed(asked, None)).usage
+        assert door.used("a") == (first.prompt_tokens, 0)
+        assert (await door.service("b").embed(asked, None)).usage.cached_tokens == 0
+        again = (await door.service("a2").embed(asked, None)).usage
+        assert again.cached_tokens > 64, "keys of one tenant share the cache"
+        line = door.lines[-1]
+        assert (line["request_id"], line["finish_reasons"]) == ("e", ["stop"])
+        assert (line["prompt_tokens"], line["completion_tokens"]) == (first.prompt_tokens, 0)
+        assert len(door.lines) == 3
+        with pytest.raises(ContextLengthExceeded):
+            await door.service("a").embed(dataclasses.replace(asked, prompts=(PROMPT * 20,)), None)
+        assert door.used("a") == (first.prompt_tokens, 0)
+        while True:
+            try:
+                await door.service("b").embed(
+                    dataclasses.replace(asked, prompts=(PROMPT,) * 9), None
+                )
+            except RateLimited:
+                break
+
+    run(test)
+
+
 def test_the_queue_is_fair_to_the_key_s_tenant(run):
     """Not to a salt, with which one tenant would be many."""
 

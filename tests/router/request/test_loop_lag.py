@@ -31,6 +31,7 @@ from hostile_inputs import (
 from quire.cluster.grpc import grpc_servicers
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.cluster.http.decisions_api import decisions_routes
+from quire.cluster.http.embeddings_api import embeddings_routes
 from quire.cluster.http.http_api import build_app
 from quire.cluster.http.messages_api import messages_routes
 from quire.cluster.http.responses_api import responses_routes
@@ -40,6 +41,7 @@ from quire.router.policy.by_name import make_policy
 from quire.router.request.context import ModelFacts
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.service import RouterService
+from quire.router.scoring.embedder import Embedder
 from quire.router.scoring.reply_scorer import ReplyScorer
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
@@ -49,6 +51,7 @@ HOSTILE, MESSAGES = bodies(), messages()
 HELLO = SimpleNamespace(
     model_name="quire", revision="r", max_model_len=1 << 20, max_cache_tokens=1 << 20,
     vocab_size=1 << 20, weights="w", eos_token_ids=(0,), dtype="float32", block_size=16,
+    hidden_size=8,
 )  # fmt: skip
 
 
@@ -62,12 +65,13 @@ class Cut(RouterService):
 
 @pytest.fixture(autouse=True)
 def no_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decision too ends where its replies would be sent to a replica."""
+    """A decision too ends where its replies would be sent to a replica, and so do inputs."""
 
     async def run(*_: Any) -> Any:
         raise Unavailable("as far as this test goes")
 
     monkeypatch.setattr(ReplyScorer, "run", run)
+    monkeypatch.setattr(Embedder, "run", run)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +120,10 @@ def post(
     service: Cut, path: str, body: bytes, most_bytes: int = 4096
 ) -> Callable[[], Awaitable[int]]:
     """Send a body; the answer has at most `most_bytes`."""
-    apis = [messages_routes.add_routes, responses_routes.add_routes, decisions_routes.add_routes]
+    apis = [
+        module.add_routes
+        for module in (messages_routes, responses_routes, decisions_routes, embeddings_routes)
+    ]
     app = build_app(lambda: service, max_body_bytes=BODY, apis=apis)
     parts = [body[i : i + 65536] for i in range(0, len(body), 65536)]
 

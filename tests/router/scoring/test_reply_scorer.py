@@ -18,7 +18,7 @@ from quire.replica.builtin_model import CHECKPOINT
 from quire.router.bill import BilledAnswer
 from quire.router.question_types import Question
 from quire.router.request.service import RouterService
-from quire.router.scoring.reply_scorer import MAX_AT_ONCE
+from quire.router.scoring.many_prompts import MAX_AT_ONCE
 from quire.router.types import GenerationRequest, ReplyScores
 
 STATE = "The harbour at night, the quay and the lighthouse above it. " * 6

@@ -142,7 +142,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_bytes(tokenizer):
 def test_waiting_texts_are_bounded_and_cancelled_ones_count_until_done(tokenizer, monkeypatch):
     gate = threading.Event()
 
-    def slow(text, add_special_tokens=True, max_model_len=None):
+    def slow(text, add_special_tokens=True, max_model_len=None, num_output=1):
         gate.wait(10)
         return np.zeros(1, np.int32)
 

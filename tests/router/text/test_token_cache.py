@@ -157,7 +157,7 @@ def test_only_the_new_pieces_of_the_next_turn_are_encoded(monkeypatch):
     encoded: list[str] = []
     encode_pieces = EMBEDDED.encode_pieces
 
-    def record(pieces, max_model_len=None):
+    def record(pieces, max_model_len=None, num_output=1):
         encoded.extend(pieces)
         return encode_pieces(pieces)
 
@@ -259,7 +259,7 @@ def test_of_another_question_on_the_same_document_little_is_encoded(monkeypatch)
     rng = random.Random(3)
     document = " ".join(rng.choices(["the", "sea", "is", "blue,", "it's", "42", "deep\n"], k=2000))
 
-    def record(pieces, max_model_len=None):
+    def record(pieces, max_model_len=None, num_output=1):
         encoded.extend(pieces)
         return encode_pieces(pieces)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import struct
 from typing import Literal
 
 import openai
@@ -353,6 +355,28 @@ def decisions(target: Target) -> None:
     assert again.usage.input_tokens_details.cached_tokens > 64
 
 
+def embeddings(target: Target) -> None:
+    """In both encodings, and by default, which is base64 that the client decodes."""
+    inputs = ["A lighthouse at night.", "Bread and rain."]
+    create = _client(target).embeddings.create
+    plain = create(model=target.model, input=inputs, encoding_format="float")
+    coded = create(model=target.model, input=inputs, encoding_format="base64")
+    decoded = create(model=target.model, input=inputs)
+    for number, text, vector in zip(plain.data, coded.data, decoded.data, strict=True):
+        data = base64.b64decode(text.embedding)
+        values = struct.unpack(f"<{len(data) // 4}f", data)
+        assert list(values) == [_as_float32(value) for value in number.embedding]
+        assert [_as_float32(value) for value in vector.embedding] == list(values)
+        assert abs(sum(value * value for value in values) - 1) < 1e-5
+    assert plain.usage.prompt_tokens == plain.usage.total_tokens > 0
+    alone = create(model=target.model, input=inputs[1], encoding_format="float", dimensions=8)
+    assert len(alone.data[0].embedding) == 8
+
+
+def _as_float32(value: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
 run(
     [
         models,
@@ -373,6 +397,7 @@ run(
         responses_parse,
         responses_turns,
         decisions,
+        embeddings,
         tools,
         tools_named,
         tools_streamed,

@@ -7,7 +7,7 @@ from device_harness import BLOCK_SIZE, Harness, config_of, crowd, prompt, tight
 from fake_device import FakeDevice
 from test_async_steps import WAITS, in_which_it_shows
 
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import POOLINGS, SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.runner.graphs.graph_cache import GraphCache
@@ -142,12 +142,13 @@ def test_without_padding_configured_mixed_steps_run_as_they_are(harness):
     assert not any(use.values())
 
 
-def test_forks_and_scored_prompts_are_not_for_graphs(harness):
-    """They copy blocks and need every hidden state: the same tokens and scores, and neither hits nor misses."""
+def test_scored_and_pooled_prompts_are_not_for_graphs(harness):
+    """They need hidden states: the same tokens, scores and embeddings, and neither hits nor misses."""
 
     def requests() -> list[Request]:
         params = SamplingParams(max_tokens=4, ignore_eos=True, prompt_logprobs=2)
-        return [Request(i, prompt(11 + i, i), params) for i in range(3)]
+        embedded = [SamplingParams(pooling=pooling) for pooling in POOLINGS]
+        return [Request(i, prompt(11 + i, i), p) for i, p in enumerate([params] * 3 + embedded)]
 
     model = harness("llama")
     config = mixed_config(model)

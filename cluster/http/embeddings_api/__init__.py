@@ -1,0 +1,1 @@
+"""OpenAI's Embeddings API: a vector for each input."""
