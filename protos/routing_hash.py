@@ -17,6 +17,8 @@ _MIX_ROUNDS = (
     (np.array(27, _U64), np.array(0x94D049BB133111EB, _U64)),
 )
 _MIX_LAST = np.array(31, _U64)
+# Differs from each chain seed by chance; any number but 0 would do.
+_MARK = np.array(0xD1B54A32D192ED03, _U64)
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
@@ -85,6 +87,15 @@ def _block_sums(token_ids: np.ndarray, weights: np.ndarray, weight_sums: np.ndar
 def routing_hashes(running_sums: np.ndarray, chain_seeds: np.ndarray | np.uint64) -> np.ndarray:
     """Return the hashes of prefixes, [n] uint64, from their running sums, [n] uint64, and the seeds of their chains."""
     return _splitmix64(running_sums ^ chain_seeds)
+
+
+def state_marks(hashes: np.ndarray) -> np.ndarray:
+    """Return the marks of prefixes, [n] uint64, from their hashes, [n] uint64.
+
+    A replica of a recurrent model holds the mark of a prefix, beside its hash, if it has a snapshot of the states
+    there. A hit can end only at such a prefix.
+    """
+    return _splitmix64(hashes ^ _MARK)
 
 
 class RoutingHasher:

@@ -191,6 +191,7 @@ class Hello(Message):
     typical_requests: int = (
         0  # number of requests of `typical_len` tokens that run at the same time
     )
+    has_states: bool = False  # whether hits end at snapshots of recurrent states
     hidden_size: int = 0  # values of an embedding
 
     @property

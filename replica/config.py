@@ -425,6 +425,10 @@ class EngineConfig(EngineOptions):
     num_host_blocks: int = 0  # blocks of the host tier, of the same size; 0: no host tier
     # Whether some layers are recurrent: they keep a state of each running request instead of blocks.
     has_states: bool = False
+    # Number of slots for snapshots of the states, and number of blocks after which a prompt gets one in any case.
+    num_snapshots: int = 0
+    num_host_snapshots: int = 0  # slots in host memory
+    snapshot_spacing: int = 1
     # The fraction of each tier's blocks that may be retained for sessions.
     session_max_share: float = 0.0
     hidden_size: int = 0

@@ -292,6 +292,7 @@ class Engine:
             cache_tokens=config.num_blocks * typical_len // blocks,
             typical_len=typical_len,
             typical_requests=min(config.num_blocks // blocks, config.max_running_requests),
+            has_states=config.has_states,
             hidden_size=config.hidden_size,
         )
 

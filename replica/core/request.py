@@ -159,6 +159,10 @@ class Request:
         self._pooled: np.ndarray | float = 0.0
         self.num_indexed = 0  # number of leading blocks in the prefix cache, while it has a row
         self.tip: Entry | None = None  # entry of the last of these blocks
+        # Number of leading tokens whose blocks were cached when it started; more than its hit if states lacked.
+        self.num_known = 0
+        # Entry of the newest block with a snapshot that moves on with the request (`state_snapshots.py`).
+        self.moving_snapshot: Entry | None = None
         self.num_cached_tokens = 0  # prompt tokens found in the cache at first admission
         self.num_host_cached_tokens = (
             0  # the part of `num_cached_tokens` restored from the host tier

@@ -104,6 +104,8 @@ class SamplingBatch(NamedTuple):
 
 _NO_PAIRS = np.empty((0, 2), np.int64)
 _NO_PAIRS.setflags(write=False)
+_NO_SAVES = np.empty((0, 3), np.int64)
+_NO_SAVES.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,11 @@ class StepPlan(NamedTuple):
     # Blocks that are copied between device and host memory before `copies`: first the saves, then the restores.
     saves: np.ndarray = _NO_PAIRS  # [k, 2] int64, (device block, host block)
     restores: np.ndarray = _NO_PAIRS  # [k, 2] int64, (host block, device block)
+    # Snapshots of recurrent states: copies between slots before the step, in this order, and those taken during it. A
+    # row's slot has the number of the row; slots in host memory have the highest numbers.
+    state_copies: np.ndarray = _NO_PAIRS  # [k, 2] int64, (from, to)
+    # [k, 3] int64, (index of the row in the step, number of its tokens in the step before the snapshot, slot)
+    state_saves: np.ndarray = _NO_SAVES
     # Whether the step uses blocks restored by this step or an earlier one that may not have arrived.
     uses_restores: bool = True
     # [D] int64, request-table rows of the step's first D rows. The input of each is the token that was last sampled for

@@ -32,6 +32,7 @@ from quire.replica.kv_cache.cache_events import EventLog, Tier
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.kv_cache.prefix_entries import ContentChain, Entry, Hit
 from quire.replica.kv_cache.routing_names import RoutingNames
+from quire.replica.kv_cache.state_snapshots import StateSnapshots
 
 
 class PrefixCache:
@@ -51,6 +52,8 @@ class PrefixCache:
         G layer groups.
     model_name, revision
         Identity of the weights, for the routing hashes.
+    snapshots
+        First slot, number of slots, number of slots in host memory, and spacing of a recurrent model's snapshots.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class PrefixCache:
         groups: Sequence[LayerGroup] = (FULL_ATTENTION,),
         model_name: str = "",
         revision: str = "",
+        snapshots: tuple[int, int, int, int] = (0, 0, 0, 1),
     ):
         self.block_size = block_size
         self.groups = tuple(groups)
@@ -74,6 +78,7 @@ class PrefixCache:
         self._by_block: list[Entry | None] = [None] * num_blocks
         self._by_host_block: list[Entry | None] = [None] * num_host_blocks
         self._routing = RoutingNames(block_size, events, self._tier_of, model_name, revision)
+        self.snapshots = StateSnapshots(*snapshots, self._routing.update_snapshot)
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -132,7 +137,7 @@ class PrefixCache:
         raw = token_ids.astype(np.int32, copy=False).tobytes()
         width = 4 * self.block_size
         entries: list[Entry] = []
-        num_hit = 0
+        num_hit = num_known = 0
         # For each group: index of the first entry of the unbroken run of blocks that ends at the current entry.
         run_start = [0] * len(self.groups)
         parent: Entry | None = None
@@ -151,7 +156,9 @@ class PrefixCache:
                 if not entry.has(g, with_host):
                     run_start[g] = i + 1
             if all(run_start[g] <= self.first_needed(g, i + 1) for g in self._sliding):
-                num_hit = i + 1
+                num_known = i + 1
+                if entry.snapshot is not None or not self.snapshots:
+                    num_hit = i + 1
         del entries[num_hit:]
         return Hit(
             entries,
@@ -159,6 +166,7 @@ class PrefixCache:
                 [e.blocks[g] for e in entries[self.first_needed(g, num_hit) :]]
                 for g in range(len(self.groups))
             ],
+            num_known,
         )
 
     def first_needed(self, g: int, num_blocks: int) -> int:
@@ -306,6 +314,7 @@ class PrefixCache:
 
     def _drop_unused(self, entry: Entry | None) -> None:
         while entry is not None and not (entry.num_children or entry.num_rows or entry.has_block):
+            self.snapshots.drop(entry)
             self._routing.drop(entry)
             entry.alive = False
             del self._by_digest[entry.digest]
@@ -320,6 +329,7 @@ class PrefixCache:
             indexed.append([block for block, entry in enumerate(by_block) if entry is not None])
             for block in indexed[-1]:
                 by_block[block] = None
+        self.snapshots.clear()
         for entry in self._by_digest.values():
             entry.alive = False
         self._by_digest.clear()

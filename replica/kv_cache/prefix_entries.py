@@ -73,6 +73,7 @@ class Entry:
         "payer",
         "routing_hashes",
         "routing_sum",
+        "snapshot",
         "tenant",
         "tier",
         "token_bytes",
@@ -114,6 +115,8 @@ class Entry:
         self.tier: Tier | None = None
         # Hashes of the routing blocks that end in this block, once they are computed.
         self.routing_hashes: Sequence[int] = ()
+        # Slot of the copy of the recurrent states after this block; None: there is no copy (`state_snapshots.py`).
+        self.snapshot: int | None = None
         # Running sum of the routing blocks' hash terms from the start of the sequence, if a routing block ends here.
         self.routing_sum = 0
 
@@ -140,6 +143,9 @@ class Hit:
     # For each group the device blocks of the last entries, starting at the first block that the next token sees. None:
     # the block is only in the host tier (host memory).
     blocks: list[list[int | None]]
+    # Number of leading blocks of the sequence that are cached. It is larger than the number of entries if the model is
+    # recurrent and later blocks have no snapshot.
+    num_known: int = 0
 
     @property
     def device_blocks(self) -> list[int]:

@@ -28,6 +28,7 @@ from quire.protos.routing_hash import (
     RoutingHasher,
     routing_block_sums,
     routing_hashes,
+    state_marks,
 )
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.cache_events import EventLog, Tier
@@ -159,6 +160,29 @@ class RoutingNames:
             self._events.move(entry.routing_hashes, entry.tier, tier)
             entry.tier = tier
 
+    def update_snapshot(self, entry: Entry, has_snapshot: bool) -> None:
+        """Report that an entry of a recurrent model has got or lost the snapshot at which a hit may end.
+
+        It is reported for the last routing block that ends at the snapshot or before it.
+        """
+        marks = self._marks(entry)
+        if has_snapshot:
+            self._events.hold(marks)
+        else:
+            self._events.drop(marks)
+
+    def _marks(self, entry: Entry) -> list[int]:
+        """Return the mark of the last routing block that ends with an entry or before it; [] if there is none."""
+        last: Entry | None = entry
+        while last is not None and (last.depth + 1) % self.num_entries:
+            last = last.parent
+        if last is None:
+            return []
+        if last.tier is None:
+            self.hash_new()
+        marks: list[int] = state_marks(np.array(last.routing_hashes[-1:], np.uint64)).tolist()
+        return marks
+
     def drop(self, entry: Entry) -> None:
         """Report that an entry leaves the index."""
         # The entry may still be queued; a later `hash_new` would then report it after it has left.
@@ -183,6 +207,8 @@ class RoutingNames:
         for entry in entries:
             if entry.tier is not None:
                 holders[entry.tier].update(entry.routing_hashes)
+            if entry.snapshot is not None:
+                holders[Tier.GPU].update(self._marks(entry))
         for tier in Tier:
             others = holders[Tier.GPU] if tier is Tier.HOST else set()
             if holders[tier] - others != self._events.held(tier):

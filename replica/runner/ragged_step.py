@@ -73,7 +73,8 @@ class RaggedStep:
         if self._states is not None:
             # Without a request table, the rows of all steps are the same requests.
             rows = plan.rows if len(plan.rows) else np.arange(plan.num_rows)
-            cache = StepCache.of(self._states, rows, num_query, plan.kv_len)
+            self._states.copy(plan.state_copies)
+            cache = StepCache.of(self._states, rows, num_query, plan.kv_len, plan.state_saves)
         hidden = self._forward.hidden(
             self._outputs.known(inputs.token_ids),
             inputs.positions,

@@ -106,7 +106,7 @@ class Runner:
         self._compiles = CompileCount()
         fix_rope(model, config.max_model_len)
         self._attentions = [self._attention(group) for group in pool.groups if group.layers]
-        self.states = _state_pool(config, spec, model)
+        self.states = _state_pool(config, spec, model, self._device)
         if fused is None:
             fused = self.kernels.fuse(config, model, pool, self._attentions)
         self.fused = fused
@@ -313,11 +313,20 @@ class Runner:
         return self._compiles.num_compiles
 
 
-def _state_pool(config: EngineConfig, spec: ModelSpec, model: torch.nn.Module) -> StatePool | None:
-    """Allocate the states of a recurrent model: a slot for each row of the request table."""
+def _state_pool(
+    config: EngineConfig, spec: ModelSpec, model: torch.nn.Module, device: Device
+) -> StatePool | None:
+    """Allocate the states of a recurrent model: slots for the rows of the request table, and for snapshots."""
     if not spec.has_states:
         return None
-    return StatePool(split_state_layers(model), config.num_rows, config.device)
+    return StatePool(
+        split_state_layers(model),
+        config.num_rows,
+        config.num_snapshots,
+        config.num_host_snapshots,
+        device=config.device,
+        pinned=device.pinned,
+    )
 
 
 def _choose_kernels(config: EngineConfig, backend: Backend | None) -> ModelKernels:

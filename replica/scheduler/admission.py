@@ -166,6 +166,9 @@ class Admission:
             for g, known in enumerate(hit.blocks)
         ]
         self._rows.claim(request, blocks, offer.num_hit_tokens)
+        request.num_known = hit.num_known * self._config.block_size
+        if hit.entries and self._prefix.snapshots:
+            self._prefix.snapshots.load(hit.entries[-1], request.row)
         if hit.entries:
             request.tip, request.num_indexed = hit.entries[-1], len(hit.entries)
             self._prefix.add_row(request.tip)

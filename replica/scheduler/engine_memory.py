@@ -56,6 +56,13 @@ class EngineMemory:
             groups=config.groups,
             model_name=config.model_name,
             revision=config.revision,
+            # The slot after the rows' is the trash slot.
+            snapshots=(
+                config.num_rows + 1,
+                config.num_snapshots,
+                config.num_host_snapshots,
+                config.snapshot_spacing,
+            ),
         )
         share = config.session_max_share
         self.host = HostTier(
@@ -93,6 +100,7 @@ class EngineMemory:
 
     def vacate(self, request: Request) -> None:
         """Give back a running request's row and blocks; its full blocks stay cached."""
+        self.prefix.snapshots.cancel_load(request.row)
         self.give_back(reversed(self.rows.vacate(request.row)))
         self.blocked_head.unblock()
 
@@ -154,7 +162,7 @@ class EngineMemory:
             "missing tokens": self.rows.num_missing_tokens,
         }
 
-    def check(self, requests: Collection[Request], num_ahead: int) -> None:
+    def check(self, requests: Collection[Request], num_ahead: int, num_taken: int) -> None:
         """Raise `IntegrityError` where two records of rows, blocks or prefix entries disagree.
 
         Parameters
@@ -163,8 +171,11 @@ class EngineMemory:
             Every live request.
         num_ahead
             Number of tokens of a row that are planned and not yet known.
+        num_taken
+            Number of slots for snapshots that steps in flight have taken and not given to an entry.
         """
         self.prefix.check()
+        self.prefix.snapshots.check(self.prefix.entries(), num_taken)
         self.retention.check()
         owners = table_checks.num_owners(self.rows, self._num_blocks)
         held = self.deferred_frees.num_owners()

@@ -107,6 +107,7 @@ class Sharing:
     def __init__(self, config: EngineConfig, memory: EngineMemory):
         self._block_size = config.block_size
         self._num_groups = len(config.groups)
+        self._has_states = config.has_states
         self._prefix = memory.prefix
         self._blocks = memory.blocks
         self._rows = memory.rows
@@ -114,7 +115,8 @@ class Sharing:
     def offer(self, request: Request) -> Share | None:
         """The blocks that the request can take from its parent now; None: it must start as an ordinary request."""
         parent = request.parent
-        if parent is None or parent.phase is not Phase.DECODING:
+        if parent is None or parent.phase is not Phase.DECODING or self._has_states:
+            # The fork of a recurrent model starts from the prompt's snapshot, as the same prompt again would.
             return None
         if request.num_tokens > request.num_prompt_tokens:
             # A preempted fork that has generated tokens of its own needs KV for these too, which the parent lacks.

@@ -8,6 +8,9 @@
  return         d0   d1   d7   d8   d9               d0, d1 were still cached; the others are copied back
 ```
 
+A request of a recurrent model is not offloaded: it returns from its newest snapshot, which is at most a block old, and
+from its cached blocks in either tier (`state_snapshots.py`).
+
 An offloaded request keeps its reference to its last indexed entry of the prefix index. So its blocks that are still
 cached can be found, and later blocks can be indexed as their continuation.
 """
@@ -53,6 +56,7 @@ class Offload:
     ):
         self._block_size = config.block_size
         self._num_groups = len(config.groups)
+        self._has_states = config.has_states
         self._prefix = memory.prefix
         self._blocks = memory.blocks
         self._host = memory.host
@@ -65,9 +69,11 @@ class Offload:
 
         Returns
         -------
-        The host blocks, which the caller owns. None, without a copy, if the tier has no room for all blocks, or if
-        nothing is computed.
+        The host blocks, which the caller owns. None, without a copy, if the tier has no room for all blocks, if nothing
+        is computed, or if the model is recurrent.
         """
+        if self._has_states:
+            return None
         rows, row = self._rows, request.row
         num_computed = int(rows.num_computed[row])
         end = -(-num_computed // self._block_size)

@@ -30,11 +30,15 @@ from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.scheduler.admission import Admission
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.forks import Sharing, WaitingForks, find_parent
-from quire.replica.scheduler.isolated_requests import IsolatedRequests
 from quire.replica.scheduler.offload import Offload, PendingRestores
 from quire.replica.scheduler.order import POLICIES
 from quire.replica.scheduler.preemption import ReturnQueue
-from quire.replica.scheduler.queues import Deadlines, KeyedRequests, RequestCollection
+from quire.replica.scheduler.queues import (
+    Deadlines,
+    IsolatedRequests,
+    KeyedRequests,
+    RequestCollection,
+)
 from quire.replica.scheduler.speed import CopySpeed, StepSpeed
 
 
@@ -197,7 +201,7 @@ class RequestBook:
         """
         self._check_room()
         parent = find_parent(request, self.requests, self.forks)
-        if self._config.has_states:
+        if self._config.has_states and not self._config.num_snapshots:
             # The parent's state is after its own tokens, so a fork computes the prompt itself.
             parent = None
         request.accept(self._config.eos_token_ids)

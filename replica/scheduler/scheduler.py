@@ -40,6 +40,7 @@ from quire.replica.request_table import table_checks
 from quire.replica.scheduler.chunking import Chunking
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.request_book import RequestBook
+from quire.replica.scheduler.snapshot_plans import SnapshotPlans
 from quire.replica.scheduler.speed import CopySpeed, StepSpeed
 from quire.replica.scheduler.step_committer import StepCommitter
 from quire.replica.scheduler.step_composer import StepComposer
@@ -85,7 +86,16 @@ class Scheduler:
         self.book = RequestBook(config, self.memory, self.copies, self.speed)
         self._chunking = Chunking(config, self.speed)
         self._indexer = StepIndexer(config, self.memory)
-        parts = (config, self.memory, self.book, self.steps, self._indexer, self._chunking)
+        self._snapshots = SnapshotPlans(config, self.memory)
+        parts = (
+            config,
+            self.memory,
+            self.book,
+            self.steps,
+            self._indexer,
+            self._snapshots,
+            self._chunking,
+        )
         self._composer = StepComposer(*parts)
         self._committer = StepCommitter(*parts, self.copies)
 
@@ -337,5 +347,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Compare all records; raise `IntegrityError` (an AssertionError) where two disagree."""
-        self.memory.check(self.book.requests.values(), num_ahead=max(0, len(self.steps) - 1))
+        num_taken = sum(len(step.taken) for step in self.steps)
+        num_ahead = max(0, len(self.steps) - 1)
+        self.memory.check(self.book.requests.values(), num_ahead, num_taken)
         self.book.check()

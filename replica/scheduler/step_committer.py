@@ -15,6 +15,7 @@ from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.scheduler.chunking import Chunking
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.request_book import RequestBook
+from quire.replica.scheduler.snapshot_plans import SnapshotPlans
 from quire.replica.scheduler.speed import CopySpeed
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
 
@@ -50,6 +51,7 @@ class StepCommitter:
         book: RequestBook,
         steps: StepsInFlight,
         indexer: StepIndexer,
+        snapshots: SnapshotPlans,
         chunking: Chunking,
         copies: CopySpeed,
     ):
@@ -59,6 +61,7 @@ class StepCommitter:
         self._book = book
         self._steps = steps
         self._indexer = indexer
+        self._snapshots = snapshots
         self._chunking = chunking
         self._copies = copies
         self._restores = book.restores
@@ -81,6 +84,7 @@ class StepCommitter:
         recorded = self._record(step, tokens, has_stuck, complete, now_s)
         for behind in self._steps:
             self._indexer.register_known(behind)
+            self._snapshots.attach_known(behind)
             self._indexer.adopt(behind)
         self._end_finished(recorded, complete)
         if result.logprobs:
@@ -105,6 +109,7 @@ class StepCommitter:
                 deltas.append(self._book.release(request, FinishReason.ERROR, error=error))
         unknown: list[int] = []
         for step in failed:
+            self._snapshots.forget(step)
             if step.transfers:
                 self._recompute_copied(step.transfers)
             unknown += [*step.registered, *step.transfers.restores]

@@ -5,7 +5,7 @@
           1. blocks for their next token    2. while the budget lasts     3. while blocks and budget last
 ```
 
-A request that runs alone (`isolated_requests.py`) gets steps without other requests. Under `prefill_first` a step may
+A request that runs alone (`queues.py`) gets steps without other requests. Under `prefill_first` a step may
 hold chunks only. Preempting a request needs its newest token, so a step that would preempt is not planned before the
 step in flight (launched, not yet committed) is committed.
 """
@@ -29,6 +29,7 @@ from quire.replica.scheduler.offload import Return
 from quire.replica.scheduler.order import POLICIES, PrefillOrder, urgency
 from quire.replica.scheduler.preemption import choose_preempted
 from quire.replica.scheduler.request_book import RequestBook
+from quire.replica.scheduler.snapshot_plans import SnapshotPlans
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
 
 # Decoding rows complete few routing blocks (64 tokens that routers know by a hash) in a step, and hashing one costs as
@@ -48,6 +49,7 @@ class StepComposer:
         book: RequestBook,
         steps: StepsInFlight,
         indexer: StepIndexer,
+        snapshots: SnapshotPlans,
         chunking: Chunking,
     ):
         self._block_size = config.block_size
@@ -63,6 +65,7 @@ class StepComposer:
         self._sharing = book.sharing
         self._restores = book.restores
         self._indexer = indexer
+        self._snapshots = snapshots
         self._chunking = chunking
         self._writer = PlanWriter(memory.rows)
         self._prefill_order = PrefillOrder(POLICIES[config.scheduler].prefills_by_urgency)
@@ -73,8 +76,10 @@ class StepComposer:
         if composed is None:
             return None
         step, decodes = composed
+        saves = self._snapshots.plan(step, decodes)
         plan = self._write(step, decodes)
         self._book.end_plan()
+        plan = self._add_snapshots(step, plan, saves)
         plan = self._add_transfers(step, plan)
         self._hash_blocks(step)
         return step, plan
@@ -412,6 +417,15 @@ class StepComposer:
         if self._restores.are_copying:
             plan = plan._replace(uses_restores=self._restores.are_used_by(plan))
         return plan
+
+    def _add_snapshots(self, step: Step, plan: StepPlan, saves: np.ndarray) -> StepPlan:
+        """Add the snapshots of recurrent states that the step loads, moves and takes."""
+        loads, moves = self._memory.prefix.snapshots.launch()
+        if not (loads or moves or len(saves)):
+            return plan
+        step.moved = [host_slot for _, host_slot in moves]
+        pairs = np.array([*loads, *moves], np.int64).reshape(-1, 2)
+        return plan._replace(state_copies=pairs, state_saves=saves)
 
     def _hash_blocks(self, step: Step) -> None:
         """Hash new routing blocks, if the step has prefill or if enough blocks wait."""

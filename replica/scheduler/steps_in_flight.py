@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +19,22 @@ from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepPlan
 from quire.replica.kv_cache.host_tier import Transfers
+from quire.replica.kv_cache.prefix_entries import Entry
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.request_table.rows import RowTable
 from quire.replica.scheduler.chunking import StepBudget
 from quire.replica.scheduler.engine_memory import EngineMemory
 
 _NO_ROWS = np.empty(0, np.int64)
+
+
+class TakenSlot(NamedTuple):
+    """A slot for the snapshot of a row whose newest token is not known yet."""
+
+    row: int
+    owner: int  # `RowTable.owners` of the row
+    block: int  # index in the row's tables of the block that ends at the snapshot
+    slot: int
 
 
 @dataclass(slots=True)
@@ -57,6 +68,12 @@ class Step:
     registered: list[int] = field(default_factory=list)
     # (group, row, index in its table, its own block, the block that is indexed for the same content)
     duplicates: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    # (slot, entry) of each snapshot of recurrent states that the step takes.
+    snapshots: list[tuple[int, Entry]] = field(default_factory=list)
+    # Slots in host memory to which the step copies snapshots.
+    moved: list[int] = field(default_factory=list)
+    # Slots of snapshots whose entries are found when the step before is committed.
+    taken: list[TakenSlot] = field(default_factory=list)
 
     def is_alive(self, table: RowTable, rows: np.ndarray) -> np.ndarray:
         """[m] bool, whether each of these rows of the step still belongs to the request that it was planned for."""

@@ -1,7 +1,7 @@
 """The memory equation, solved for the number of blocks::
 
     max_memory_percent * available = weights + activations + attention + logits + graphs
-                                     + (max_running_requests + 1) * slot_bytes, if layers are recurrent
+                                     + slots of states, if layers are recurrent
                                      + (num_blocks + 1) * block_bytes
                                      + num_host_blocks * block_bytes, if the device is the CPU
 
@@ -96,7 +96,7 @@ class MemoryTable:
                 ),
             ]
         if self.states:
-            terms.append(("states", self.states, "of all running requests"))
+            terms.append(("states", self.states, "of running requests, and snapshots"))
         rows = [
             ("available", self.available, ""),
             ("budget", self.budget, f"{self.max_memory_percent:.0%} of it"),
@@ -130,7 +130,7 @@ def memory_table(
     available: int,
     host_available: int,
     measured: MeasuredMemory | None = None,
-    slot: int = 0,
+    states: int = 0,
 ) -> MemoryTable:
     """Solve the memory equation for the number of blocks. Reads and changes no state.
 
@@ -138,7 +138,8 @@ def memory_table(
     device's default for the remaining budget; but it is at most the number that all running requests of full length
     can use.
 
-    `measured` replaces all terms except those of the caches. `slot` is the number of bytes of one request's states.
+    `measured` replaces all terms except those of the caches. `states` is the number of bytes of all
+    slots of recurrent states.
 
     Raises
     ------
@@ -190,7 +191,7 @@ def memory_table(
             + extra.per_block * num_blocks,
             # Logits in float32, sorted logits, their ids, probabilities, and noise.
             logits=args.max_running_requests * spec.vocab_size * (4 * 4 + 8),
-            states=(args.max_running_requests + 1) * slot,
+            states=states,
             block=block,
             num_blocks=num_blocks,
             block_size=block_size,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from quire.kernels.rows import fp8_linear
 from quire.replica.checkpoint.checkpoint import count_parameters, weights_revision
 from quire.replica.checkpoint.model_spec import ModelSpec
-from quire.replica.checkpoint.weight_bytes import loading_bytes, weight_bytes
+from quire.replica.checkpoint.weight_bytes import ELEMENT_BYTES, loading_bytes, weight_bytes
 from quire.replica.config import (
     OPTION_NAMES,
     EngineArgs,
@@ -24,6 +25,7 @@ from quire.replica.config import (
     check_args,
     light_fields,
 )
+from quire.replica.device.kv_pool import block_elements
 from quire.replica.device.state_pool import slot_bytes
 from quire.replica.host_machine import available_bytes, cpu_flags, physical_cores
 from quire.replica.kv_cache.groups import max_sequence_tokens, sequence_blocks
@@ -37,6 +39,10 @@ from quire.replica.startup.gpu_sizing import GpuSizing
 from quire.replica.startup.memory_table import MeasuredMemory, memory_table
 
 logger = logging.getLogger(__name__)
+
+# Snapshots of recurrent states for each running request, if memory allows: its own newest one, that of its prompt, and
+# some of earlier prompts.
+_SNAPSHOTS_PER_ROW = 4
 
 
 def resolve(
@@ -99,13 +105,16 @@ def resolve(
     block_size = sizing.choose_block_size(args)
     loaded = text_tensor_names(spec)
     available = available_bytes(device) if measured is None else measured.available
-    slot = slot_bytes(split_state_layers(empty_model(spec, dtype))) if spec.has_states else 0
     model_bytes = weight_bytes(folder, dtype, weights, loaded)
-    if slot:
-        # Slots take at most half of the memory that the weights leave.
-        most = int(available * args.max_memory_percent - model_bytes) // 2 // slot - 1
-        num_rows = max(1, min(args.max_running_requests, max_batch_tokens, most))
-        args = dataclasses.replace(args, max_running_requests=num_rows)
+    states = StateSlots()
+    if spec.has_states:
+        room = int(available * args.max_memory_percent - model_bytes)
+        states = _state_slots(args, spec, dtype, room, max_batch_tokens, block_size)
+        args = dataclasses.replace(
+            args,
+            max_running_requests=states.num_rows,
+            prefix_caching=states.num_snapshots > 0,
+        )
     table = memory_table(
         args,
         spec,
@@ -117,7 +126,7 @@ def resolve(
         available,
         available_bytes("cpu"),
         measured,
-        slot,
+        states.num_bytes,
     )
     if sizing.is_final or measured is not None:
         logger.info("memory of %s\n%s", args.model, table)
@@ -134,6 +143,11 @@ def resolve(
                 f"has {table.num_blocks}; lower it or raise num_blocks, kv_cache_gib or the memory\n{table}"
             )
         max_model_len = max_cache_tokens
+    num_host_blocks, num_host_snapshots = table.num_host_blocks, 0
+    if states.num_snapshots:
+        # A block in host memory is of use together with a snapshot there: each kind gets half of the memory.
+        num_host_snapshots = table.host_tier // 2 // states.slot
+        num_host_blocks = num_host_blocks // 2 if num_host_snapshots else 0
     chosen = {
         "max_model_len": max_model_len,
         "block_size": block_size,
@@ -159,9 +173,12 @@ def resolve(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         groups=spec.groups,
-        num_host_blocks=table.num_host_blocks,
+        num_host_blocks=num_host_blocks,
         session_max_share=args.session_max_share,
         has_states=spec.has_states,
+        num_snapshots=states.num_snapshots,
+        num_host_snapshots=num_host_snapshots,
+        snapshot_spacing=states.spacing,
         hidden_size=spec.hidden_size,
     )
 
@@ -169,9 +186,8 @@ def resolve(
 def _for_recurrent_layers(args: EngineArgs) -> EngineArgs:
     """Turn off the options that a recurrent model cannot have.
 
-    A cached prefix has blocks but no state, so neither prefixes nor blocks on the host can be used again. The host
-    sorts the rows of a step, so steps are not captured. The order of a recurrent layer's sums depends on the chunks of
-    a prompt, so its results are equal within rounding only.
+    The host sorts the rows of a step, so steps are not captured. The order of a recurrent layer's sums depends on the
+    chunks of a prompt, so its results are equal within rounding only.
 
     Raises
     ------
@@ -183,14 +199,49 @@ def _for_recurrent_layers(args: EngineArgs) -> EngineArgs:
             raise SizingError(
                 f"{name} is {refused!r}, which a model with recurrent layers cannot have"
             )
-    if args.cpu_offload_gib:
-        raise SizingError(
-            f"cpu_offload_gib is {args.cpu_offload_gib}, which a model with recurrent layers cannot have: its states "
-            "stay on the device"
-        )
-    return dataclasses.replace(
-        args, prefix_caching=False, cpu_offload_gib=0, cuda_graphs="off", deterministic=False
-    )
+    return dataclasses.replace(args, cuda_graphs="off", deterministic=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Slots of recurrent states."""
+
+    num_rows: int = 0  # slots of running requests
+    num_snapshots: int = 0
+    spacing: int = 1  # in blocks; a prompt gets a snapshot after as many in any case
+    slot: int = 0  # bytes of a slot
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots of the device, the trash slot included."""
+        return (self.num_rows + 1 + self.num_snapshots) * self.slot
+
+
+def _state_slots(
+    args: EngineArgs, spec: ModelSpec, dtype: str, room: int, max_batch_tokens: int, block_size: int
+) -> StateSlots:
+    """Choose the number of slots.
+
+    Slots take at most half of the memory that the weights leave, those of running requests at most half of that if
+    there are snapshots. The snapshots of a long prompt are so far apart that they take as much memory as its KV.
+
+    Parameters
+    ----------
+    room
+        Bytes that the weights leave.
+    """
+    slot = slot_bytes(split_state_layers(empty_model(spec, dtype)))
+    most = max(1, room // 2 // slot - 1)
+    rows = most // 2 if args.prefix_caching else most
+    num_rows = max(1, min(args.max_running_requests, max_batch_tokens, rows))
+    num_snapshots = min(most - num_rows, _SNAPSHOTS_PER_ROW * num_rows)
+    if not args.prefix_caching:
+        num_snapshots = 0
+    element = 1 if args.kv_cache_dtype == "fp8" else ELEMENT_BYTES[dtype]
+    block = len(spec.groups) * block_elements(spec.groups, block_size) * element
+    # Without layers that have KV only the ends of prompts get snapshots.
+    spacing = -(-slot // block) if block else -(-spec.max_position_embeddings // block_size)
+    return StateSlots(num_rows, num_snapshots, spacing, slot)
 
 
 def choose_sizing(device: str, num_threads: int) -> DeviceSizing:

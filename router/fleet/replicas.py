@@ -113,7 +113,14 @@ class ReplicaTable:
 
     # ---------------------------------------------------------------------------------- membership
 
-    def add(self, replica: str, epoch: str, block_tokens: int = 0, weights: str = "") -> None:
+    def add(
+        self,
+        replica: str,
+        epoch: str,
+        block_tokens: int = 0,
+        weights: str = "",
+        has_states: bool = False,
+    ) -> None:
         """Add a replica after an attach stream to it was opened. It takes requests after its first frame.
 
         Parameters
@@ -125,6 +132,8 @@ class ReplicaTable:
         weights
             `Hello.weights`: model, revision and number format. A request that started on another replica may continue
             here only if they are equal.
+        has_states
+            Whether its model is recurrent: its hits end at snapshots.
         """
         entry = self._replicas.get(replica)
         if entry is None:
@@ -142,6 +151,7 @@ class ReplicaTable:
             if epoch != entry.epoch:
                 self._begin_epoch(entry, epoch)
         entry.block_tokens, entry.weights = block_tokens, weights
+        self.index.set_states(replica, has_states)
         self._num_with_weights[weights] += 1
         self._write_row(entry)
 
@@ -436,10 +446,12 @@ class ReplicaTable:
         tokens = held[0]
         # The last prompt token is always computed: its logits give the first output token.
         most = max(0, num_prompt_tokens - 1)
-        if not index.num_host_blocks:
+        if not (index.num_host_blocks or index.has_states):
             longest = index.match_into(hashes, tokens, block, most) if len(hashes) else 0
             return held, longest
         longest = index.match_into(hashes, tokens)
+        if index.has_states:
+            index.cut_to_states(hashes, tokens)
         host = held[1]
         index.host_blocks_into(hashes, tokens, host)
         host *= block

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 Counts = dict[int, int]
 """One holder's booked blocks: hash -> number of bookings."""
 
@@ -75,3 +77,17 @@ class BookedBlocks:
             self.masks[routing_hash] = mask
         else:
             del self.masks[routing_hash]
+
+
+def num_common(booked: np.ndarray, rest: np.ndarray) -> int:
+    """Return how many blocks at the start of `rest` (not empty) follow each other in `booked`, in the same order."""
+    if booked[0] != rest[0]:
+        start = int((booked == rest[0]).argmax())
+        # `argmax` found no True.
+        if not start:
+            return 0
+        booked = booked[start:]
+    num = min(len(booked), len(rest))
+    differs = booked[:num] != rest[:num]
+    end = int(differs.argmax())
+    return end if differs[end] else num

@@ -39,6 +39,8 @@ class Holder:
         Bookings by their first hash; of several with the same first hash, the latest.
     row
         Index that `PrefixIndex.match_into` writes to; -1: none.
+    has_states
+        Whether its model is recurrent.
     """
 
     replica: str
@@ -55,6 +57,7 @@ class Holder:
     begun: dict[int, Booking] = field(default_factory=dict)
     alive: bool = True
     row: int = -1
+    has_states: bool = False
 
 
 @dataclass(slots=True, eq=False)

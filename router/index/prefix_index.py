@@ -27,13 +27,14 @@ from itertools import repeat
 
 import numpy as np
 
-from quire.protos.routing_hash import tier_digest
+from quire.protos.routing_hash import state_marks, tier_digest
 from quire.protos.wire import CacheEvents
 from quire.router import compiled_router
-from quire.router.index.booked_blocks import BookedBlocks
+from quire.router.index.booked_blocks import BookedBlocks, num_common
 from quire.router.index.holder_map import HolderMap
 from quire.router.index.holder_slots import Booking, Holder, HolderSlots
 from quire.router.index.native_match import FoundMatch, NativeMatch
+from quire.router.index.state_cuts import cut_to_states
 
 # Depths of more replicas than this are faster to write with one array operation than one by one.
 _FEW_BITS = 8
@@ -69,6 +70,7 @@ class PrefixIndex:
         self._host = HolderMap(max_blocks)
         self._booked = BookedBlocks(max_booked_blocks)
         self._holders: dict[str, Holder] = {}
+        self.has_states = False  # whether some replica's model is recurrent
         # Holders of unfinished snapshots, not yet live.
         self._staged: dict[str, Holder] = {}
         self._slots = HolderSlots([self._host, self._confirmed])
@@ -208,7 +210,7 @@ class PrefixIndex:
             staged = old
         else:
             if old is not None:
-                staged.row = old.row
+                staged.row, staged.has_states = old.row, old.has_states
             self.remove_replica(replica)
         self._make_live(staged)
         self._slots.sweep_step()
@@ -225,6 +227,9 @@ class PrefixIndex:
         """
         holder = self._holders[replica]
         chain = np.array(hashes, np.uint64)
+        if holder.has_states:
+            # The prefill ends with a snapshot.
+            chain = np.append(chain, state_marks(chain[-1:]))
         taken = self._booked.add(holder.booked, holder.bit, chain.tolist())
         booking = Booking(holder, taken, chain[: len(taken)])
         if taken:
@@ -259,6 +264,17 @@ class PrefixIndex:
         for depth, mask in self.match_masks(hashes):
             depths.update((holder.replica, depth) for holder in self._slots.holders(mask))
         return depths
+
+    def set_states(self, replica: str, has_states: bool) -> None:
+        """Set whether the replica's model is recurrent, so that its bookings include a snapshot."""
+        self._holders[replica].has_states = has_states
+        self.has_states = any(holder.has_states for holder in self._holders.values())
+
+    def cut_to_states(self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray) -> None:
+        """Cut the matches of recurrent models, [rows] in blocks, to the last block with a snapshot."""
+        rows = [h.row for h in self._holders.values() if h.has_states and h.row >= 0]
+        known = (self._confirmed, self._booked.masks, self._slots)
+        cut_to_states(*known, np.asarray(hashes, np.uint64), depths, rows)
 
     def set_row(self, replica: str, row: int) -> None:
         """Set the row (index in the output) to which `match_into` writes the replica's match."""
@@ -356,7 +372,7 @@ class PrefixIndex:
                     return None
                 depth = first
                 for booking in bookings:
-                    depth = max(depth, first + _num_common(booking.chain, rest))
+                    depth = max(depth, first + num_common(booking.chain, rest))
                 # `begun` has no booking with this block: a later one with the same first hash has replaced it.
                 if depth == first:
                     return None
@@ -482,17 +498,3 @@ class PrefixIndex:
         staged = self._staged.pop(replica, None)
         if staged is not None:
             self._slots.retire_staged(staged)
-
-
-def _num_common(booked: np.ndarray, rest: np.ndarray) -> int:
-    """Return how many blocks at the start of `rest` (not empty) follow each other in `booked`, in the same order."""
-    if booked[0] != rest[0]:
-        start = int((booked == rest[0]).argmax())
-        # `argmax` found no True.
-        if not start:
-            return 0
-        booked = booked[start:]
-    num = min(len(booked), len(rest))
-    differs = booked[:num] != rest[:num]
-    end = int(differs.argmax())
-    return end if differs[end] else num

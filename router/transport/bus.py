@@ -389,7 +389,7 @@ class Bus:
                 return
             self._hellos[replica] = hello
             self._replica_deaths.remember(hello)
-            self._table.add(replica, hello.epoch, hello.block_size, hello.weights)
+            self._table.add(replica, hello.epoch, hello.block_size, hello.weights, hello.has_states)
             while True:
                 self._on_frame(replica, Frame.decode(await next_message(stream)))
         except StopAsyncIteration:

@@ -18,10 +18,12 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
+from quire.replica.core.step_plan import RequestDelta
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
 from quire.replica.kv_cache.deferred_frees import DeferredFrees
+from quire.replica.loop import EngineLoop
 from quire.replica.runner import gpu_steps
 from quire.replica.runner.gpu_steps import GpuSteps
 from quire.replica.runner.runner import Runner
@@ -47,7 +49,7 @@ def test_a_step_in_flight_changes_no_token(harness, name, cache):
 
 
 def test_a_step_in_flight_changes_no_token_of_a_recurrent_model(tmp_path):
-    """A row's slot is used again as soon as the row is; preempted requests compute their states again."""
+    """A row's slot is used again as soon as the row is; requests start and return from snapshots in both tiers."""
     config = Lfm2Config(
         hidden_size=32,
         intermediate_size=48,
@@ -69,15 +71,27 @@ def test_a_step_in_flight_changes_no_token_of_a_recurrent_model(tmp_path):
 
     def requests() -> list[Request]:
         forks = (Request(f"fork {i}", prompt(10, 1), parent.params, fork_of=1) for i in range(2))
-        return [*crowd(), *forks]
+        again = [Request(f"again {r.key}", r.token_ids.tolist(), r.params) for r in crowd()]
+        return [*crowd(), *forks, *again]
 
     expected = tokens_of(
         model.serve(config, CpuDevice(), requests(), plans_ahead=False, **poisoned)
     )
+    snapshots = dict(num_snapshots=5, num_host_snapshots=30)
+    cached = tight(model.spec, has_states=True, prefix_caching=True, **snapshots)
+    hits: list[tuple[int, int]] = []
+
+    def note(loop: EngineLoop, delta: RequestDelta) -> None:
+        hits.append((delta.num_cached_tokens, delta.num_host_cached_tokens))
+
     for seed in range(2):
-        device = FakeDevice(seed)
-        told = model.serve(config, device, requests(), plans_ahead=True, **poisoned)
-        assert tokens_of(told) == expected, seed
+        for changed in (config, cached):
+            device = FakeDevice(seed)
+            told = model.serve(
+                changed, device, requests(), plans_ahead=True, on_delta=note, **poisoned
+            )
+            assert tokens_of(told) == expected, seed
+    assert max(hits) > (0, 0) and max(on_host for _, on_host in hits) > 0
 
 
 def tokens_of(told: Told) -> dict[object, tuple]:

@@ -12,6 +12,8 @@ argument for earlier states, and give it the new ones; here it is a `RowsCache`.
  result [1, T, H]   [ a ][ b ][ c ][ d d d d d ]
 ```
 
+If a snapshot is taken after three tokens of d, they are a batch of their own, and the other two another one after it.
+
 Recurrent modules are found by what they do: a trial call asks a cache for states, or gives it some. The same call shows
 the shapes of the states. Further trials with NaN in a state show whether a call of several tokens reads it. Some
 classes (Mamba-1) read their state in calls of one token only. Rows with earlier tokens then run token by token.
@@ -22,8 +24,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -125,11 +127,22 @@ class _EveryLayer:
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Rows of a step with equally many tokens, all with or all without earlier tokens."""
+    """Rows of a step, or parts of rows, with equally many tokens, all with or all without earlier tokens."""
 
     tokens: torch.Tensor  # [rows, tokens of a row] int64, indices among the step's tokens
     slots: torch.Tensor  # [rows] int64
     has_earlier: bool
+    # Rows whose states are copied after these tokens: [k, 2] int64, (index of the row in the batch, slot of the
+    # snapshot). None: there are none.
+    snapshots: torch.Tensor | None = None
+
+
+class _Part(NamedTuple):
+    """Consecutive tokens of a row, after which there may be a snapshot."""
+
+    row: int
+    begin: int  # index of the first token among the step's tokens
+    slot: int | None  # of the snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +155,12 @@ class StepCache:
 
     @classmethod
     def of(
-        cls, pool: StatePool, slots: np.ndarray, num_query: np.ndarray, kv_len: np.ndarray
+        cls,
+        pool: StatePool,
+        slots: np.ndarray,
+        num_query: np.ndarray,
+        kv_len: np.ndarray,
+        saves: np.ndarray,
     ) -> StepCache:
         """Sort a step's n rows into batches.
 
@@ -150,22 +168,39 @@ class StepCache:
         ----------
         slots, num_query, kv_len
             [n] slot, number of tokens in this step, and number of tokens with this step, of each row.
+        saves
+            [k, 3] int64, snapshots: index of the row, number of its tokens in this step before it, and slot.
         """
         device = pool.data.device
+        cuts: dict[int, dict[int, int]] = {}
+        for row, count, slot in saves.tolist():
+            cuts.setdefault(row, {})[count] = slot
+        # Parts of rows by number of parts before, number of tokens, and whether there are earlier tokens.
+        members: dict[tuple[int, int, bool], list[_Part]] = {}
         begins = np.cumsum(num_query) - num_query
-        members: dict[tuple[int, bool], list[int]] = {}
-        for row, (count, length) in enumerate(
-            zip(num_query.tolist(), kv_len.tolist(), strict=True)
+        for row, (begin, count, length) in enumerate(
+            zip(begins.tolist(), num_query.tolist(), kv_len.tolist(), strict=True)
         ):
-            members.setdefault((count, length > count), []).append(row)
-        batches = [
-            RowBatch(
-                torch.from_numpy(begins[rows, None] + np.arange(count)).to(device),
-                torch.from_numpy(slots[rows].astype(np.int64)).to(device),
-                has_earlier,
+            own = cuts.get(row, {})
+            ends = sorted({*own, count})
+            for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                has_earlier = length > count or i > 0
+                part = _Part(row, begin + start, own.get(end))
+                members.setdefault((i, end - start, has_earlier), []).append(part)
+        batches = []
+        for (_, count, has_earlier), parts in sorted(members.items(), key=lambda item: item[0][0]):
+            starts = np.array([part.begin for part in parts])
+            kept = [(i, part.slot) for i, part in enumerate(parts) if part.slot is not None]
+            batches.append(
+                RowBatch(
+                    torch.from_numpy(starts[:, None] + np.arange(count)).to(device),
+                    torch.from_numpy(slots[[part.row for part in parts]].astype(np.int64)).to(
+                        device
+                    ),
+                    has_earlier,
+                    torch.tensor(kept, device=device) if kept else None,
+                )
             )
-            for (count, has_earlier), rows in members.items()
-        ]
         return cls(pool, batches)
 
     def update(
@@ -220,13 +255,18 @@ class SplitForward:
     def _parts(self, batch: RowBatch) -> Sequence[RowBatch]:
         if not (self._continues_by_token and batch.has_earlier):
             return [batch]
-        return [RowBatch(tokens, batch.slots, True) for tokens in batch.tokens.split(1, dim=1)]
+        parts = [RowBatch(tokens, batch.slots, True) for tokens in batch.tokens.split(1, dim=1)]
+        return [*parts[:-1], replace(parts[-1], snapshots=batch.snapshots)]
 
     def _run(self, batch: RowBatch, pool: StatePool, num_tokens: int, given: dict[str, Any]) -> Any:
         cache = RowsCache(pool.load(self._layer, batch.slots) if batch.has_earlier else {})
         own = {name: _rows_of(value, batch.tokens, num_tokens) for name, value in given.items()}
         result = self._forward(**{**own, self._cache_name: cache})
         pool.store(self._layer, batch.slots, cache.states)
+        if batch.snapshots is not None:
+            rows, slots = batch.snapshots.unbind(1)
+            kept = {name: state[rows] for name, state in cache.states.items()}
+            pool.store(self._layer, slots, kept)
         return result
 
 

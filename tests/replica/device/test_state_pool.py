@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ def random_states(layer: int, count: int) -> dict[tuple[str, int], torch.Tensor]
 
 
 def test_each_slot_keeps_the_states_of_each_layer():
-    pool = StatePool(LAYOUT, num_slots=4)
+    pool = StatePool(LAYOUT, num_rows=4)
     pool.poison()
     stored = {layer: random_states(layer, 3) for layer in (0, 2)}
     slots = torch.tensor([3, 0, 2])
@@ -37,14 +38,14 @@ def test_each_slot_keeps_the_states_of_each_layer():
 
 
 def test_a_loaded_state_is_a_copy():
-    pool = StatePool(LAYOUT, num_slots=1)
+    pool = StatePool(LAYOUT, num_rows=1)
     slot = torch.tensor([0])
     pool.load(0, slot)["conv", 0].fill_(1)
     assert not pool.load(0, slot)["conv", 0].any()
 
 
 def test_a_layer_cannot_store_other_states_than_at_load():
-    pool = StatePool(LAYOUT, num_slots=1)
+    pool = StatePool(LAYOUT, num_rows=1)
     with pytest.raises(RuntimeError, match="layer 2 has states"):
         pool.store(2, torch.tensor([0]), random_states(0, 1))
 
@@ -52,4 +53,14 @@ def test_a_layer_cannot_store_other_states_than_at_load():
 def test_bytes_of_a_slot_count_every_state():
     payload = 6 * 3 * 2 + 2 * 4 * 5 * 4 + 2
     assert payload <= slot_bytes(LAYOUT) <= payload + 3 * 64
-    assert StatePool(LAYOUT, num_slots=4).data.numel() == 5 * slot_bytes(LAYOUT)
+    assert StatePool(LAYOUT, num_rows=4).data.numel() == 5 * slot_bytes(LAYOUT)
+
+
+def test_snapshots_are_copied_within_the_device_and_to_host_memory_and_back():
+    pool = StatePool(LAYOUT, num_rows=2, num_snapshots=2, num_host_snapshots=1)
+    device, host = pool.data, pool.host_data
+    device.copy_(torch.arange(5)[:, None])
+    # Slots 0 and 1 are rows, 2 is the trash slot, 3 and 4 are snapshots, 5 is in host memory.
+    pool.copy(np.array([[4, 5], [3, 4], [5, 0], [4, 1]]))
+    assert device[:, 0].tolist() == [4, 3, 2, 3, 3] and host[:, 0].tolist() == [4]
+    assert (device == device[:, :1]).all() and (host == 4).all()

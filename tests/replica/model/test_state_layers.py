@@ -61,13 +61,13 @@ class Model(nn.Module):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), by_token=st.booleans())
 def test_rows_of_any_lengths_continue_their_own_states(data, by_token):
-    """Each request's outputs are those of one call for all its tokens, whatever the steps and the slots."""
+    """Each request's outputs are those of one call for all its tokens, whatever the steps, slots and snapshots."""
     model = Model(by_token)
     layout = split_state_layers(model)
     assert [(state.layer, state.name, state.shape) for state in layout] == [
         (0, ("recurrent", 0), (4,))
     ]
-    pool = StatePool(layout, num_slots=4)
+    pool = StatePool(layout, num_rows=4, num_snapshots=8)
     pool.poison()
     slots = data.draw(st.permutations(range(4)))
     inputs, outputs, done = [torch.empty(0, 4)] * 4, [torch.empty(0, 4)] * 4, [0] * 4
@@ -79,12 +79,20 @@ def test_rows_of_any_lengths_continue_their_own_states(data, by_token):
             done[row] += count
         kv_len = np.array([done[row] for row in rows])
         places = np.array([slots[row] for row in rows])
-        cache = StepCache.of(pool, places, np.array(counts), kv_len)
+        places_of_saves = [(i, n) for i, count in enumerate(counts) for n in range(1, count + 1)]
+        chosen = data.draw(st.lists(st.sampled_from(places_of_saves), max_size=8, unique=True))
+        saves = np.array([(i, n, 5 + k) for k, (i, n) in enumerate(chosen)]).reshape(-1, 3)
+        cache = StepCache.of(pool, places, np.array(counts), kv_len, saves)
         found = model.mixer(x, scale, cache=cache, quire=None)
         parts = zip(rows, (x * scale)[0].split(counts), found[0].split(counts), strict=True)
         for row, own, result in parts:
             inputs[row] = torch.cat([inputs[row], own])
             outputs[row] = torch.cat([outputs[row], result])
+        for i, n, slot in saves.tolist():
+            row = rows[i]
+            length = done[row] - counts[i] + n
+            (state,) = pool.load(0, torch.tensor([slot])).values()
+            torch.testing.assert_close(state[0], inputs[row][:length].sum(0))
     for row in range(4):
         torch.testing.assert_close(outputs[row], inputs[row].cumsum(0))
 

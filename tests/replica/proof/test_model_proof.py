@@ -109,14 +109,15 @@ def test_cached_prompts_forks_and_preemption_are_part_of_the_proof(tmp_path):
     assert seen["counters"].num_preemptions > 0
 
 
-def test_a_recurrent_model_is_preempted_and_forked_in_its_proof_and_caches_no_prefix(tmp_path):
+def test_a_recurrent_model_is_preempted_forked_and_restarted_from_snapshots_in_its_proof(tmp_path):
     seen = {}
 
     class Watched(Engine):
         def close(self):
             seen["counters"] = self.call(lambda scheduler: scheduler.book.counters).result()
             seen["events"] = self.call(lambda scheduler: scheduler.events.num_held).result()
-            seen["num_slots"] = self._runner.states.num_slots
+            seen["num_slots"] = len(self._runner.states.data)
+            seen["num_snapshots"] = self.config.num_snapshots
             super().close()
 
     types = ["conv", "full_attention"] * 8
@@ -124,8 +125,8 @@ def test_a_recurrent_model_is_preempted_and_forked_in_its_proof_and_caches_no_pr
     run = functools.partial(Watched, prove=False, num_threads=1)
     assert find_difference(tiny_entries(spec), "cpu", run) is None
     assert seen["counters"].num_preemptions > 0
-    assert seen["counters"].num_prefix_tokens_hit == seen["events"] == 0
-    assert seen["num_slots"] == 16
+    assert seen["counters"].num_prefix_tokens_hit > 0 and seen["events"] > 0
+    assert (seen["num_slots"], seen["num_snapshots"]) == (17 + 64, 64)
 
 
 @pytest.fixture

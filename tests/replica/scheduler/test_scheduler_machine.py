@@ -95,8 +95,12 @@ class ModelDevice:
     """Slots of chains in two tiers, the last token of each row and a table that only differences come to; runs a
     plan as the contract says: all KV is written before any is read."""
 
-    def __init__(self, num_blocks, num_host_blocks, block_size, groups, max_rows, max_row_blocks):
+    def __init__(
+        self, num_blocks, num_host_blocks, block_size, groups, max_rows, max_row_blocks, num_states
+    ):
         self.block_size = block_size
+        # [rows, the trash slot, snapshots of the device and of the host] the chain that a recurrent state stands for
+        self.states = np.full(num_states, None, dtype=object)
         self.groups = groups
         # The group whose queries see the token before theirs: it tells what a row continues.
         self.leader = next(
@@ -148,6 +152,10 @@ class ModelDevice:
         self.late = self.late[len(self.late) if count is None else count :]
 
     @property
+    def has_states(self):
+        return len(self.states) > 0
+
+    @property
     def restored_step(self):
         return self.late[0][0] - 1 if self.late else self.newest_step
 
@@ -169,7 +177,11 @@ class ModelDevice:
         assert tables.shape[:2] == (len(self.groups), plan.num_rows)
         starts = plan.kv_len - np.diff(plan.cu_q)
         self.take_changes(plan, starts)
-        states = np.zeros(plan.num_tokens)
+        for source, target in plan.state_copies.tolist():
+            self.states[target] = self.states[source]
+        saves = {(row, count): slot for row, count, slot in plan.state_saves.tolist()}
+        assert len({*saves.values()}) == len(plan.state_saves), "a slot gets two snapshots"
+        hidden_states = np.zeros(plan.num_tokens)
         # Rows may continue blocks that an earlier row of this very step writes.
         for row in range(plan.num_rows):
             start = int(starts[row])
@@ -177,6 +189,9 @@ class ModelDevice:
             if start:
                 block = tables[self.leader, row, (start - 1) // size]
                 chain = self.after[block * size + (start - 1) % size]
+                if self.has_states:
+                    own = self.states[plan.rows[row]]
+                    assert own == chain, "the row's state is of another history"
             for t in range(plan.cu_q[row], plan.cu_q[row + 1]):
                 position = int(plan.positions[t])
                 assert position == start + t - plan.cu_q[row]
@@ -188,7 +203,13 @@ class ModelDevice:
                 self.before[slots] = chain
                 chain = link(chain, int(token_ids[t]))
                 self.after[slots] = chain
-                states[t] = hidden(chain)
+                hidden_states[t] = hidden(chain)
+                slot = saves.pop((row, position + 1 - start), None)
+                if slot is not None:
+                    self.states[slot] = chain
+            if self.has_states:
+                self.states[plan.rows[row]] = chain
+        assert not saves, "a snapshot after no token of the step"
         heads = [
             self.read(tables[:, row], int(starts[row]), int(plan.kv_len[row]))
             for row in range(plan.num_rows)
@@ -208,7 +229,8 @@ class ModelDevice:
             np.array(tokens, np.int64),
             0.001 * plan.num_tokens,
             pooled=tuple(
-                states[targets.begin : targets.end].sum(keepdims=True) for targets in plan.pooling
+                hidden_states[targets.begin : targets.end].sum(keepdims=True)
+                for targets in plan.pooling
             ),
             restored_step=self.restored_step,
         )
@@ -305,6 +327,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     block_size = 8
     mix = "full"
     max_in_flight = 1
+    has_states = False
 
     @initialize(
         num_blocks=st.integers(3, 20),
@@ -317,6 +340,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=POLICIES,
         copy_s=st.sampled_from([None, 1e-6, 10.0]),
         max_share=st.sampled_from([0.0, 0.4, 1.0]),
+        num_snapshots=st.integers(0, 7),
+        num_host_snapshots=st.integers(0, 3),
+        spacing=st.integers(1, 4),
     )
     def start(
         self,
@@ -330,7 +356,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy,
         copy_s,
         max_share,
+        num_snapshots,
+        num_host_snapshots,
+        spacing,
     ):
+        if self.has_states:
+            caching = caching and num_snapshots > 0
+        else:
+            num_snapshots = num_host_snapshots = 0
         self.copy_s = copy_s  # that a block takes, as far as the scheduler knows
         groups = MIXES[self.mix][pick % len(MIXES[self.mix])]
         # Room for one row of a few blocks at least.
@@ -349,14 +382,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running_requests=max_running,
             max_waiting_requests=8,
             safety_margin=margin,
+            # Without snapshots of its states a recurrent model caches no prefix.
             prefix_caching=caching,
             deterministic=True,
             num_threads=1,
             groups=groups,
             num_host_blocks=num_host_blocks,
             session_max_share=max_share,
+            has_states=self.has_states,
+            num_snapshots=num_snapshots if caching else 0,
+            num_host_snapshots=num_host_snapshots if caching else 0,
+            snapshot_spacing=spacing,
             **policy,
         )
+        config = self.config
+        num_states = config.num_rows + 1 + config.num_snapshots + config.num_host_snapshots
         self.scheduler = Scheduler(self.config, max_event_batches=4)
         self.device = ModelDevice(
             num_blocks,
@@ -365,6 +405,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             groups,
             self.config.num_rows,
             self.config.max_row_blocks,
+            num_states if self.has_states else 0,
         )
         self.clients = {}
         self.paused = set()
@@ -561,6 +602,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for block in set(range(self.config.num_host_blocks)) - pinned:
             if not self.scheduler.memory.host.blocks.has_content(block):
                 self.device.host[block] = None
+        held = {slot for step in self.scheduler.steps for slot, *_ in step.snapshots}
+        held |= {taken.slot for step in self.scheduler.steps for taken in step.taken}
+        held |= {slot for p in self.plans for pair in p.state_copies.tolist() for slot in pair}
+        held |= {slot for p in self.plans for *_, slot in p.state_saves.tolist()}
+        held |= {e.snapshot for e in self.scheduler.memory.prefix.entries()}
+        for slot in range(self.config.num_rows, len(self.device.states)):
+            if slot not in held:
+                self.device.states[slot] = None
         owned = {b for row in snapshot["rows"] for b in row["blocks"]}
         owned |= set(self.scheduler.memory.deferred_frees.num_owners().nonzero()[0].tolist())
         owned |= {d for d, _ in self.plans[-1].saves.tolist()}
@@ -609,6 +658,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for _, block in plan.restores.tolist():
                 self.device.before[self.device.slots_of(block)] = None
             self.device.host[plan.saves[:, 1]] = None
+            if self.has_states:
+                self.device.states[plan.state_saves[:, 2]] = None
+                self.device.states[plan.state_copies[:, 1]] = None
         self.deliver(deltas)
 
     @rule(pick=st.integers(0, 30))
@@ -785,6 +837,16 @@ SETTINGS = settings(
 def test_any_life_keeps_the_books_and_the_tokens(mix, block_size, max_in_flight):
     attributes = {"block_size": block_size, "mix": mix, "max_in_flight": max_in_flight}
     machine = type(f"Machine{mix}{block_size}", (SchedulerMachine,), attributes)
+    run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("mix", "block_size", "max_in_flight"),
+    [("full", 8, 1), ("full", 32, 2), ("full", 64, 1), ("sliding", 8, 2), ("mixed", 8, 2)],
+)
+def test_any_life_of_a_recurrent_model_keeps_the_states(mix, block_size, max_in_flight):
+    attributes = dict(block_size=block_size, mix=mix, max_in_flight=max_in_flight, has_states=True)
+    machine = type(f"Recurrent{mix}{block_size}", (SchedulerMachine,), attributes)
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 

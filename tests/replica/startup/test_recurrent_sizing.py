@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,8 @@ def test_slots_of_recurrent_layers_are_counted(recurrent):
     sizes = (10**6, 512, 512, 8 * GIB, 8 * GIB)
     args = EngineArgs(max_running_requests=3, num_blocks=100)
     plain, table = (
-        memory_table(args, recurrent, CpuSizing(num_threads=2), "float32", *sizes, slot=slot)
-        for slot in (0, 10**6)
+        memory_table(args, recurrent, CpuSizing(num_threads=2), "float32", *sizes, states=states)
+        for states in (0, 4 * 10**6)
     )
     assert table.states == plain.remainder - table.remainder == 4 * 10**6
     assert "states" in str(table) and "states" not in str(plain)
@@ -55,20 +56,26 @@ def test_a_recurrent_model_gets_options_that_it_can_have(recurrent, monkeypatch)
         config.cuda_graphs,
         config.deterministic,
     )
-    assert found == (False, 0, "off", False)
+    assert found == (True, 0, "off", False)
+    assert config.num_snapshots == 4 * config.num_rows
     assert config.max_running_requests == EngineArgs().max_running_requests
-    # With little memory, slots take half of it.
+    # With little memory, slots take half of it: those of running requests half of that.
     slot = 2 * 192  # two convolutions of 32 channels and 3 inputs in float32
     monkeypatch.setattr(sizing, "slot_bytes", lambda layout: GIB if layout else 0)
     monkeypatch.setattr(sizing, "available_bytes", lambda device: 32 * GIB)
-    small = resolve(EngineArgs(model="x", device="cpu", max_memory_percent=0.5), recurrent)
-    assert small.max_running_requests == 6
+    args = EngineArgs(model="x", device="cpu", max_memory_percent=0.5)
+    small = resolve(args, recurrent)
+    assert (small.max_running_requests, small.num_snapshots, small.prefix_caching) == (3, 3, True)
+    # 1 GiB of host memory for blocks, the other one for one snapshot.
+    hosted = resolve(dataclasses.replace(args, cpu_offload_gib=2.0), recurrent)
+    assert hosted.num_host_snapshots == 1
+    assert hosted.num_host_blocks * hosted.block_size * 128 == GIB
+    plain = resolve(dataclasses.replace(args, prefix_caching=False), recurrent)
+    assert (plain.max_running_requests, plain.num_snapshots, plain.prefix_caching) == (6, 0, False)
     assert slot <= slot_bytes(split_state_layers(empty_model(recurrent, "float32"))) <= 2 * slot
 
 
-@pytest.mark.parametrize(
-    "option", [dict(cuda_graphs="on"), dict(deterministic=True), dict(cpu_offload_gib=1.0)]
-)
+@pytest.mark.parametrize("option", [dict(cuda_graphs="on"), dict(deterministic=True)])
 def test_a_recurrent_model_refuses_options_that_it_cannot_have(recurrent, option):
     (name,) = option
     with pytest.raises(SizingError, match=f"{name} is .*recurrent"):

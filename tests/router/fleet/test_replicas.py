@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
+from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS, state_marks
 from quire.protos.wire import CacheEvents, Frame, Load
 from quire.router.fleet.event_replay import SNAPSHOT
 from quire.router.fleet.replicas import ReplicaTable
@@ -427,6 +427,28 @@ def test_blocks_in_host_memory_are_counted_apart():
     assert tokens() == [0.0, 0.0]
     table.index.reset("r", "e1", 6, u64([1]), u64([2]))
     assert tokens() == [64.0, 64.0]
+
+
+def test_a_recurrent_model_has_as_much_as_its_last_snapshot():
+    chain = np.arange(1, 6, dtype=np.uint64)
+    marks = state_marks(chain).tolist()
+    table = ReplicaTable(PrefixIndex())
+    for name in "ab":
+        table.add(name, "e1", has_states=name == "a")
+        table.on_frame(name, FakeReplica().frame(), 0.0)
+        held = CacheEvents(1, u64([*chain.tolist(), marks[1], marks[3]]), u64([]))
+        table.index.apply(name, "e1", held)
+    assert matched(table, chain) == {"a": 4, "b": 5}
+    assert table.fleet(chain, 200, 0.0).gpu_tokens.tolist() == [199.0, 199.0]
+    table.index.apply("a", "e1", CacheEvents(2, u64([]), u64([marks[3]])))
+    assert matched(table, chain) == {"a": 2, "b": 5}
+    # The replica attaches again, with a model that is not recurrent.
+    table.set_lost("a")
+    table.add("a", "e1")
+    table.on_frame("a", FakeReplica().frame(events_seq=2), 0.0)
+    assert matched(table, chain) == {"a": 5, "b": 5}
+    table.remove("b")
+    assert not table.index.has_states
 
 
 def test_a_view_keeps_its_replicas_when_the_table_changes():

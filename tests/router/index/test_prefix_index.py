@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.routing_hash import tier_digest
+from quire.protos.routing_hash import state_marks, tier_digest
 from quire.protos.wire import CacheEvents
 from quire.router import compiled_router
 from quire.router.index.prefix_index import PrefixIndex
@@ -436,3 +436,41 @@ def test_blocks_of_one_hot_prefix_share_their_set():
         index.reset(str(i), "x", 0, u64(chain))
     assert index._confirmed.num_sets == 2  # the empty set included
     assert index.match(chain) == {str(i): 300 for i in range(100)}
+
+
+@given(st.data())
+def test_matches_of_recurrent_models_end_at_their_last_snapshot(data):
+    """Also those of a prompt on its way, whose prefill ends with a snapshot."""
+    chain = np.random.default_rng(0).integers(0, 2**64, 12, dtype=np.uint64)
+    marks = state_marks(chain).tolist()
+    index, expected = PrefixIndex(), {}
+    for row, replica in enumerate(REPLICAS):
+        index.add_replica(replica)
+        index.set_row(replica, row)
+        num_held = data.draw(st.integers(0, 12))
+        places = data.draw(st.lists(st.integers(0, 11), max_size=4))
+        held = [*chain[:num_held].tolist(), *(marks[i] for i in places)]
+        assert index.apply(replica, "", batch(1, held))
+        has_states = data.draw(st.booleans())
+        index.set_states(replica, has_states)
+        num_booked = data.draw(st.integers(0, 12))
+        booking = index.book(replica, chain[:num_booked])
+        depth = max(num_held, num_booked)
+        if has_states:
+            ends = [i + 1 for i in places] + [num_booked]
+            depth = max((end for end in ends if end <= depth), default=0)
+        expected[row] = depth
+        if data.draw(st.booleans()):
+            index.unbook(booking)
+            depth = num_held
+            if has_states:
+                depth = max((i + 1 for i in places if i < num_held), default=0)
+            expected[row] = depth
+    depths = np.zeros(len(REPLICAS))
+    index.match_into(chain, depths)
+    if index.has_states:
+        index.cut_to_states(chain, depths)
+    assert depths.tolist() == [expected[row] for row in range(len(REPLICAS))]
+    for replica in REPLICAS:
+        index.remove_replica(replica)
+    assert not index._booked.masks
