@@ -15,6 +15,7 @@ from step_driver import make_runner
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest
 from quire.protos.wire import POOLINGS, SamplingParams
+from quire.replica import Engine
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.core.step_plan import RequestDelta
 from quire.replica.runner.runner import Runner
@@ -120,10 +121,17 @@ def test_a_recurrent_model_has_embeddings(tmp_path, pooling):
         pad_token_id=0, eos_token_id=2,
     )  # fmt: skip
     transformers.Lfm2ForCausalLM(config).save_pretrained(tmp_path)
-    runner = make_runner(tmp_path, has_states=True)
-    scheduler = fresh(runner, prefix_caching=False, max_batch_tokens=24)
-    found = embedding(scheduler, runner, [*strangers(3), asked(pooling)])
-    assert cosine(found, reference(tmp_path, pooling, LENGTH)) >= 0.999999
+    expected = reference(tmp_path, pooling, LENGTH)
+    options = dict(dtype="float32", num_threads=1, num_blocks=64, max_batch_tokens=24)
+    with Engine(model=str(tmp_path), device="cpu", prove=False, **options) as engine:
+        cold, warm = (
+            *engine.generate([prompt(LENGTH)], SamplingParams(pooling=pooling)),
+            *engine.generate([prompt(LENGTH)], SamplingParams(pooling=pooling)),
+        )
+    assert cosine(cold.embedding, expected) >= 0.999999
+    assert warm.embedding.tobytes() == cold.embedding.tobytes()
+    # A prefix comes with the states at its end.
+    assert cold.num_cached_tokens == 0 and (warm.num_cached_tokens > 0) == (pooling == "last")
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
