@@ -75,6 +75,10 @@ $(INSTALLED): pyproject.toml setup.py $(wildcard kernels/cpu/native/* router/nat
 serve: $(INSTALLED)
 	@exec $(BIN)/quire serve $(CONFIG) $(ARGS)
 
+# An engine on a CPU computes with as many threads as there are cores. By default OpenMP's threads spin while they wait
+# for each other, so on a busy machine they mostly wait for a thread that has no core. Tests of speed keep the default.
+test-units test-clusters: export OMP_WAIT_POLICY = passive
+
 # Tests without a cluster take what the clusters leave: a cluster mostly waits for its processes. Their output goes to a
 # file that is printed when they end, so the two do not mix. The cluster whose processes are killed and replaced is one
 # for all of tests/chaos, and ends with that command. Tests that measure speed come last, when nothing else runs.

@@ -1,8 +1,8 @@
 """One request, computed in many ways by runners whose kernels are Triton's, interpreted: does it get the same bits?
 
-Run as a program, with TRITON_INTERPRET set before anything imports Triton: `interpreted_order.py job.json out.json`.
-A job is {"path", "config": changes of `engine_config`}. `out` gets the ways that differed from the request alone, proof
-that they were taken, and the kinds of the model's modules.
+Run as a program, with TRITON_INTERPRET set before anything imports Triton: `interpreted_order.py jobs.json out.json`.
+A job is {"path", "config": changes of `engine_config`}. Of each, `out` gets the ways that differed from the request
+alone, proof that they were taken, and the kinds of the model's modules.
 """
 
 from __future__ import annotations
@@ -73,12 +73,14 @@ def compare(runner: Runner) -> dict[str, Any]:
     }
 
 
-def main(job_path: Path, out: Path) -> None:
+def main(jobs: Path, out: Path) -> None:
     repair_interpreter()
     use_small_tiles()
-    job = json.loads(job_path.read_text())
-    runner = interpreted_runner(Path(job["path"]), **LIMITS, **job["config"])
-    out.write_text(json.dumps(compare(runner)))
+    found = [
+        compare(interpreted_runner(Path(job["path"]), **LIMITS, **job["config"]))
+        for job in json.loads(jobs.read_text())
+    ]
+    out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 
@@ -11,8 +12,12 @@ from quire.cluster.bench.load.agent_sessions import AgentShape, agents
 from quire.cluster.bench.load.workloads import FIRST_TOKEN_ID, TimedRequest
 
 SMALL = AgentShape(token_scale=1 / 32, time_scale=1 / 4)
-# Long enough for several sessions of each agent.
-TURNS = agents(40, 1000.0, SMALL, 1000)
+
+
+@functools.cache
+def agents_turns() -> list[list[TimedRequest]]:
+    """Long enough for several sessions of each agent."""
+    return agents(40, 1000.0, SMALL, 1000)
 
 
 def sessions_of(turns: list[TimedRequest]) -> list[list[TimedRequest]]:
@@ -21,7 +26,7 @@ def sessions_of(turns: list[TimedRequest]) -> list[list[TimedRequest]]:
 
 def whole_sessions() -> list[list[TimedRequest]]:
     """The sessions that begin and end within the run."""
-    return [session for turns in TURNS for session in sessions_of(turns)[1:-1]]
+    return [session for turns in agents_turns() for session in sessions_of(turns)[1:-1]]
 
 
 def contexts(session: list[TimedRequest]) -> list[int]:
@@ -53,7 +58,7 @@ def test_a_turn_reads_131_tokens_for_each_that_it_writes():
 
 
 def test_pauses_are_log_normal_and_scaled():
-    pauses = sorted(turn.at_s for turns in TURNS for turn in turns[1:])
+    pauses = sorted(turn.at_s for turns in agents_turns() for turn in turns[1:])
     assert len(pauses) > 10_000
     assert pauses[len(pauses) // 2] == pytest.approx(5 / 4, rel=0.05)
     assert pauses[int(0.99 * len(pauses))] == pytest.approx(81 / 4, rel=0.15)
@@ -70,17 +75,17 @@ def test_agents_share_a_few_prompts_and_nothing_else():
 
 def test_all_lengths_of_context_are_there_from_the_start():
     """The first session of an agent has begun at any turn; its first prompt has what came before."""
-    firsts = [len(turns[0].prompt_ids) for turns in TURNS]
+    firsts = [len(turns[0].prompt_ids) for turns in agents_turns()]
     assert min(firsts) < 800 and max(firsts) > 2000
     assert statistics.fmean(firsts) == pytest.approx(SMALL.mean_context / 32, rel=0.15)
-    starts = [turns[0].at_s for turns in TURNS]
+    starts = [turns[0].at_s for turns in agents_turns()]
     assert max(starts) < SMALL.pause_mean_s and len(set(starts)) == len(starts)
 
 
 def test_the_same_seed_gives_the_same_agents_at_every_scale_of_time():
     again = agents(40, 1000.0, SMALL, 1000)
-    assert again == TURNS
-    assert agents(40, 1000.0, SMALL, 1000, seed=1) != TURNS
+    assert again == agents_turns()
+    assert agents(40, 1000.0, SMALL, 1000, seed=1) != agents_turns()
     slow = agents(2, 4.0, AgentShape(token_scale=1 / 32), 1000)
     fast = agents(2, 1.0, SMALL, 1000)
     assert [t.prompt_ids for t in slow[0]] == [t.prompt_ids for t in fast[0]]

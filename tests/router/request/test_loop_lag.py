@@ -110,10 +110,15 @@ def lag_beside(work: Callable[[], Awaitable[int]]) -> tuple[float, int]:
 
 
 def check(work: Callable[[], Awaitable[int]]) -> int:
-    # The first time pages are new; a slow machine is no fault either.
-    lags, results = zip(*(lag_beside(work) for _ in range(3)), strict=True)
+    # The first time pages are new; a slow machine is no fault either. One short lag of three decides.
+    lags = []
+    for _ in range(3):
+        lag, result = lag_beside(work)
+        lags.append(lag)
+        if lag <= MAX_LAG_S:
+            break
     assert min(lags) <= MAX_LAG_S, f"{min(lags) * 1000:.0f} ms"
-    return results[0]
+    return result
 
 
 def post(
