@@ -83,12 +83,13 @@ def measure(name: str, folder: Path) -> list[Bar]:
         ),
         Bar(f"{part}/float32", largest, "nats", FLOAT32_BOUND, details={"scored": len(right)}),
     ]
-    rounded, _ = reference(folder, "bfloat16", texts, 1)
+    rounded, _ = reference(folder, "bfloat16", texts, 0)
     for kind, options in ENGINES.items():
         scores, _ = engine_scores(folder, "bfloat16", texts, 1, **options)
         difference = float(scores.mean() - rounded.mean())
         details = {
             "signed": round(difference, 5),
+            "standard_error": round(_standard_error(scores - rounded), 5),
             "mean": round(float(scores.mean()), 4),
             "transformers_bfloat16": round(float(rounded.mean()), 4),
             "transformers_float32": round(float(right.mean()), 4),
@@ -97,10 +98,18 @@ def measure(name: str, folder: Path) -> list[Bar]:
     return bars
 
 
+def _standard_error(differences: np.ndarray) -> float:
+    """Return the standard error of the mean of [tokens] numbers: how much the choice of text moves it."""
+    return float(differences.std(ddof=1) / len(differences) ** 0.5)
+
+
 def reference(
     folder: Path, dtype: str, texts: Sequence[list[int]], num_tokens: int
 ) -> tuple[np.ndarray, list[list[int]]]:
-    """Return log-probabilities of the texts, [tokens] float64, and greedy tokens of each, as transformers has them."""
+    """Return log-probabilities of the texts, [tokens] float64, and greedy tokens of each, as transformers has them.
+
+    With `num_tokens` 0 nothing is generated.
+    """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -117,6 +126,8 @@ def reference(
             logits = model(ids, use_cache=False).logits[0].float()
         expected = torch.log_softmax(logits, -1)[:-1]
         scores.append(expected[torch.arange(len(text) - 1), ids[0, 1:]].double().numpy())
+        if not num_tokens:
+            continue
         mask = torch.ones_like(ids)
         out = model.generate(ids, attention_mask=mask, generation_config=options)
         generated.append(out[0, len(text) :].tolist())

@@ -28,8 +28,8 @@ ROPES: dict[str, Entries] = {
     "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
     "yarn": dict(factor=4.0),
     "dynamic": dict(factor=2.0),
-    # As many factors as a rotated head has pairs of elements.
-    "longrope": dict(factor=4.0, short_factor=[1.0] * 16, long_factor=[4.0] * 16),
+    # Its factors stand in `rope_of`.
+    "longrope": dict(factor=4.0),
     "proportional": dict(factor=1.0, partial_rotary_factor=0.5),
 }
 # Number of query heads, and of heads of keys and values.
@@ -112,6 +112,11 @@ def rope_of(name: str, factors: Entries, tiny: Entries) -> Entries:
     """Return the entries of a rope type; where layers have rope of their own, for layers with full attention."""
     old = tiny.get("rope_parameters") or {}
     rope = {**_FACTORS, **factors, "rope_type": name}
+    if name == "longrope":
+        # As many as a rotated head has pairs of elements.
+        head_dim = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+        count = int(head_dim * old.get("partial_rotary_factor", 1.0)) // 2
+        rope |= dict(short_factor=[1.0] * count, long_factor=[4.0] * count)
     if "full_attention" in old:
         return {"rope_parameters": {**old, "full_attention": rope}}
     kept = {key: old[key] for key in ("partial_rotary_factor",) if key in old}
