@@ -34,6 +34,7 @@ QUOTED = [
     ("docs/performance.md", "| {:.0f}% | 90 | Zen 4", "system_throughput", "cpu/system_W1_percent_of_offline"),
     ("docs/security.md", "{:.2f} times the plain CPU", "tls_cost", "auth/tls_sse_cpu_per_token"),
     ("docs/security.md", "{:.2f} times over gRPC", "tls_cost", "auth/tls_grpc_cpu_per_token"),
+    ("docs/models.md", "{:.0f} of 176 configurations", "families_variants", "families/variants/served"),
     ("docs/guarantees.md", "{:.1f} s at the 99th", "chaos", "chaos/added_stall_p99"),
     ("docs/guarantees.md", "{:.1f} s where the survivors", "chaos", "chaos/added_stall_lone_kill_p99"),
     ("docs/guarantees.md", "| {:.2f} | 1.00 | 1.00 |", "deterministic", "engine/deterministic_embedded_prefill"),

@@ -116,9 +116,6 @@ def reference(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     # Else it ends a sequence, whatever the options say.
     model.generation_config.eos_token_id = None
-    options = GenerationConfig(
-        max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
     scores, generated = [], []
     for text in texts:
         ids = torch.tensor([text])
@@ -128,6 +125,9 @@ def reference(
         scores.append(expected[torch.arange(len(text) - 1), ids[0, 1:]].double().numpy())
         if not num_tokens:
             continue
+        options = GenerationConfig(
+            max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         mask = torch.ones_like(ids)
         out = model.generate(ids, attention_mask=mask, generation_config=options)
         generated.append(out[0, len(text) :].tolist())

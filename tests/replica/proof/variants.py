@@ -75,7 +75,7 @@ OWN: dict[str, dict[str, Entries]] = {
         "biased head untied": dict(tie_word_embeddings=False),
     },
     "starcoder2": {"no biases": dict(use_bias=False), "a window": dict(sliding_window=7)},
-    "exaone4": {"no window": dict(sliding_window=None, layer_types=["full_attention"] * 4)},
+    "exaone4": {"no window": dict(sliding_window=None, layer_types=["full_attention"] * 3)},
     "olmo": {"clipped queries": dict(clip_qkv=0.2)},
 }
 
