@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from quire.replica.model.deterministic.cpu_activations import elementwise
 from quire.replica.model.deterministic.cpu_tiles import fitting_tile_rows, tiled_linear
 from quire.replica.model.deterministic.stacked_experts import ExpertRouter, StackedExperts
 
@@ -29,7 +30,7 @@ def tiled_router(router: nn.Module, *, softmax_first: bool) -> ExpertRouter:
 
 
 class TiledExperts(StackedExperts):
-    """Experts with matrix products in tiles of fixed height."""
+    """Experts with matrix products in tiles of fixed height; subclasses combine gates and ups."""
 
     def __init__(self, experts: nn.Module):
         super().__init__(experts)
@@ -48,9 +49,8 @@ class TiledExperts(StackedExperts):
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[tokens, 2 * inner], gates then ups, to [tokens, inner]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return gate / torch.exp(-gate).add_(1.0) * up
+        """[tokens, 2 * inner], gates and ups, to [tokens, inner]."""
+        raise NotImplementedError
 
     def _weight(self, name: str, expert: int) -> torch.Tensor:
         weight = getattr(self, name)[expert]
@@ -60,6 +60,19 @@ class TiledExperts(StackedExperts):
         out = tiled_linear(x, self._weight(name, expert), self._tile_rows[name])
         bias = getattr(self, name + "_bias")
         return out if bias is None else out.add_(bias[expert])
+
+
+class TiledGatedExperts(TiledExperts):
+    """Gates then ups: activation(gate) * up."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__(experts)
+        self.act_fn = elementwise(experts.act_fn)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[tokens, 2 * inner], gates then ups, to [tokens, inner]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
 
 
 class TiledGptOssExperts(TiledExperts):
@@ -82,6 +95,6 @@ class TiledGptOssExperts(TiledExperts):
 EXPERT_MODULES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "Qwen3MoeTopKRouter": partial(tiled_router, softmax_first=True),
     "GptOssTopKRouter": partial(tiled_router, softmax_first=False),
-    "Qwen3MoeExperts": TiledExperts,
+    "Qwen3MoeExperts": TiledGatedExperts,
     "GptOssExperts": TiledGptOssExperts,
 }

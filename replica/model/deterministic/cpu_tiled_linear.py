@@ -1,17 +1,15 @@
 """`deterministic: true` on the CPU: layers in which the number of rows does not change a row's bits.
 
 Matrix products run in tiles of fixed height (`cpu_tiles.py`), and so do mixtures of experts (`cpu_tiled_experts.py`).
-torch's SiLU and GELU compute the exponential in one way in their vector loop and in another way in the scalar loop for
-the remaining elements. They are replaced by formulas that give an element the same bits at every position.
+Activations are replaced too (`cpu_activations.py`).
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 
+from quire.replica.model.deterministic.cpu_activations import elementwise
 from quire.replica.model.deterministic.cpu_tiled_experts import EXPERT_MODULES
 from quire.replica.model.deterministic.cpu_tiles import (
     ALIGNMENT_BYTES,
@@ -49,30 +47,6 @@ class TiledLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
 
-class ElementwiseSiLU(nn.Module):
-    """x / (1 + exp(-x)), from operations that give an element the same bits at every position."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
-        return x / torch.exp(-x).add_(1.0)
-
-
-class ElementwiseTanhGELU(nn.Module):
-    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))); an element has the same bits at every position."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
-        inner = (x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2.0 / math.pi))
-        return torch.tanh(inner).add_(1.0).mul_(x).mul_(0.5)
-
-
-_ACTIVATIONS = {
-    "SiLU": ElementwiseSiLU,
-    "SiLUActivation": ElementwiseSiLU,
-    "GELUTanh": ElementwiseTanhGELU,
-}
-
-
 def make_deterministic(model: nn.Module) -> dict[tuple[int, int], tuple[int, ...]]:
     """Replace linear layers, experts and activations of a float32 CPU model by batch-invariant ones, in place.
 
@@ -102,10 +76,10 @@ def make_deterministic(model: nn.Module) -> dict[tuple[int, int], tuple[int, ...
                 if shape not in heights:
                     heights[shape] = fitting_tile_rows(child.weight)
                 replacements.append((parent, name, TiledLinear(child, heights[shape])))
-            elif type(child).__name__ in _ACTIVATIONS:
-                replacements.append((parent, name, _ACTIVATIONS[type(child).__name__]()))
             elif type(child).__name__ in EXPERT_MODULES:
                 replacements.append((parent, name, EXPERT_MODULES[type(child).__name__](child)))
+            elif (activation := elementwise(child)) is not child:
+                replacements.append((parent, name, activation))
     for parent, name, module in replacements:
         setattr(parent, name, module)
     fix_rows(model)

@@ -39,7 +39,16 @@ TEXTS = (
     "they met the council behind closed doors. The newspaper wrote that the foundation of the pillar was older than "
     "the rest of the bridge, and that nobody had known about it. A new one would cost as much as the school that the "
     "town wanted to build. At the end of the year the council voted for the bridge, because without it the farmers on "
-    "the other side could not bring their milk to the station. The school had to wait until the summer after.",
+    "the other side could not bring their milk to the station. The school had to wait until the summer after. "
+    "When the work began, the river was so low that children walked to the second pillar without getting their knees "
+    "wet. The workers built a wall of steel around the old foundation and pumped out the water, which took eleven "
+    "days. Under the mud they found oak beams, as hard as stone, and between them coins from a country that no longer "
+    "existed. A professor came by train and stayed for a week. She wanted the work to stop, the company wanted to be "
+    "paid for every day of waiting, and the council met three times before it found a way: the beams on the north side "
+    "were drawn, measured and covered again, and only those on the south side were taken out. One of them now lies in "
+    "the town hall, next to the table with the numbers. The new pillar was ready in November, a month late. On the "
+    "first morning a farmer drove across with twelve cans of milk, and the baker, who had waited for this, gave him a "
+    "loaf of bread. Nobody had planned it, but it has been done every year since then.",
     "A compiler reads a program and writes another one that does the same. Between the two it keeps the program as a "
     "tree, because a tree is easy to change: a branch that can never run is cut off, and an expression that occurs "
     "twice is computed once. Most of these changes are small. Together they often make a program twice as fast, and "
@@ -48,7 +57,17 @@ TEXTS = (
     "connected if both values are needed at the same time. Then it gives each point a colour, so that no two connected "
     "points have the same one. If there are more colours than registers, some values go to memory and are loaded again "
     "when they are used. To find the best colours is a problem that takes too long for large programs, so compilers "
-    "use simple rules, which are good enough in almost every case.",
+    "use simple rules, which are good enough in almost every case. "
+    "Loops get the most attention, because a program spends most of its time in them. If a product does not change "
+    "from one round to the next, it is computed once before the loop starts. If the same operation is done to many "
+    "numbers that lie next to each other in memory, the compiler can do it to eight of them at a time, as long as it "
+    "can show that no round needs the result of an earlier one. Often it cannot show this, although a person would see "
+    "it at once, and so the fast version is not used. Some languages help by letting the author say more: that a list "
+    "is never changed, or that two lists never share memory. Other compilers wait until the program runs. They count "
+    "how often each part is executed, translate only the parts that matter, and guess what kind of values will come "
+    "next. When a guess is wrong, the slow version takes over, and nothing is lost but time. All of this has a price. "
+    "A large program can take an hour to compile, and an error that appears only in the fast version is among the "
+    "hardest to find.",
     "Bread needs flour, water, salt and time. Mix 500 grams of flour with 350 grams of water and wait for an hour. "
     "Then add 10 grams of salt and a little yeast, and fold the dough four times during the next two hours. It should "
     "rest in a cold place until the morning. Bake it in a hot oven for 40 minutes, and let it cool before you cut it. "
@@ -57,7 +76,16 @@ TEXTS = (
     "steam inside, so the crust stays soft for the first minutes and the bread can rise. After half the time take off "
     "the lid, and the crust becomes brown. You can hear whether the bread is done: knock on its bottom, and if it "
     "sounds hollow, it is ready. Whole grain flour takes more water and gives a heavier bread, which keeps for a week. "
-    "White bread is best on the same day, and the next morning it makes good toast.",
+    "White bread is best on the same day, and the next morning it makes good toast. "
+    "Many people keep a jar of sourdough instead of buying yeast. It is only flour and water in which wild yeast and "
+    "bacteria live, and it has to be fed once a week: throw half of it away, and replace what is missing with fresh "
+    "flour and water. On the evening before baking, take it out of the fridge and feed it again. If it has doubled by "
+    "the next morning and smells like fruit, it is strong enough. Bread made in this way needs more time, from eight "
+    "hours in July to fourteen in January, but it also has more taste and stays fresh for longer. Write down what you "
+    "did each time, because the kitchen is never twice the same. A dense loaf with a few large holes has not risen "
+    "enough; a flat one has risen for too long. If the crust is pale, the oven was not hot enough or the door was "
+    "opened too early. Salt is easy to forget, so put it next to the bowl before you start. And do not worry about a "
+    "loaf that failed: cut it into cubes, dry them in the oven, and use them in a soup.",
 )
 
 
@@ -83,12 +111,13 @@ def measure(name: str, folder: Path) -> list[Bar]:
         ),
         Bar(f"{part}/float32", largest, "nats", FLOAT32_BOUND, details={"scored": len(right)}),
     ]
-    rounded, _ = reference(folder, "bfloat16", texts, 1)
+    rounded, _ = reference(folder, "bfloat16", texts, 0)
     for kind, options in ENGINES.items():
         scores, _ = engine_scores(folder, "bfloat16", texts, 1, **options)
         difference = float(scores.mean() - rounded.mean())
         details = {
             "signed": round(difference, 5),
+            "standard_error": round(_standard_error(scores - rounded), 5),
             "mean": round(float(scores.mean()), 4),
             "transformers_bfloat16": round(float(rounded.mean()), 4),
             "transformers_float32": round(float(right.mean()), 4),
@@ -97,19 +126,24 @@ def measure(name: str, folder: Path) -> list[Bar]:
     return bars
 
 
+def _standard_error(differences: np.ndarray) -> float:
+    """Return the standard error of the mean of [tokens] numbers: how much the choice of text moves it."""
+    return float(differences.std(ddof=1) / len(differences) ** 0.5)
+
+
 def reference(
     folder: Path, dtype: str, texts: Sequence[list[int]], num_tokens: int
 ) -> tuple[np.ndarray, list[list[int]]]:
-    """Return log-probabilities of the texts, [tokens] float64, and greedy tokens of each, as transformers has them."""
+    """Return log-probabilities of the texts, [tokens] float64, and greedy tokens of each, as transformers has them.
+
+    With `num_tokens` 0 nothing is generated.
+    """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     # Else it ends a sequence, whatever the options say.
     model.generation_config.eos_token_id = None
-    options = GenerationConfig(
-        max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
     scores, generated = [], []
     for text in texts:
         ids = torch.tensor([text])
@@ -117,6 +151,11 @@ def reference(
             logits = model(ids, use_cache=False).logits[0].float()
         expected = torch.log_softmax(logits, -1)[:-1]
         scores.append(expected[torch.arange(len(text) - 1), ids[0, 1:]].double().numpy())
+        if not num_tokens:
+            continue
+        options = GenerationConfig(
+            max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         mask = torch.ones_like(ids)
         out = model.generate(ids, attention_mask=mask, generation_config=options)
         generated.append(out[0, len(text) :].tolist())

@@ -28,8 +28,8 @@ ROPES: dict[str, Entries] = {
     "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
     "yarn": dict(factor=4.0),
     "dynamic": dict(factor=2.0),
-    # As many factors as a rotated head has pairs of elements.
-    "longrope": dict(factor=4.0, short_factor=[1.0] * 16, long_factor=[4.0] * 16),
+    # Its factors stand in `rope_of`.
+    "longrope": dict(factor=4.0),
     "proportional": dict(factor=1.0, partial_rotary_factor=0.5),
 }
 # Number of query heads, and of heads of keys and values.
@@ -75,7 +75,7 @@ OWN: dict[str, dict[str, Entries]] = {
         "biased head untied": dict(tie_word_embeddings=False),
     },
     "starcoder2": {"no biases": dict(use_bias=False), "a window": dict(sliding_window=7)},
-    "exaone4": {"no window": dict(sliding_window=None, layer_types=["full_attention"] * 4)},
+    "exaone4": {"no window": dict(sliding_window=None, layer_types=["full_attention"] * 3)},
     "olmo": {"clipped queries": dict(clip_qkv=0.2)},
 }
 
@@ -112,6 +112,11 @@ def rope_of(name: str, factors: Entries, tiny: Entries) -> Entries:
     """Return the entries of a rope type; where layers have rope of their own, for layers with full attention."""
     old = tiny.get("rope_parameters") or {}
     rope = {**_FACTORS, **factors, "rope_type": name}
+    if name == "longrope":
+        # As many as a rotated head has pairs of elements.
+        head_dim = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+        count = int(head_dim * old.get("partial_rotary_factor", 1.0)) // 2
+        rope |= dict(short_factor=[1.0] * count, long_factor=[4.0] * count)
     if "full_attention" in old:
         return {"rope_parameters": {**old, "full_attention": rope}}
     kept = {key: old[key] for key in ("partial_rotary_factor",) if key in old}
@@ -147,7 +152,7 @@ def sample_changes(model_type: str, tiny: Entries) -> Entries:
     """Return the changes with which the tests prove a type: several variants together in few models."""
     flip = {name: not tiny[name] for name in _FLAGS if isinstance(tiny.get(name), bool)}
     narrow = {"sliding_window": 5}
-    rope = {name: rope_of(name, factors, tiny) for name, factors in ROPES.items()}
+    rope = {name: rope_of(name, ROPES[name], tiny) for name in ("linear", "llama3", "yarn")}
     heads = {name: heads_of(*counts, tiny) for name, counts in GROUPS.items()}
     return {
         "llama": {**flip, **rope["linear"], **heads["3"], "hidden_size": 96},

@@ -17,9 +17,10 @@ from quire.replica.model.deterministic.stacked_experts import ExpertRouter
 HIDDEN = 48
 
 
-def qwen(normalize: bool) -> nn.Module:
+def qwen(normalize: bool, activation: str = "silu") -> nn.Module:
     config = Qwen3MoeConfig(
         hidden_size=HIDDEN,
+        hidden_act=activation,
         moe_intermediate_size=20,
         num_experts=7,
         num_experts_per_tok=3,
@@ -40,10 +41,18 @@ def gpt_oss() -> nn.Module:
     return GptOssMLP(config)
 
 
-@pytest.fixture(params=["qwen", "qwen_raw", "gpt_oss"])
+BLOCKS = {
+    "qwen": lambda: qwen(True),
+    "qwen_raw": lambda: qwen(False),
+    "qwen_relu": lambda: qwen(True, "relu"),
+    "gpt_oss": gpt_oss,
+}
+
+
+@pytest.fixture(params=BLOCKS)
 def block(request):
     torch.manual_seed(3)
-    module = gpt_oss() if request.param == "gpt_oss" else qwen(request.param == "qwen")
+    module = BLOCKS[request.param]()
     for parameter in module.parameters():
         parameter.data.normal_(0, 0.4)
     return module.requires_grad_(False)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from quire.replica.model.deterministic.cpu_activations import ElementwiseSiLU, ElementwiseTanhGELU
 from quire.replica.model.deterministic.cpu_tiled_linear import (
-    ElementwiseSiLU,
-    ElementwiseTanhGELU,
     TiledLinear,
     make_deterministic,
 )
