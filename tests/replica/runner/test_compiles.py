@@ -111,6 +111,15 @@ def test_nothing_compiles_after_warm_up(names, wide_zoo, tmp_path):
     assert late_ones(jobs, run(jobs, tmp_path)) == {}
 
 
+def test_nothing_compiles_for_latents_and_values_unlike_keys(tmp_path):
+    """One of them with graphs, one without."""
+    jobs = []
+    for name, options in zip(model_zoo.UNLIKE_NAMES, SETTINGS.values(), strict=True):
+        model_zoo.build_unlike(name, tmp_path / name)
+        jobs.append(dict(name=name, path=str(tmp_path / name), **options))
+    assert late_ones(jobs, run(jobs, tmp_path)) == {}
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_nothing_compiles_whatever_the_engine_is_configured_to(name, wide_zoo, tmp_path):
     jobs = [

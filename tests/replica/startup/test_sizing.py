@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import model_zoo
 import numpy as np
 import pytest
 import torch
@@ -276,6 +277,13 @@ def test_a_processor_without_the_product_is_told(spec, monkeypatch):
     monkeypatch.setattr(sizing.fp8_linear, "missing", lambda device: f"a better {device}")
     with pytest.raises(SizingError, match="weights is 'fp8', which needs a better cpu"):
         resolve(EngineArgs(device="cpu", weights="fp8"), spec)
+
+
+def test_an_fp8_cache_of_latents_is_refused(tmp_path, monkeypatch):
+    model_zoo.build_unlike("deepseek_v3", tmp_path)
+    monkeypatch.setattr(sizing, "choose_sizing", lambda *args: GpuSizing())
+    with pytest.raises(SizingError, match="kv_cache_dtype is 'fp8', and DeepseekV3ForCausalLM has"):
+        resolve(EngineArgs(kv_cache_dtype="fp8"), ModelSpec.from_checkpoint(tmp_path))
 
 
 def test_fp8_weights_choose_bfloat16(spec):
