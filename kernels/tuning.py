@@ -58,7 +58,8 @@ class PrefillConfig:
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 # For bfloat16 and float16. Key: (architecture, largest head_dim of the entry; of unequal sizes, the larger one counts).
-# 576 is latent attention, where one load serves keys and values: more stages fit than at 512.
+# 320 and 576 are latent attention with latents of 256 and 512. One load serves keys and values, so that more stages fit
+# than for keys and values of 512.
 _DECODE = {
     ("sm_80", 64): DecodeConfig(SPLIT_TOKENS, 64, 4, 5, 4),
     ("sm_80", 128): DecodeConfig(SPLIT_TOKENS, 32, 4, 5, 3),

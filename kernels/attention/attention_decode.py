@@ -49,6 +49,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.attention.attention_call import AttentionOptions, prepare_call
+from quire.kernels.attention.attention_checks import TILE_HEADS
 from quire.kernels.attention.attention_math import (
     attend_tile,
     finish,
@@ -63,7 +64,7 @@ from quire.kernels.attention.attention_math import (
 from quire.kernels.attention.decode_plan import DecodePlan
 from quire.kernels.tuning import launch_options
 
-SUBTILE = tl.constexpr(16)  # rows of the smallest matrix instruction
+SUBTILE = tl.constexpr(TILE_HEADS)  # lanes of a tile
 MERGE_ELEMENTS = 1024  # accumulator elements of one merge program: 8 for each thread
 MERGE_WARPS = 4
 

@@ -243,8 +243,8 @@ class DecodeWorkspace:
 
 
 def item_rows(shape: AttentionShape) -> int:
-    """Rows that fit one decode tile of 16 lanes, with the query heads of one KV group each."""
-    return 16 // shape.group_pad
+    """Rows that fit one decode tile, with the query heads of one KV group each."""
+    return attention_checks.TILE_HEADS // shape.group_pad
 
 
 def allocate_decode_workspace(
