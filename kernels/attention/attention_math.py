@@ -134,14 +134,19 @@ def load_query(
     ptr, offsets, valid, HEAD_DIM: tl.constexpr, KEY_PART: tl.constexpr, KEY_PAD: tl.constexpr, REST_PAD: tl.constexpr
 ):  # fmt: skip
     """Load the queries at `offsets` [M] as a tuple of parts like those of a key: [M, KEY_PAD], and [M, REST_PAD]."""
-    dim = tl.arange(0, KEY_PAD)
-    held = valid[:, None] & (dim < KEY_PART)[None, :]
-    q = (tl.load(ptr + offsets[:, None] + dim[None, :], mask=held, other=0.0),)
+    first = _load_rows(ptr, offsets, valid, KEY_PART, KEY_PAD)
     if REST_PAD > 0:
-        dim = tl.arange(0, REST_PAD)
-        held = valid[:, None] & (dim < HEAD_DIM - KEY_PART)[None, :]
-        q += (tl.load(ptr + KEY_PART + offsets[:, None] + dim[None, :], mask=held, other=0.0),)
-    return q
+        return first, _load_rows(ptr + KEY_PART, offsets, valid, HEAD_DIM - KEY_PART, REST_PAD)
+    else:
+        return (first,)
+
+
+@triton.jit
+def _load_rows(ptr, offsets, valid, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """Load WIDTH elements at each of `offsets` [M]: [M, PAD], zeros where not valid."""
+    dim = tl.arange(0, PAD)
+    held = valid[:, None] & (dim < WIDTH)[None, :]
+    return tl.load(ptr + offsets[:, None] + dim[None, :], mask=held, other=0.0)
 
 
 @triton.jit
@@ -162,33 +167,25 @@ def load_keys_values(
     first = load_tile(
         k_ptr, base, rows, start, begin, end, dtype, KEY_PART, KEY_PAD, FP8, MASKED, LOCAL
     )
-    k = (first,)
+    rest = None
     if REST_PAD > 0:
         rest = load_tile(
             k_ptr + KEY_PART, base, rows, start, begin, end, dtype,
             HEAD_DIM - KEY_PART, REST_PAD, FP8, MASKED, LOCAL,
         )  # fmt: skip
-        k += (rest,)
-    if v_ptr is None:
-        v = first
-    else:
+    v = first
+    if v_ptr is not None:
         if VALUE_DIM != HEAD_DIM:
             base, rows = tile_offsets(
-                table_ptr,
-                start,
-                begin,
-                end,
-                stride_block,
-                VALUE_DIM,
-                BLOCK_SIZE,
-                TILE,
-                MASKED,
-                LOCAL,
-            )
+                table_ptr, start, begin, end, stride_block, VALUE_DIM, BLOCK_SIZE, TILE, MASKED, LOCAL
+            )  # fmt: skip
         v = load_tile(
             v_ptr, base, rows, start, begin, end, dtype, VALUE_DIM, VALUE_PAD, FP8, MASKED, LOCAL
         )
-    return k, v
+    if REST_PAD > 0:
+        return (first, rest), v
+    else:
+        return (first,), v
 
 
 @triton.jit
