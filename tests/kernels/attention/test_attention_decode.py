@@ -198,9 +198,14 @@ def test_shared_prefixes_give_the_same_bits(paged_batch, close, data):
     )
     kv_lens = data.draw(st.lists(st.integers(0, 330), min_size=2, max_size=5), "kv_lens")
     q_lens = [data.draw(st.sampled_from([1, 1, 1, 2]), "q_len") if n > 2 else 1 for n in kv_lens]
-    head_dim = data.draw(st.sampled_from([64, 64, 80, 128]), "head_dim")
+    head_dim, value_dim = data.draw(
+        st.sampled_from([(64, 64), (64, 64), (80, 80), (128, 128), (32, 20), (56, 40)]), "sizes"
+    )
     batch = paged_batch(
-        q_lens, kv_lens, group, 1, head_dim, block_size, dtype, cache_dtype=cache_dtype
+        *(q_lens, kv_lens, group, 1, head_dim, block_size, dtype),
+        cache_dtype=cache_dtype,
+        value_dim=value_dim,
+        values_in_keys=head_dim == 56,
     )
     for row in range(1, len(kv_lens)):
         leader = data.draw(st.integers(0, row - 1), "leader")
@@ -214,7 +219,7 @@ def test_shared_prefixes_give_the_same_bits(paged_batch, close, data):
     if cache_dtype is not None:
         scale = torch.tensor([0.5], device=batch.q.device)
         options |= {"k_scale": scale, "v_scale": 2 * scale}
-    out = torch.zeros_like(batch.q)
+    out = torch.zeros_like(batch.q[..., :value_dim])
     apart = attend(batch, options=options, out=out.clone(), max_slots=64)
     decodes = [int(batch.cu_q[i]) for i, n in enumerate(q_lens) if n == 1]
     close(apart[decodes], batch.expected(**options)[decodes], dtype)
