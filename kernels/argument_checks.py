@@ -9,7 +9,7 @@ import torch
 
 # The proof of a class (`replica/proof/`) has heads of 16 or 32.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)
-MAX_GROUP = 16
+MAX_GROUP = 128
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -90,11 +90,21 @@ def check_vector(
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Raise unless the kernels can serve these heads."""
+    check_group(num_heads, num_kv_heads)
+    check_head_dim(head_dim)
+
+
+def check_group(num_heads: int, num_kv_heads: int) -> None:
+    """Raise unless the kernels can serve so many query heads for each KV head."""
     check_bounds("num_kv_heads", num_kv_heads, 1, 1024)
     if num_heads % num_kv_heads or not num_kv_heads <= num_heads <= MAX_GROUP * num_kv_heads:
         raise ValueError(
             f"num_heads: must be 1 to {MAX_GROUP} times num_kv_heads={num_kv_heads}, got {num_heads}"
         )
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise unless the kernels can serve keys and values of that many elements each."""
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim: must be one of {HEAD_DIMS}, got {head_dim}")
 

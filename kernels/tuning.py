@@ -57,43 +57,61 @@ class PrefillConfig:
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
-# For bfloat16 and float16. Key: (architecture, largest head_dim of the entry).
+# For bfloat16 and float16. Key: (architecture, largest head_dim of the entry; of unequal sizes, the larger one counts).
+# 320 and 576 are latent attention with latents of 256 and 512. One load serves keys and values, so that more stages fit
+# than for keys and values of 512.
 _DECODE = {
     ("sm_80", 64): DecodeConfig(SPLIT_TOKENS, 64, 4, 5, 4),
     ("sm_80", 128): DecodeConfig(SPLIT_TOKENS, 32, 4, 5, 3),
     ("sm_80", 256): DecodeConfig(SPLIT_TOKENS, 32, 4, 3, 2),
+    ("sm_80", 320): DecodeConfig(SPLIT_TOKENS, 32, 4, 3, 2),
     ("sm_80", 512): DecodeConfig(SPLIT_TOKENS, 16, 8, 2, 1),
+    ("sm_80", 576): DecodeConfig(SPLIT_TOKENS, 16, 8, 5, 1),
     ("sm_90", 64): DecodeConfig(SPLIT_TOKENS, 64, 4, 5, 3),
     ("sm_90", 128): DecodeConfig(SPLIT_TOKENS, 32, 4, 5, 3),
     ("sm_90", 256): DecodeConfig(SPLIT_TOKENS, 32, 4, 5, 2),
+    ("sm_90", 320): DecodeConfig(SPLIT_TOKENS, 32, 4, 5, 2),
     ("sm_90", 512): DecodeConfig(SPLIT_TOKENS, 32, 8, 2, 1),
+    ("sm_90", 576): DecodeConfig(SPLIT_TOKENS, 32, 8, 5, 1),
     ("sm_100", 64): DecodeConfig(SPLIT_TOKENS, 64, 4, 5, 3),
     ("sm_100", 128): DecodeConfig(SPLIT_TOKENS, 32, 4, 5, 3),
     ("sm_100", 256): DecodeConfig(SPLIT_TOKENS, 32, 4, 5, 2),
+    ("sm_100", 320): DecodeConfig(SPLIT_TOKENS, 32, 4, 5, 2),
     ("sm_100", 512): DecodeConfig(SPLIT_TOKENS, 32, 8, 2, 1),
+    ("sm_100", 576): DecodeConfig(SPLIT_TOKENS, 32, 8, 5, 1),
     ("gfx942", 64): DecodeConfig(SPLIT_TOKENS, 64, 4, 2, 2, merge_unroll=2),
     ("gfx942", 128): DecodeConfig(SPLIT_TOKENS, 32, 4, 2, 2, merge_unroll=2),
     ("gfx942", 256): DecodeConfig(SPLIT_TOKENS, 32, 4, 1, 1, merge_unroll=2),
+    ("gfx942", 320): DecodeConfig(SPLIT_TOKENS, 32, 4, 1, 1, merge_unroll=2),
     ("gfx942", 512): DecodeConfig(SPLIT_TOKENS, 16, 8, 1, 1, merge_unroll=2),
+    ("gfx942", 576): DecodeConfig(SPLIT_TOKENS, 16, 4, 1, 1, merge_unroll=2),
 }
 _PREFILL = {
     ("sm_80", 64): PrefillConfig(128, 64, 4, 5),
     ("sm_80", 128): PrefillConfig(128, 32, 8, 5),
     ("sm_80", 256): PrefillConfig(64, 32, 8, 3),
+    ("sm_80", 320): PrefillConfig(64, 32, 8, 3),
     ("sm_80", 512): PrefillConfig(32, 32, 8, 2),
+    ("sm_80", 576): PrefillConfig(32, 32, 8, 2),
     ("sm_90", 64): PrefillConfig(128, 64, 4, 5),
     ("sm_90", 128): PrefillConfig(128, 64, 8, 5),
     ("sm_90", 256): PrefillConfig(128, 32, 8, 3),
+    ("sm_90", 320): PrefillConfig(128, 32, 8, 3),
     # The accumulators of 64 rows, the least of a `wgmma`, do not fit the registers: `mma.sync` computes 32.
     ("sm_90", 512): PrefillConfig(32, 32, 8, 2),
+    ("sm_90", 576): PrefillConfig(32, 32, 8, 5),
     ("sm_100", 64): PrefillConfig(128, 64, 4, 5),
     ("sm_100", 128): PrefillConfig(128, 64, 8, 5),
     ("sm_100", 256): PrefillConfig(128, 32, 8, 3),
+    ("sm_100", 320): PrefillConfig(128, 32, 8, 3),
     ("sm_100", 512): PrefillConfig(64, 32, 8, 2),
+    ("sm_100", 576): PrefillConfig(64, 32, 8, 2),
     ("gfx942", 64): PrefillConfig(128, 64, 4, 1),
     ("gfx942", 128): PrefillConfig(128, 32, 4, 1),
     ("gfx942", 256): PrefillConfig(64, 32, 4, 1),
+    ("gfx942", 320): PrefillConfig(64, 32, 4, 1),
     ("gfx942", 512): PrefillConfig(64, 16, 8, 1),
+    ("gfx942", 576): PrefillConfig(32, 16, 8, 1),
 }
 # `tl.dot` in float32 runs outside the matrix units (IEEE arithmetic): larger tiles would not fit the registers.
 _DECODE_FLOAT32 = {

@@ -6,15 +6,20 @@ import torch
 
 from quire.kernels.argument_checks import (
     FLOATS,
-    MAX_GROUP,
     check_block_size,
     check_bounds,
     check_device,
+    check_head_dim,
     check_ids,
     check_power_of_two,
     check_shape,
 )
 from quire.kernels.tuning import DecodeConfig, PrefillConfig
+
+# Query heads of a tile: rows of the smallest matrix instruction. Larger groups are several tiles.
+TILE_HEADS = 16
+# Bounds of elements: keys and values of unequal sizes; latents, and the part of a key behind its latent.
+_MAX_UNEQUAL, _MAX_LATENT, _MAX_REST = 256, 512, 64
 
 
 def check_rows(cu_q: torch.Tensor, kv_len: torch.Tensor, device: torch.device) -> int:
@@ -34,6 +39,18 @@ def check_local(window: int | None, chunk: int | None) -> None:
             check_bounds(name, value, 1, 2**30)
 
 
+def check_sizes(head_dim: int, value_dim: int, values_in_keys: bool) -> None:
+    """Raise unless the kernels take keys and values of these sizes."""
+    if values_in_keys:
+        check_bounds("value_dim with values in keys", value_dim, 8, _MAX_LATENT)
+        check_bounds("head_dim - value_dim with values in keys", head_dim - value_dim, 1, _MAX_REST)
+    elif value_dim != head_dim:
+        check_bounds(f"head_dim with values of {value_dim}", head_dim, 8, _MAX_UNEQUAL)
+        check_bounds(f"value_dim with keys of {head_dim}", value_dim, 8, _MAX_UNEQUAL)
+    else:
+        check_head_dim(head_dim)
+
+
 def check_decode_config(config: DecodeConfig) -> None:
     """Raise unless the decode kernels can run this configuration."""
     check_power_of_two("tile_tokens", config.tile_tokens, 16)
@@ -50,7 +67,7 @@ def check_decode_config(config: DecodeConfig) -> None:
 def check_prefill_config(config: PrefillConfig) -> None:
     """Raise unless the prefill kernel can run this configuration."""
     check_power_of_two("tile_tokens", config.tile_tokens, 16)
-    check_power_of_two("block_m", config.block_m, MAX_GROUP)
+    check_power_of_two("block_m", config.block_m, TILE_HEADS)
 
 
 def check_attention(
@@ -59,11 +76,14 @@ def check_attention(
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     num_rows: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    *,
+    values_in_keys: bool,
 ) -> None:
-    """Check the tensors of an attention call against the heads of its plan."""
+    """Check the tensors of an attention call against its plan: (query heads, KV heads), elements of a (key, value)."""
+    num_heads, num_kv_heads = heads
+    head_dim, value_dim = sizes
     if q.dim() != 3 or q.shape[1:] != (num_heads, head_dim):
         raise ValueError(
             f"q: must be [tokens, {num_heads}, {head_dim}] as in the plan, got {list(q.shape)}"
@@ -77,17 +97,18 @@ def check_attention(
             f"got {list(k_cache.shape)}"
         )
     check_block_size(k_cache.shape[2])
-    check_shape("v_cache", v_cache, tuple(k_cache.shape))
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+    check_shape("v_cache", v_cache, (*k_cache.shape[:3], value_dim))
+    widths = (head_dim, head_dim if values_in_keys else value_dim)
+    for name, cache, width in zip(("k_cache", "v_cache"), (k_cache, v_cache), widths, strict=True):
         check_device(name, cache, q.device)
         if cache.dtype not in (q.dtype, torch.float8_e4m3fn) or cache.dtype != k_cache.dtype:
             raise ValueError(
                 f"{name}: must be {q.dtype} as q or float8_e4m3fn, the same for k and v, got {cache.dtype}"
             )
-        # The tokens of one block and head are contiguous; strides of blocks and heads are the same for k and v.
-        if cache.stride()[2:] != (head_dim, 1) or cache.stride() != k_cache.stride():
+        # The tokens of one block and head are contiguous; the stride of blocks is the same for k and v.
+        if cache.stride()[2:] != (width, 1) or cache.stride(0) != k_cache.stride(0):
             raise ValueError(
-                f"{name}: blocks must be contiguous, [..., {head_dim}, 1], with equal strides for k and v, "
+                f"{name}: blocks must be contiguous, [..., {width}, 1], with equal strides of blocks for k and v, "
                 f"got strides {cache.stride()}"
             )
     check_tables(block_tables, num_rows, q.device)
@@ -138,9 +159,9 @@ def check_options(
         )
 
 
-def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise unless `out` has the shape, dtype and device of q and contiguous heads."""
-    check_shape("out", out, tuple(q.shape))
+def check_out(out: torch.Tensor, q: torch.Tensor, value_dim: int) -> None:
+    """Raise unless `out` has q's tokens, heads, dtype and device, `value_dim` elements and contiguous heads."""
+    check_shape("out", out, (*q.shape[:2], value_dim))
     check_device("out", out, q.device)
     if out.dtype != q.dtype:
         raise ValueError(f"out: must be {q.dtype} as q, got {out.dtype}")

@@ -27,12 +27,17 @@ Shared prefixes (cascade). Rows with the same first blocks in their tables share
 uses `group` of the tile's 16 lanes, so up to 16 // group rows fit, and the keys are loaded once for all. A lane's
 arithmetic does not depend on the other lanes, and partial results go to the same slots, so the bits are the same.
 
-Layout. q, out [tokens, heads, head_dim]; cache [num_blocks, kv_heads, block_size, head_dim], any block stride.
+Groups of more than 16 heads, as in latent attention: a tile has 16 of them, and the programs of a group's tiles follow
+each other, so that the later ones find the keys in the L2 cache. Taller tiles do not fit: at values of 512 elements,
+the accumulators of a split, of its run and of the row take 96 of a thread's 255 registers for 16 rows.
 
-Bytes: 2 n kv_heads head_dim itemsize for each row. A shared split is read once for 16 // group rows, from the L2 cache
-if the shared keys and values fit it. A row with several splits adds 8 (head_dim + 2) heads for each split: 1.6% of the
-KV bytes at split 256, group 4, bf16. Flops: 4 n heads head_dim for each row (16 / group times as many in the padded
-tiles).
+Layout. q, out [tokens, heads, D or V]; cache [num_blocks, kv_heads, block_size, D or V], any block stride. Keys have D
+elements and values V; in latent attention a value is the beginning of its key, and only keys are read.
+
+Bytes: n kv_heads (D + V) itemsize for each row (latent: n D itemsize). A shared split is read once for 16 // group
+rows, from the L2 cache if the shared keys and values fit it. A row with several splits adds 8 (V + 2) heads for each
+split: 1.6% of the KV bytes at split 256, group 4, bf16. Flops: 2 n heads (D + V) for each row (16 / group times as many
+in the padded tiles).
 """
 
 from __future__ import annotations
@@ -44,21 +49,22 @@ import triton
 import triton.language as tl
 
 from quire.kernels.attention.attention_call import AttentionOptions, prepare_call
+from quire.kernels.attention.attention_checks import TILE_HEADS
 from quire.kernels.attention.attention_math import (
     attend_tile,
     finish,
     first_key,
     head_scales,
-    load_tile,
+    load_keys_values,
+    load_query,
     merge,
     position_seen,
     split_range,
-    tile_offsets,
 )
 from quire.kernels.attention.decode_plan import DecodePlan
 from quire.kernels.tuning import launch_options
 
-SUBTILE = tl.constexpr(16)  # rows of the smallest matrix instruction
+SUBTILE = tl.constexpr(TILE_HEADS)  # lanes of a tile
 MERGE_ELEMENTS = 1024  # accumulator elements of one merge program: 8 for each thread
 MERGE_WARPS = 4
 
@@ -68,62 +74,62 @@ def _decode_kernel(
     out_ptr, partial_acc_ptr, partial_ml_ptr,
     q_ptr, k_ptr, v_ptr, tables_ptr, cu_q_ptr, kv_len_ptr,
     items_ptr, num_items_ptr, row_slot_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    scale, stride_q, stride_out, stride_table, stride_block, stride_head,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    scale, stride_q, stride_out, stride_table, stride_block, stride_k_head, stride_v_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, KEY_PART: tl.constexpr, KEY_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, TILE: tl.constexpr, MERGE_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Process the work items: lane i of a tile has head i % GROUP_PAD of row i // GROUP_PAD of the item."""
+    """Process the work items: lane i of a tile has head i % GROUP_PAD of row i // GROUP_PAD of the item.
+
+    A group of more heads than a tile has lanes is several tiles, in programs that follow each other.
+    """
+    PARTS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
     ITEM_WIDTH: tl.constexpr = 2 + SUBTILE // GROUP_PAD
     lane = tl.arange(0, SUBTILE)
-    dim = tl.arange(0, HEAD_PAD)
-    total = tl.load(num_items_ptr) * KV_HEADS
+    dim = tl.arange(0, VALUE_PAD)
+    total = tl.load(num_items_ptr) * (KV_HEADS * PARTS)
     for index in range(tl.program_id(0), total, tl.num_programs(0)):
-        head = index % KV_HEADS
-        heads = head * GROUP + lane % GROUP_PAD
-        item_ptr = items_ptr + index // KV_HEADS * ITEM_WIDTH
+        part = index % (KV_HEADS * PARTS)
+        head = part // PARTS
+        in_group = part % PARTS * TILE_HEADS + lane % GROUP_PAD
+        heads = head * GROUP + in_group
+        item_ptr = items_ptr + index // (KV_HEADS * PARTS) * ITEM_WIDTH
         first_split = tl.load(item_ptr)
         end_split = tl.load(item_ptr + 1)
         # All rows of an item see the same keys, so the first row's length and block table serve all.
         lead = tl.load(item_ptr + 2)
         row = tl.load(item_ptr + 2 + lane // GROUP_PAD)
         valid = row >= 0
-        if GROUP != GROUP_PAD:
-            valid = valid & (lane % GROUP_PAD < GROUP)
+        if GROUP != GROUP_PAD * PARTS:
+            valid = valid & (in_group < GROUP)
         end = tl.load(kv_len_ptr + lead)
         begin = first_key(end - 1, WINDOW, CHUNK)
         table_ptr = tables_ptr + tl.cast(lead, tl.int64) * stride_table
-        k_head_ptr = k_ptr + tl.cast(head, tl.int64) * stride_head
-        v_head_ptr = v_ptr + tl.cast(head, tl.int64) * stride_head
+        k_head_ptr = k_ptr + tl.cast(head, tl.int64) * stride_k_head
+        v_head_ptr = None
+        if v_ptr is not None:
+            v_head_ptr = v_ptr + tl.cast(head, tl.int64) * stride_v_head
         qk_scale, v_scale = head_scales(k_scale_ptr, v_scale_ptr, head, scale)
         token = tl.load(cu_q_ptr + row, mask=valid, other=0).to(tl.int64)
-        held = valid[:, None] & (dim < HEAD_DIM)[None, :]
-        q = tl.load(
-            q_ptr + (token * stride_q + heads * HEAD_DIM)[:, None] + dim[None, :],
-            mask=held,
-            other=0.0,
+        q = load_query(
+            q_ptr, token * stride_q + heads * HEAD_DIM, valid, HEAD_DIM, KEY_PART, KEY_PAD, REST_PAD
         )
 
-        total_m, total_l, total_acc = _empty_state(SUBTILE, HEAD_PAD)
+        total_m, total_l, total_acc = _empty_state(SUBTILE, VALUE_PAD)
         for first in range(first_split, end_split, MERGE_SPLITS):
-            group_m, group_l, group_acc = _empty_state(SUBTILE, HEAD_PAD)
+            group_m, group_l, group_acc = _empty_state(SUBTILE, VALUE_PAD)
             for split in range(first, tl.minimum(first + MERGE_SPLITS, end_split)):
-                m, l, acc = _empty_state(SUBTILE, HEAD_PAD)
+                m, l, acc = _empty_state(SUBTILE, VALUE_PAD)
                 low = tl.maximum(split * SPLIT, begin // TILE * TILE)
                 high = tl.minimum(split * SPLIT + SPLIT, end)
                 for start in range(low, high, TILE):
-                    base, rows = tile_offsets(
-                        table_ptr, start, begin, end, stride_block, HEAD_DIM, BLOCK_SIZE, TILE, True, LOCAL
-                    )  # fmt: skip
-                    k = load_tile(
-                        k_head_ptr, base, rows, start, begin, end, q_ptr.dtype.element_ty,
-                        HEAD_DIM, HEAD_PAD, FP8, True, LOCAL,
-                    )  # fmt: skip
-                    v = load_tile(
-                        v_head_ptr, base, rows, start, begin, end, q_ptr.dtype.element_ty,
-                        HEAD_DIM, HEAD_PAD, FP8, True, LOCAL,
+                    k, v = load_keys_values(
+                        k_head_ptr, v_head_ptr, table_ptr, start, begin, end, stride_block,
+                        q_ptr.dtype.element_ty, HEAD_DIM, KEY_PART, KEY_PAD, REST_PAD, VALUE_DIM, VALUE_PAD,
+                        BLOCK_SIZE, TILE, FP8, True, LOCAL,
                     )  # fmt: skip
                     seen = position_seen(start + tl.arange(0, TILE), begin, end, LOCAL)[None, :]
                     m, l, acc = attend_tile(q, k, v, m, l, acc, seen, qk_scale, SOFTCAP, True)
@@ -137,7 +143,8 @@ def _decode_kernel(
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + heads, mask=valid, other=0.0)
         result = finish(total_m, total_l, total_acc, sink, v_scale)
-        offsets = (token * stride_out + heads * HEAD_DIM)[:, None] + dim[None, :]
+        held = valid[:, None] & (dim < VALUE_DIM)[None, :]
+        offsets = (token * stride_out + heads * VALUE_DIM)[:, None] + dim[None, :]
         tl.store(
             out_ptr + offsets,
             result.to(out_ptr.dtype.element_ty),
@@ -147,7 +154,7 @@ def _decode_kernel(
         slot = slot + first_split - begin // SPLIT
         at = slot.to(tl.int64) * (KV_HEADS * GROUP) + heads
         tl.store(
-            partial_acc_ptr + (at * HEAD_DIM)[:, None] + dim[None, :],
+            partial_acc_ptr + (at * VALUE_DIM)[:, None] + dim[None, :],
             total_acc,
             mask=held & has_slot[:, None],
         )
@@ -165,7 +172,7 @@ def _empty_state(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _merge_slots(
     partial_acc_ptr, partial_ml_ptr, slot, step, count, most, head, dim,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr, DIMS: tl.constexpr, UNROLL: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, LANES: tl.constexpr, DIMS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Merge, in order, `count` partial results of `head` in slots slot, slot + step, ...
 
@@ -182,8 +189,8 @@ def _merge_slots(
             at = (slot + (begin + i) * step).to(tl.int64) * HEADS + head
             m_next += (tl.load(partial_ml_ptr + at * 2, mask=listed, other=float("-inf")),)
             l_next += (tl.load(partial_ml_ptr + at * 2 + 1, mask=listed, other=0.0),)
-            offsets = (at * HEAD_DIM)[:, None] + dim[None, :]
-            held = listed[:, None] & (dim < HEAD_DIM)[None, :]
+            offsets = (at * VALUE_DIM)[:, None] + dim[None, :]
+            held = listed[:, None] & (dim < VALUE_DIM)[None, :]
             acc_next += (tl.load(partial_acc_ptr + offsets, mask=held, other=0.0),)
         for i in tl.static_range(UNROLL):
             m, l, acc = merge(m, l, acc, m_next[i], l_next[i], acc_next[i])
@@ -194,7 +201,7 @@ def _merge_slots(
 def _merge_kernel(
     out_ptr, partial_acc_ptr, partial_ml_ptr, cu_q_ptr, kv_len_ptr,
     merge_rows_ptr, num_rows_ptr, row_slot_ptr, sinks_ptr, v_scale_ptr, stride_out,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr, DIMS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, LANES: tl.constexpr, DIMS: tl.constexpr,
     SPLIT: tl.constexpr, MERGE_SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Merge the rows' partial results; a row without keys gets zeros.
@@ -226,19 +233,19 @@ def _merge_kernel(
                 own = tl.minimum(tl.maximum(num_splits - first, 0), MERGE_SPLITS)
                 m, l, acc = _merge_slots(
                     partial_acc_ptr, partial_ml_ptr, slot + first, 1, own, MERGE_SPLITS, head, dim,
-                    HEADS, HEAD_DIM, LANES, DIMS, UNROLL,
+                    HEADS, VALUE_DIM, LANES, DIMS, UNROLL,
                 )  # fmt: skip
                 # The result overwrites its first split, which other threads may not have loaded yet.
                 tl.debug_barrier()
                 at = (slot + first).to(tl.int64) * HEADS + head
-                held = (own > 0)[:, None] & (dim < HEAD_DIM)[None, :]
-                tl.store(partial_acc_ptr + (at * HEAD_DIM)[:, None] + dim[None, :], acc, mask=held)
+                held = (own > 0)[:, None] & (dim < VALUE_DIM)[None, :]
+                tl.store(partial_acc_ptr + (at * VALUE_DIM)[:, None] + dim[None, :], acc, mask=held)
                 tl.store(partial_ml_ptr + at * 2, m, mask=own > 0)
                 tl.store(partial_ml_ptr + at * 2 + 1, l, mask=own > 0)
             tl.debug_barrier()
         m, l, acc = _merge_slots(
             partial_acc_ptr, partial_ml_ptr, slot + lane * 0, step, tl.where(used, count, 0), count, head, dim,
-            HEADS, HEAD_DIM, LANES, DIMS, UNROLL,
+            HEADS, VALUE_DIM, LANES, DIMS, UNROLL,
         )  # fmt: skip
         sink = None
         if sinks_ptr is not None:
@@ -248,8 +255,8 @@ def _merge_kernel(
             v_scale = tl.load(v_scale_ptr + head // GROUP, mask=used, other=1.0)[:, None]
         result = finish(m, l, acc, sink, v_scale)
         token = tl.load(cu_q_ptr + row).to(tl.int64)
-        offsets = (token * stride_out + head * HEAD_DIM)[:, None] + dim[None, :]
-        held = used[:, None] & (dim < HEAD_DIM)[None, :]
+        offsets = (token * stride_out + head * VALUE_DIM)[:, None] + dim[None, :]
+        held = used[:, None] & (dim < VALUE_DIM)[None, :]
         tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=held)
 
 
@@ -300,17 +307,17 @@ def decode_attention(
     _merge_kernel[(ws.num_merge_programs,)](
         call.out, ws.partial_acc, ws.partial_ml, plan.cu_q, plan.kv_len,
         ws.merge_rows, ws.merge_counts, ws.row_slot, call.sinks, call.v_scale, call.out.stride(0),
-        HEADS=shape.num_heads, GROUP=shape.group, HEAD_DIM=shape.head_dim,
+        HEADS=shape.num_heads, GROUP=shape.group, VALUE_DIM=shape.value_size,
         SPLIT=config.split_tokens, MERGE_SPLITS=config.merge_splits,
         WINDOW=shape.window or 0, CHUNK=shape.chunk or 0, UNROLL=config.merge_unroll,
-        **merge_layout(shape.head_dim),
+        **merge_layout(shape.value_size),
         **launch_options(ws.arch, MERGE_WARPS, programs_per_sm=config.merge_programs_per_sm),
     )
     # fmt: on
     return call.out
 
 
-def merge_layout(head_dim: int) -> dict[str, int]:
+def merge_layout(value_dim: int) -> dict[str, int]:
     """Compile-time shape of the merge kernel's accumulators: number of lanes and dimensions of each."""
-    dims = 1 << (head_dim - 1).bit_length()
+    dims = 1 << (value_dim - 1).bit_length()
     return dict(LANES=MERGE_ELEMENTS // dims, DIMS=dims)

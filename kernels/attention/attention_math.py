@@ -12,8 +12,15 @@ A multiply-add for which the compiler could choose the rounding is written as an
 not fuse any others. A key that a query does not see adds an exact zero. So a row's bits depend neither on the other
 rows of its tile nor on how far the loop runs beyond the row's own keys.
 
-Keys and values lie in blocks, [num_blocks, kv_heads, block_size, head_dim]; the tokens of one block and head are
-contiguous. With TILE <= BLOCK_SIZE a tile is one contiguous run: one scalar load of a block id, then affine addresses.
+Keys and values lie in blocks, [num_blocks, kv_heads, block_size, elements of a key or a value]; the tokens of one
+block and head are contiguous. With TILE <= BLOCK_SIZE a tile is one contiguous run: one scalar load of a block id, then
+affine addresses.
+
+A tile's width is a power of two. A key may be two tiles, because padding 576 elements to 1024 would not fit shared
+memory; q.k is then the sum of two products. In latent attention the first tile is also the value, loaded once::
+
+    key 192, value 128      K [0, 128) | K [128, 192)      V [0, 128)
+    latent 512 + 64         K [0, 512) | K [512, 576)      V is the first tile of K
 """
 
 from __future__ import annotations
@@ -65,20 +72,20 @@ def position_seen(position, begin, end, LOCAL: tl.constexpr):
 @triton.jit
 def tile_offsets(
     table_ptr, start, begin, end, stride_block,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Return the addresses of tokens [start, start + TILE): an int64 base and [TILE] offsets.
 
-    They count elements from the head's first element in block 0.
+    They count elements from the head's first element in block 0. A token has WIDTH elements.
 
     A MASKED tile may extend beyond [begin, end); table entries of tokens outside are not read.
     """
     token = tl.arange(0, TILE)
     if TILE <= BLOCK_SIZE:
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        base = block * stride_block + (start % BLOCK_SIZE) * HEAD_DIM
-        rows = token * HEAD_DIM
+        base = block * stride_block + (start % BLOCK_SIZE) * WIDTH
+        rows = token * WIDTH
     else:
         position = start + token
         if MASKED:
@@ -87,30 +94,30 @@ def tile_offsets(
         else:
             block = tl.load(table_ptr + position // BLOCK_SIZE)
         base = stride_block * 0
-        rows = block.to(tl.int64) * stride_block + position % BLOCK_SIZE * HEAD_DIM
+        rows = block.to(tl.int64) * stride_block + position % BLOCK_SIZE * WIDTH
     return base, rows
 
 
 @triton.jit
 def load_tile(
     ptr, base, rows, start, begin, end, dtype,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, FP8: tl.constexpr,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, FP8: tl.constexpr,
     MASKED: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Load [TILE, HEAD_PAD] keys or values as `dtype`.
+    """Load the first WIDTH elements of TILE keys or values, [TILE, PAD], as `dtype`.
 
     Elements outside [begin, end) and in the padding are loaded as zeros, because a NaN there would survive a weight of
     0.
     """
-    dim = tl.arange(0, HEAD_PAD)
+    dim = tl.arange(0, PAD)
     offsets = rows[:, None] + dim[None, :]
     if MASKED:
         seen = position_seen(start + tl.arange(0, rows.shape[0]), begin, end, LOCAL)[:, None]
-        if HEAD_PAD != HEAD_DIM:
-            seen = seen & (dim < HEAD_DIM)[None, :]
+        if PAD != WIDTH:
+            seen = seen & (dim < WIDTH)[None, :]
         x = tl.load(ptr + base + offsets, mask=seen, other=0.0)
-    elif HEAD_PAD != HEAD_DIM:
-        x = tl.load(ptr + base + offsets, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    elif PAD != WIDTH:
+        x = tl.load(ptr + base + offsets, mask=(dim < WIDTH)[None, :], other=0.0)
     else:
         x = tl.load(ptr + base + offsets)
     if FP8 == FP8_BITS:
@@ -123,15 +130,76 @@ def load_tile(
 
 
 @triton.jit
+def load_query(
+    ptr, offsets, valid, HEAD_DIM: tl.constexpr, KEY_PART: tl.constexpr, KEY_PAD: tl.constexpr, REST_PAD: tl.constexpr
+):  # fmt: skip
+    """Load the queries at `offsets` [M] as a tuple of parts like those of a key: [M, KEY_PAD], and [M, REST_PAD]."""
+    first = _load_rows(ptr, offsets, valid, KEY_PART, KEY_PAD)
+    if REST_PAD > 0:
+        return first, _load_rows(ptr + KEY_PART, offsets, valid, HEAD_DIM - KEY_PART, REST_PAD)
+    else:
+        return (first,)
+
+
+@triton.jit
+def _load_rows(ptr, offsets, valid, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """Load WIDTH elements at each of `offsets` [M]: [M, PAD], zeros where not valid."""
+    dim = tl.arange(0, PAD)
+    held = valid[:, None] & (dim < WIDTH)[None, :]
+    return tl.load(ptr + offsets[:, None] + dim[None, :], mask=held, other=0.0)
+
+
+@triton.jit
+def load_keys_values(
+    k_ptr, v_ptr, table_ptr, start, begin, end, stride_block, dtype,
+    HEAD_DIM: tl.constexpr, KEY_PART: tl.constexpr, KEY_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    FP8: tl.constexpr, MASKED: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Load keys and values of tokens [start, start + TILE) of one head as `dtype`.
+
+    Returns the parts of the keys, a tuple of [TILE, KEY_PAD] and, if there is a rest, [TILE, REST_PAD]; and the values
+    [TILE, VALUE_PAD]. Without `v_ptr` the values are the first part of the keys.
+    """
+    base, rows = tile_offsets(
+        table_ptr, start, begin, end, stride_block, HEAD_DIM, BLOCK_SIZE, TILE, MASKED, LOCAL
+    )
+    first = load_tile(
+        k_ptr, base, rows, start, begin, end, dtype, KEY_PART, KEY_PAD, FP8, MASKED, LOCAL
+    )
+    rest = None
+    if REST_PAD > 0:
+        rest = load_tile(
+            k_ptr + KEY_PART, base, rows, start, begin, end, dtype,
+            HEAD_DIM - KEY_PART, REST_PAD, FP8, MASKED, LOCAL,
+        )  # fmt: skip
+    v = first
+    if v_ptr is not None:
+        if VALUE_DIM != HEAD_DIM:
+            base, rows = tile_offsets(
+                table_ptr, start, begin, end, stride_block, VALUE_DIM, BLOCK_SIZE, TILE, MASKED, LOCAL
+            )  # fmt: skip
+        v = load_tile(
+            v_ptr, base, rows, start, begin, end, dtype, VALUE_DIM, VALUE_PAD, FP8, MASKED, LOCAL
+        )
+    if REST_PAD > 0:
+        return (first, rest), v
+    else:
+        return (first,), v
+
+
+@triton.jit
 def attend_tile(
     q, k, v, m, l, acc, seen, qk_scale, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Add one tile of keys to the online softmax (m, l, acc).
 
-    Shapes: q [M, D], k and v [TILE, D]; m and l [M], acc [M, D] float32. `seen` [M, TILE] is used where MASKED.
-    `qk_scale` is f, or with SOFTCAP 2 * log2(e) * scale / SOFTCAP.
+    q and k are tuples of one or two parts, [M, D] and [TILE, D] each. Shapes: v [TILE, V]; m and l [M], acc [M, V]
+    float32. `seen` [M, TILE] is used where MASKED. `qk_scale` is f, or with SOFTCAP 2 * log2(e) * scale / SOFTCAP.
     """
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    if len(q) > 1:
+        s = tl.dot(q[1], tl.trans(k[1]), s, input_precision="ieee")
     if SOFTCAP > 0.0:
         # tanh(x) = 1 - 2 / (1 + e^2x): correct at both infinities without the branch of libdevice's tanh.
         s = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(s * qk_scale)))

@@ -224,7 +224,7 @@ class DecodeWorkspace:
     merge_counts: torch.Tensor  # [2] int32, view of `counts`: rows to merge, long rows
     row_slot: torch.Tensor  # [max_rows] int32, slot of a row's first split, -1: none
     merge_rows: torch.Tensor  # [max_rows] int32, long rows (more than merge_splits splits) first
-    partial_acc: torch.Tensor  # [max_slots, heads, head_dim] float32
+    partial_acc: torch.Tensor  # [max_slots, heads, elements of a value] float32
     partial_ml: torch.Tensor  # [max_slots, heads, 2] float32, maximum (base 2) and sum
     shared: SharedRuns | None  # None: each row reads its own keys
 
@@ -243,8 +243,8 @@ class DecodeWorkspace:
 
 
 def item_rows(shape: AttentionShape) -> int:
-    """Rows that fit one decode tile of 16 lanes, with the query heads of one KV group each."""
-    return 16 // shape.group_pad
+    """Rows that fit one decode tile, with the query heads of one KV group each."""
+    return attention_checks.TILE_HEADS // shape.group_pad
 
 
 def allocate_decode_workspace(
@@ -258,6 +258,8 @@ def allocate_decode_workspace(
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
     chunk: int | None = None,
+    value_dim: int | None = None,
+    values_in_keys: bool = False,
     share_prefixes: bool = False,
     config: DecodeConfig | None = None,
     num_programs: int | None = None,
@@ -269,9 +271,9 @@ def allocate_decode_workspace(
     max_rows
         Most rows of a batch, at most 4096.
     max_slots
-        Slots for partial results, num_heads * (head_dim + 2) * 4 bytes each. All rows of a batch can be split if there
-        are as many slots as the sum of ceil(kv_len / split_tokens). With fewer slots the results are the same, but
-        slower.
+        Slots for partial results, num_heads * (elements of a value + 2) * 4 bytes each. All rows of a batch can be
+        split if there are as many slots as the sum of ceil(kv_len / split_tokens). With fewer slots the results are the
+        same, but slower.
     num_heads, num_kv_heads, head_dim
         Heads of the layers (the fields of `AttentionShape`).
     device
@@ -280,6 +282,8 @@ def allocate_decode_workspace(
         Dtype of q. float32 has another configuration than the 16-bit types.
     window, chunk
         Keys that a query sees, its own included, or tokens of a chunk of local attention; at most one of the two.
+    value_dim, values_in_keys
+        Elements of a value, and whether a value is the beginning of its key (the fields of `AttentionShape`).
     share_prefixes
         Let rows with the same first blocks in their tables read these blocks together; this changes no bits. It has no
         effect with more than 8 query heads for each KV head, because one row then fills a tile.
@@ -296,14 +300,16 @@ def allocate_decode_workspace(
     device = torch.device(device)
     argument_checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
     argument_checks.check_bounds("max_slots", max_slots, 1, 2**24)
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
+    shape = AttentionShape(
+        num_heads, num_kv_heads, head_dim, window, chunk, value_dim, values_in_keys
+    )
     if share_prefixes and (window is not None or chunk is not None):
         raise ValueError(
             f"share_prefixes: must be False for layers with a window or chunk, got {window=}, {chunk=}"
         )
     arch = device_arch(device)
     if config is None:
-        config = decode_config(arch, head_dim, dtype)
+        config = decode_config(arch, shape.largest_dim, dtype)
     attention_checks.check_decode_config(config)
     if num_programs is not None:
         argument_checks.check_bounds("num_programs", num_programs, 1, 2**20)
@@ -330,7 +336,7 @@ def allocate_decode_workspace(
         merge_counts=counts[1:],
         row_slot=buffer(max_rows),
         merge_rows=buffer(max_rows),
-        partial_acc=buffer(max_slots, num_heads, head_dim, dtype=torch.float32),
+        partial_acc=buffer(max_slots, num_heads, shape.value_size, dtype=torch.float32),
         partial_ml=buffer(max_slots, num_heads, 2, dtype=torch.float32),
         shared=shared,
     )

@@ -50,7 +50,7 @@ def num_partial_slots(
     return min(max_rows * longest, max_rows + -(-cache_tokens * reads // SPLIT_TOKENS))
 
 
-def partial_bytes_per_token(num_heads: int, head_dim: int, share_prefixes: bool) -> float:
+def partial_bytes_per_token(num_heads: int, value_dim: int, share_prefixes: bool) -> float:
     """Bytes of workspace for each token of the cache: accumulator, maximum, sum, item and run of its slots."""
-    slot = 4 * (num_heads * (head_dim + 2) + (2 + 16) + 16)
+    slot = 4 * (num_heads * (value_dim + 2) + (2 + 16) + 16)
     return slot * (SHARED_READS if share_prefixes else 1) / SPLIT_TOKENS

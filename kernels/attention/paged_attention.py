@@ -65,7 +65,10 @@ class PagedAttention:
     query_tokens
         Tokens of a query tile on the CPU without the compiled library; passed to `cpu_attention.plan_attention`.
     value_dim
-        Elements of a value; None: as many as a key has. Triton supports no other number.
+        Elements of a value; None: as many as a key has.
+    values_in_keys
+        A value is the beginning of its key, and `v_cache` a view of it (latent attention). On a GPU the kernels then
+        load keys only.
     dtype
         Dtype of q; None: the cache's. It may differ only for a float8_e4m3fn cache, which needs Triton.
     backend
@@ -90,6 +93,7 @@ class PagedAttention:
         uniform: bool = False,
         query_tokens: int | None = None,
         value_dim: int | None = None,
+        values_in_keys: bool = False,
         dtype: torch.dtype | None = None,
         backend: Backend | None = None,
     ):
@@ -104,12 +108,9 @@ class PagedAttention:
                 f"k_cache: must be {self._dtype} as q, or float8_e4m3fn with backend 'triton', got "
                 f"{k_cache.dtype} with {self.backend!r}"
             )
-        if self.backend == "triton" and value_dim not in (None, k_cache.shape[3]):
-            raise ValueError(
-                f"value_dim: must be that of the keys, {k_cache.shape[3]}, with backend 'triton', got {value_dim}"
-            )
         self._k_cache = k_cache
         self._value_dim = value_dim
+        self._values_in_keys = values_in_keys
         self._num_heads = num_heads
         self._max_rows = max_rows
         self._window = window
@@ -140,6 +141,8 @@ class PagedAttention:
                 dtype=self._dtype,
                 window=window,
                 chunk=chunk,
+                value_dim=value_dim,
+                values_in_keys=values_in_keys,
                 share_prefixes=shares,
             )
 
@@ -217,6 +220,7 @@ class PagedAttention:
         least = 1 if self._uniform else 2
         if (num_query >= least).any():
             _, num_kv_heads, _, head_dim = self._k_cache.shape
+            largest = max(head_dim, self._value_dim or 0)
             only_decodes = (num_query == 1).all()
             prefill = plan_prefill(
                 starts,
@@ -228,9 +232,11 @@ class PagedAttention:
                 dtype=self._dtype,
                 window=self._window,
                 chunk=self._chunk,
+                value_dim=self._value_dim,
+                values_in_keys=self._values_in_keys,
                 min_query_tokens=least,
                 max_rows=self._max_rows,
-                config=low_prefill_config(device_arch(device), head_dim, self._dtype)
+                config=low_prefill_config(device_arch(device), largest, self._dtype)
                 if only_decodes
                 else None,
             )
@@ -257,7 +263,8 @@ class PagedAttention:
         q
             [tokens, heads, head_dim].
         k_cache, v_cache
-            [blocks, kv_heads, block_size, head_dim] of the layer; the keys of this step are already written.
+            [blocks, kv_heads, block_size, elements of a key or a value] of the layer; the keys of this step are already
+            written.
         scale
             Factor on q . k.
         plan
@@ -269,11 +276,11 @@ class PagedAttention:
         k_scale, v_scale
             [kv_heads] float32 factors of a float8_e4m3fn cache.
         out
-            [tokens, heads, head_dim] for the result; None allocates it.
+            [tokens, heads, elements of a value] for the result; None allocates it.
 
         Returns
         -------
-        [tokens, heads, head_dim] in the dtype of q: `out` if it is given.
+        [tokens, heads, elements of a value] in the dtype of q: `out` if it is given.
         """
         if not isinstance(plan, TritonPlan):
             return cpu_attention.paged_attention(
@@ -283,7 +290,9 @@ class PagedAttention:
         from quire.kernels.attention.attention_decode import decode_attention
         from quire.kernels.attention.attention_prefill import prefill_attention
 
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        if out is None:
+            size = (*q.shape[:2], v_cache.shape[3])
+            out = torch.empty(size, dtype=q.dtype, device=q.device)
         call = (q, k_cache, v_cache, plan.block_tables, scale)
         sinks = None if sinks is None else sinks.float()
         options = dict(softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out)

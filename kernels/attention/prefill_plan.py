@@ -1,7 +1,8 @@
 """Work lists of prefill attention, built on the device: no host synchronisation, usable in CUDA graphs.
 
 One launch per step serves all layers with the same window. An item is a tile of query tokens of one row. The heads of
-a KV group share the tile's `block_m` rows, so it covers ``block_m // group`` tokens::
+a KV group share the tile's `block_m` rows, so it covers ``block_m // group`` tokens (at least ``block_m // 16``: of a
+group with more heads, several programs compute 16 each)::
 
     q_len    70                          1        40               (block_m 128, group 4: 32 tokens a tile)
     tiles    (0,64) (0,32) (0,0)         none     (2,32) (2,0)     (row, first query token)
@@ -78,6 +79,8 @@ def plan_prefill(
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
     chunk: int | None = None,
+    value_dim: int | None = None,
+    values_in_keys: bool = False,
     min_query_tokens: int = 2,
     max_rows: int | None = None,
     config: PrefillConfig | None = None,
@@ -95,6 +98,8 @@ def plan_prefill(
         Query tokens of the batch: the first dimension of q.
     num_heads, num_kv_heads, head_dim, window, chunk
         Heads of the layers and the keys that a query sees (the fields of `AttentionShape`).
+    value_dim, values_in_keys
+        Elements of a value, and whether a value is the beginning of its key.
     dtype
         Dtype of q. float32 has another configuration than the 16-bit types.
     min_query_tokens
@@ -118,12 +123,14 @@ def plan_prefill(
     argument_checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
     argument_checks.check_bounds("rows of kv_len", num_rows, 1, max_rows)
     argument_checks.check_bounds("num_tokens", num_tokens, 0, 2**24)
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
+    shape = AttentionShape(
+        num_heads, num_kv_heads, head_dim, window, chunk, value_dim, values_in_keys
+    )
     argument_checks.check_bounds("min_query_tokens", min_query_tokens, 1, 2**24)
     if config is None:
-        config = prefill_config(device_arch(cu_q.device), head_dim, dtype)
+        config = prefill_config(device_arch(cu_q.device), shape.largest_dim, dtype)
     attention_checks.check_prefill_config(config)
-    tile_queries = config.block_m // shape.group
+    tile_queries = config.block_m // shape.tile_heads
     max_tiles = num_tokens // tile_queries + num_rows
     if tiles is None:
         tiles = torch.empty(max_tiles + 1, 2, dtype=torch.int32, device=cu_q.device)

@@ -145,6 +145,7 @@ class Runner:
             share_prefixes=config.prefix_caching,
             uniform=config.deterministic,
             value_dim=group.value_size,
+            values_in_keys=group.values_in_keys,
             dtype=getattr(torch, config.dtype),
             backend=self.kernels.backend,
             **self.kernels.attention_options(config, group, self.pool, num_heads),

@@ -98,7 +98,7 @@ def decode_bytes_per_block(args: EngineArgs, spec: ModelSpec, block_size: int) -
     per_token = sum(
         partial_bytes_per_token(
             spec.num_heads,
-            group.head_dim,
+            group.value_size,
             args.prefix_caching and group.window is None and group.chunk is None,
         )
         for group in spec.groups

@@ -95,6 +95,11 @@ def resolve(
     sizing.check_args(args, weights, dtype)
     if weights == "fp8":
         check_fp8(device, dtype)
+    if args.kv_cache_dtype == "fp8" and any(group.values_in_keys for group in spec.groups):
+        raise SizingError(
+            f"kv_cache_dtype is 'fp8', and {spec.architecture} has latent attention, whose kernels read latents in the "
+            "model's dtype only; use 'auto'"
+        )
     max_batch_tokens = args.max_batch_tokens or sizing.batch_tokens
     max_model_len = args.max_model_len or spec.short_context or spec.max_position_embeddings
     if max_model_len > spec.max_position_embeddings:

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quire.replica.proof.model_proof import save_random_model
+from quire.replica.proof.tiny_config import tiny_config
 
 _TINY = dict(
     vocab_size=173,  # odd on purpose: tails of vectors
@@ -125,3 +129,19 @@ def build(name: str, folder: Path, max_shard_size: str = "1GB", **changes: objec
     path = folder / name
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return path
+
+
+# Types with keys unlike their values, and what their classes leave open.
+_UNLIKE: dict[str, dict[str, object]] = {
+    "deepseek_v3": {},
+    "mimo_v2_flash": dict(swa_num_key_value_heads=8),
+}
+UNLIKE_NAMES = tuple(_UNLIKE)
+
+
+def build_unlike(name: str, folder: Path) -> None:
+    """Save the tiny model of a proof of latent attention, or of keys and values of unequal sizes."""
+    config = transformers.CONFIG_MAPPING[name](**_UNLIKE[name])
+    entries = tiny_config(config.to_dict(), own_names=config.attribute_map)
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    save_random_model({**entries, "architectures": [architecture]}, folder)

@@ -39,6 +39,7 @@ def workspace_for(batch, *, config=CONFIG, max_slots=32, num_programs=3, **local
         dtype=batch.q.dtype,
         config=config,
         num_programs=num_programs,
+        **batch.values,
         **local,
     )
 
@@ -114,6 +115,16 @@ def test_matches_the_reference_at_any_shape(paged_batch, close, data):
     close(result, batch.expected(**options, **local), dtype)
 
 
+def test_keys_unlike_their_values_and_large_groups(unlike, close):
+    """Rows of one split, of several and of more than are merged at a time; some without slots; one of padding."""
+    batch, options, local = unlike([1] * 4, [31, 130, 0, 70])
+    result = attend(batch, options=options, max_slots=5, num_programs=2, **local)
+    assert result.shape == (*batch.q.shape[:2], batch.v.shape[3])
+    close(result, batch.expected(**options, **local), batch.q.dtype)
+    split = attend(batch, options=options, config=replace(CONFIG, merge_unroll=1), **local)
+    assert torch.equal(split, result)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("local", [{}, {"window": 45}])
 def test_bits_do_not_depend_on_batch_grid_order_or_slots(paged_batch, dtype, local):
@@ -187,9 +198,14 @@ def test_shared_prefixes_give_the_same_bits(paged_batch, close, data):
     )
     kv_lens = data.draw(st.lists(st.integers(0, 330), min_size=2, max_size=5), "kv_lens")
     q_lens = [data.draw(st.sampled_from([1, 1, 1, 2]), "q_len") if n > 2 else 1 for n in kv_lens]
-    head_dim = data.draw(st.sampled_from([64, 64, 80, 128]), "head_dim")
+    head_dim, value_dim = data.draw(
+        st.sampled_from([(64, 64), (64, 64), (80, 80), (128, 128), (32, 20), (56, 40)]), "sizes"
+    )
     batch = paged_batch(
-        q_lens, kv_lens, group, 1, head_dim, block_size, dtype, cache_dtype=cache_dtype
+        *(q_lens, kv_lens, group, 1, head_dim, block_size, dtype),
+        cache_dtype=cache_dtype,
+        value_dim=value_dim,
+        values_in_keys=head_dim == 56,
     )
     for row in range(1, len(kv_lens)):
         leader = data.draw(st.integers(0, row - 1), "leader")
@@ -203,7 +219,7 @@ def test_shared_prefixes_give_the_same_bits(paged_batch, close, data):
     if cache_dtype is not None:
         scale = torch.tensor([0.5], device=batch.q.device)
         options |= {"k_scale": scale, "v_scale": 2 * scale}
-    out = torch.zeros_like(batch.q)
+    out = torch.zeros_like(batch.q[..., :value_dim])
     apart = attend(batch, options=options, out=out.clone(), max_slots=64)
     decodes = [int(batch.cu_q[i]) for i, n in enumerate(q_lens) if n == 1]
     close(apart[decodes], batch.expected(**options)[decodes], dtype)
@@ -412,8 +428,12 @@ def test_wrong_options_are_named(paged_batch, options, message):
     [
         (dict(max_rows=0), "max_rows: must be between 1 and 4096, got 0"),
         (dict(max_slots=0), "max_slots: must be between 1"),
-        (dict(num_heads=33, num_kv_heads=2), "num_heads: must be 1 to 16 times num_kv_heads=2, got 33"),
+        (dict(num_heads=258, num_kv_heads=2), "num_heads: must be 1 to 128 times num_kv_heads=2, got 258"),
         (dict(head_dim=72), r"head_dim: must be one of .*, got 72"),
+        (dict(head_dim=512, value_dim=64), "head_dim with values of 64: must be between 8 and 256, got 512"),
+        (dict(value_dim=512), "value_dim with keys of 64: must be between 8 and 256, got 512"),
+        (dict(head_dim=640, value_dim=576, values_in_keys=True), "value_dim with values in keys: .* 512, got 576"),
+        (dict(head_dim=256, value_dim=128, values_in_keys=True), "head_dim - value_dim .* between 1 and 64, got 128"),
         (dict(window=4, chunk=4), "window, chunk: at most one"),
         (dict(window=0), "window: must be between 1"),
         (dict(config=replace(CONFIG, tile_tokens=24)), "tile_tokens: must be a power of two"),

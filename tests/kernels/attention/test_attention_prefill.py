@@ -28,6 +28,7 @@ def attend(batch, *, config=CONFIG, out=None, options=(), **plan_options):
         *batch.shape,
         dtype=batch.q.dtype,
         config=config,
+        **batch.values,
         **plan_options,
     )
     return prefill_attention(
@@ -81,6 +82,18 @@ def test_matches_the_reference_at_any_shape(paged_batch, close, data):
     config = replace(CONFIG, tile_tokens=data.draw(st.sampled_from([16, 32]), "tile"))
     result = attend(batch, config=config, min_query_tokens=1, options=options, **local)
     close(result, batch.expected(**options, **local), dtype)
+
+
+def test_keys_unlike_their_values_and_large_groups(unlike, close):
+    batch, options, local = unlike([11, 1, 0, 18], [11, 40, 3, 35])
+    result = attend(batch, min_query_tokens=1, options=options, **local)
+    assert result.shape == (*batch.q.shape[:2], batch.v.shape[3])
+    close(result, batch.expected(**options, **local), batch.q.dtype)
+    chunks = [
+        attend(chunk, min_query_tokens=1, options=options, **local)
+        for chunk in cut(batch.rows([3]), [5, 6])
+    ]
+    assert torch.equal(torch.cat(chunks), result[12:])
 
 
 def cut(batch, boundaries):
@@ -171,7 +184,7 @@ def test_evicted_blocks_before_the_window_are_not_read(paged_batch, close):
     "change, message",
     [
         (dict(num_tokens=-1), "num_tokens: must be between 0"),
-        (dict(num_heads=17), "num_heads: must be 1 to 16 times num_kv_heads=1, got 17"),
+        (dict(num_heads=129), "num_heads: must be 1 to 128 times num_kv_heads=1, got 129"),
         (dict(head_dim=100), r"head_dim: must be one of .*, got 100"),
         (dict(window=4, chunk=4), "window, chunk: at most one"),
         (dict(chunk=0), "chunk: must be between 1"),

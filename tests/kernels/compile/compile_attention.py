@@ -28,6 +28,17 @@ def entries() -> Iterator[Entry]:
         for head_dim in (128, 256, 512) if arch in ("sm_80", "sm_90") else (128, 256):
             yield from _attention(arch, torch.bfloat16, head_dim, "fp8")
         yield from _attention(arch, torch.bfloat16, 128, "window")
+        # The latents of DeepSeek V3 and MiniCPM3, and the keys and values of MiMo V2.
+        for head_dim, option in (
+            (576, "latent512"),
+            (288, "latent256"),
+            (192, "value128"),
+            (192, "value128_fp8"),
+        ):
+            yield from _attention(arch, torch.bfloat16, head_dim, option)
+        # Of the tiny models of a proof.
+        for head_dim, option in ((56, "latent40"), (32, "value20")):
+            yield from _attention(arch, torch.float32, head_dim, option)
         yield from _planners(arch)
     yield from _attention("sm_90", torch.float16, 128)
     for option in ("chunk", "softcap", "sinks", "block16", "block32"):
@@ -38,17 +49,24 @@ def entries() -> Iterator[Entry]:
 
 def _attention(arch: str, dtype: torch.dtype, head_dim: int, option: str = "") -> Iterator[Entry]:
     kv_heads, group = 8, int(option.removeprefix("group")) if option.startswith("group") else 4
+    value_dim, is_latent = None, option.startswith("latent")
+    if is_latent:
+        kv_heads, group, value_dim = 1, 128, int(option.removeprefix("latent"))
+    elif option.startswith("value"):
+        kv_heads, group = 4, 16
+        value_dim = int(option.removeprefix("value").removesuffix("_fp8"))
     block_size = (
         int(option.removeprefix("block")) if option.startswith("block") else tuning.BLOCK_SIZE
     )
     fp8 = FP8_NONE
-    if option == "fp8":
+    if option.endswith("fp8"):
         fp8 = FP8_NATIVE if arch in ("sm_90", "sm_100") else FP8_BITS
     value = _TYPES[dtype]
     cache = {FP8_NATIVE: "fp8e4nv", FP8_BITS: "u8"}.get(fp8, value)
     types = {
         **{name: f"*{value}" for name in ("out_ptr", "q_ptr")},
-        **{name: f"*{cache}" for name in ("k_ptr", "v_ptr")},
+        "k_ptr": f"*{cache}",
+        **({} if is_latent else {"v_ptr": f"*{cache}"}),
         **{name: "*fp32" for name in ("partial_acc_ptr", "partial_ml_ptr")},
         **{
             f"{name}_ptr": _INT32
@@ -60,7 +78,7 @@ def _attention(arch: str, dtype: torch.dtype, head_dim: int, option: str = "") -
     }
     if option == "sinks":
         types["sinks_ptr"] = "*fp32"
-    if option == "fp8":
+    if option.endswith("fp8"):
         types["k_scale_ptr"] = types["v_scale_ptr"] = "*fp32"
     shape = AttentionShape(
         kv_heads * group,
@@ -68,6 +86,8 @@ def _attention(arch: str, dtype: torch.dtype, head_dim: int, option: str = "") -
         head_dim,
         window=1024 if option == "window" else None,
         chunk=8192 if option == "chunk" else None,
+        value_dim=value_dim,
+        values_in_keys=is_latent,
     )
     geometry = dict(
         BLOCK_SIZE=block_size,
@@ -92,7 +112,7 @@ def _attention(arch: str, dtype: torch.dtype, head_dim: int, option: str = "") -
         tuning.launch_options(arch, config.num_warps, config.num_stages, config.programs_per_sm),
         config.programs_per_sm,
     )
-    if dtype == torch.bfloat16 and option in ("", "window", "sinks"):
+    if dtype == torch.bfloat16 and (option in ("", "window", "sinks") or value_dim is not None):
         yield _merge(arch, suffix, types, shape, config)
     prefill = tuning.prefill_config(arch, head_dim, dtype)
     yield Entry(
@@ -120,11 +140,11 @@ def _merge(
         dict(
             HEADS=shape.num_heads,
             GROUP=shape.group,
-            HEAD_DIM=shape.head_dim,
+            VALUE_DIM=shape.value_size,
             SPLIT=config.split_tokens,
             MERGE_SPLITS=config.merge_splits,
             UNROLL=config.merge_unroll,
-            **attention_decode.merge_layout(shape.head_dim),
+            **attention_decode.merge_layout(shape.value_size),
             WINDOW=shape.window or 0,
             CHUNK=shape.chunk or 0,
         ),

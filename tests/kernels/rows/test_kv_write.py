@@ -218,7 +218,7 @@ def test_bad_arguments_are_named():
         ("k", step.k[:, :1], r"k_cache: must be \[blocks, 1, block_size, 64\]"),
         ("v_cache", step.v_cache.mT.contiguous().mT, "v_cache: blocks must be contiguous"),
         ("k_cache", step.k_cache.half(), "k_cache: must be one of float32, float8_e4m3fn"),
-        ("q", step.q[:, :3], "num_heads: must be 1 to 16 times num_kv_heads=2, got 3"),
+        ("q", step.q[:, :3], "num_heads: must be 1 to 128 times num_kv_heads=2, got 3"),
     ):
         other = Step()
         setattr(other, name, value)

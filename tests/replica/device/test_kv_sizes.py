@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
 
 from quire.kernels.attention.paged_attention import PagedAttention
 from quire.kernels.cpu import cpu_attention
@@ -15,6 +16,7 @@ from tests.kernels import reference
 UNEQUAL = LayerGroup((0, 2), num_kv_heads=2, head_dim=24, value_dim=16, window=9)
 LATENT = LayerGroup((1, 3, 4), head_dim=40, value_dim=24, values_in_keys=True)
 BLOCK = 16
+BACKENDS = ("cpu", "triton") if triton.knobs.runtime.interpret else ("cpu",)
 
 
 def filled(dtype: torch.dtype, scales=None):
@@ -66,13 +68,19 @@ def test_a_token_takes_no_more_bytes_than_its_key_and_value():
 
 
 @pytest.mark.parametrize("group, heads", [(UNEQUAL, 6), (LATENT, 20)])
-def test_attention_equals_the_reference(group, heads):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_equals_the_reference(group, heads, backend):
     pool, slots, written = filled(torch.float32)
     g, layer = pool.groups.index(group), group.layers[1]
     pool.write(layer, *written[layer], pool.rows_of(g, slots))
     k, v = pool.keys(layer), pool.values(layer)
     attention = PagedAttention(
-        k, heads, max_rows=4, window=group.window, value_dim=group.value_size
+        *(k, heads),
+        max_rows=4,
+        window=group.window,
+        value_dim=group.value_size,
+        values_in_keys=group.values_in_keys,
+        backend=backend,
     )
     # A prefill chunk, and two decode rows of shorter sequences.
     cu_q, kv_len = np.array([0, 11, 12, 13]), np.array([37, 20, 3])
@@ -87,11 +95,9 @@ def test_attention_equals_the_reference(group, heads):
     torch.testing.assert_close(out, expected)
 
 
-def test_compiled_code_and_triton_refuse_unequal_sizes_by_name():
+def test_compiled_code_refuses_unequal_sizes_by_name():
     keys = filled(torch.float32)[0].keys(0)
     with pytest.raises(ValueError, match="with values of 16"):
         cpu_attention.plan_attention(
             np.array([0, 1]), np.array([1]), np.array([[0]]), keys, 4, value_dim=16, backend="native"
         )  # fmt: skip
-    with pytest.raises(ValueError, match="value_dim: must be that of the keys, 24"):
-        PagedAttention(keys, 4, max_rows=1, value_dim=16, backend="triton")

@@ -109,6 +109,16 @@ def test_nothing_compiles_after_warm_up(names, wide_zoo, tmp_path):
     assert late_ones(jobs, run(jobs, tmp_path)) == {}
 
 
+def test_nothing_compiles_for_latents_and_values_unlike_keys(tmp_path):
+    """One of them with graphs, one without."""
+    jobs = []
+    for name, graphs in zip(model_zoo.UNLIKE_NAMES, ("on", "off"), strict=True):
+        model_zoo.build_unlike(name, tmp_path / name)
+        options = dict(rows=32, config=dict(cuda_graphs=graphs))
+        jobs.append(dict(name=name, path=str(tmp_path / name), **options))
+    assert late_ones(jobs, run(jobs, tmp_path)) == {}
+
+
 def test_nothing_compiles_whatever_the_engine_is_configured_to(wide_zoo, tmp_path):
     jobs = [
         dict(name=f"{name}, {setting}", path=str(wide_zoo(name)), **options)

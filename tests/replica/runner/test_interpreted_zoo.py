@@ -106,6 +106,11 @@ def test_a_gpus_kernels_give_the_logits_of_the_cpus(served):
 
 def test_captured_steps_need_nothing_of_the_host(served):
     *_, interpreted = served
+    check_captured(interpreted)
+
+
+def check_captured(interpreted: Runner) -> None:
+    """Capture every kind of step of the same model, without data."""
     spec = interpreted.spec
     config = engine_config(spec, dtype="bfloat16", deterministic=False, q_padding=16)
     model = to_meta(interpreted.model, torch.bfloat16)
@@ -154,6 +159,20 @@ def test_layers_of_unequal_heads_that_share_keys_on_a_gpus_path(tmp_path):
     expected_tokens, expected = generate(make_runner(tmp_path, fuse="off"))
     assert tokens == expected_tokens
     assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+
+
+@pytest.mark.parametrize("name", model_zoo.UNLIKE_NAMES)
+def test_latents_and_values_unlike_keys_on_a_gpus_path(name, tmp_path):
+    """The tiny model of a proof."""
+    repair_interpreter()
+    model_zoo.build_unlike(name, tmp_path)
+    runner = interpreted_runner(tmp_path, dtype="float32")
+    assert not any(group.has_equal_sizes for group in runner.pool.groups)
+    tokens, logits = generate(runner)
+    expected_tokens, expected = generate(make_runner(tmp_path, fuse="off"))
+    assert tokens == expected_tokens
+    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+    check_captured(runner)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import model_zoo
 import numpy as np
 import pytest
 import torch
@@ -90,25 +91,33 @@ def test_a_gpu_gets_all_that_is_left(spec):
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("windows", [(None,) * 4, (None, 300) * 2])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (LayerKind(num_kv_heads=2, head_dim=64),) * 4,
+        (LayerKind(num_kv_heads=2, head_dim=64), LayerKind(window=300, num_kv_heads=2, head_dim=64))
+        * 2,
+        (LayerKind(head_dim=96, value_dim=64, values_in_keys=True),) * 4,
+    ],
+)
 def test_the_partial_results_of_a_gpu_are_counted_as_they_are_allocated(
-    spec, prefix_caching, windows
+    spec, prefix_caching, kinds
 ):
     """What is measured holds them for one block a group; the equation adds those of the pool's blocks."""
-    shape = dict(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4)
-    shape["kinds"] = tuple(LayerKind(window=w, num_kv_heads=2, head_dim=64) for w in windows)
+    shape = dict(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, kinds=kinds)
     small = dataclasses.replace(spec, **shape)
     args = EngineArgs(prefix_caching=prefix_caching, block_size=64)
 
     def allocated(num_blocks):
-        cache = torch.zeros(num_blocks + 1, 2, 64, 64)
         attentions = [
             PagedAttention(
-                cache,
+                torch.zeros(num_blocks + 1, group.num_kv_heads, 64, group.head_dim),
                 small.num_heads,
                 max_rows=9,
                 max_len=10**6,
                 window=group.window,
+                value_dim=group.value_size,
+                values_in_keys=group.values_in_keys,
                 share_prefixes=prefix_caching,
                 backend="triton",
             )
@@ -119,7 +128,7 @@ def test_the_partial_results_of_a_gpu_are_counted_as_they_are_allocated(
     grown = allocated(400) - allocated(len(small.groups))
     counted = 400 * decode_bytes_per_block(args, small, 64)
     assert 0 < grown <= counted
-    if windows == (None,) * 4:  # a window bounds them by the rows
+    if all(kind.is_full for kind in kinds):  # a window bounds them by the rows
         assert grown > 0.9 * counted
 
 
@@ -276,6 +285,13 @@ def test_a_processor_without_the_product_is_told(spec, monkeypatch):
     monkeypatch.setattr(sizing.fp8_linear, "missing", lambda device: f"a better {device}")
     with pytest.raises(SizingError, match="weights is 'fp8', which needs a better cpu"):
         resolve(EngineArgs(device="cpu", weights="fp8"), spec)
+
+
+def test_an_fp8_cache_of_latents_is_refused(tmp_path, monkeypatch):
+    model_zoo.build_unlike("deepseek_v3", tmp_path)
+    monkeypatch.setattr(sizing, "choose_sizing", lambda *args: GpuSizing())
+    with pytest.raises(SizingError, match="kv_cache_dtype is 'fp8', and DeepseekV3ForCausalLM has"):
+        resolve(EngineArgs(kv_cache_dtype="fp8"), ModelSpec.from_checkpoint(tmp_path))
 
 
 def test_fp8_weights_choose_bfloat16(spec):

@@ -36,12 +36,13 @@ BENCHMARK = gpu_run.Benchmark(
 def all_parts() -> list[Part]:
     """All parts in the order in which they run. Imports the kernels, so TRITON_INTERPRET must be set before."""
     from tests.perf.gpu import gpu_machine
-    from tests.perf.gpu.kernels import gpu_attention, gpu_numerics, gpu_rows, gpu_step
+    from tests.perf.gpu.kernels import gpu_attention, gpu_latents, gpu_numerics, gpu_rows, gpu_step
 
     return [
         gpu_numerics.NUMERICS,
         gpu_machine.MACHINE,
         *gpu_attention.PARTS,
+        gpu_latents.LATENTS,
         *gpu_rows.PARTS,
         *gpu_step.PARTS,
     ]
