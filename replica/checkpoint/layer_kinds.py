@@ -31,6 +31,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind | None, ...]:
     """
     layers = _configs(config)
     types = _layer_types(config)
+    heads = query_heads(config)
     if len(types) != len(layers):
         raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers")
     sources = _kv_sources(config, types)
@@ -39,12 +40,19 @@ def layer_kinds(config: Any) -> tuple[LayerKind | None, ...]:
             window=getattr(layer, "sliding_window", None) if kind in _SLIDING else None,
             chunk=layer.attention_chunk_size if kind == _CHUNKED else None,
             source=source,
+            num_heads=num_heads if len(set(heads)) > 1 else None,
             **_kv_shape(layer, is_sliding=kind in _SLIDING),
         )
         if kind in _ATTENTION
         else None
-        for layer, kind, source in zip(layers, types, sources, strict=True)
+        for layer, kind, source, num_heads in zip(layers, types, sources, heads, strict=True)
     )
+
+
+def query_heads(config: Any) -> list[int]:
+    """Return the number of query heads of each layer."""
+    listed = getattr(config, "num_attention_heads_per_layer", None)
+    return list(listed or (layer.num_attention_heads for layer in _configs(config)))
 
 
 def has_recurrent_layers(config: Any) -> bool:

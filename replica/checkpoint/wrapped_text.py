@@ -30,6 +30,19 @@ def wrapper_class(model_type: str) -> str | None:
     return name if name and TEXT in CONFIG_MAPPING[model_type].sub_configs else None
 
 
+def causal_class(model_type: str) -> str | None:
+    """Return transformers' causal class of a model type. It lists a few only among those that take images too."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) or (
+        other if other.endswith("ForCausalLM") else None
+    )
+
+
 def is_wrapper(raw: dict[str, Any]) -> bool:
     """Whether config.json, which names one architecture, is one of a class for text and images."""
     return raw["architectures"] == [wrapper_class(raw["model_type"])]
@@ -44,7 +57,6 @@ def text_entries(raw: dict[str, Any]) -> dict[str, Any]:
         It is not an object, or its model type is not one of a language model.
     """
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if not is_wrapper(raw) or raw.get(TEXT) is None:
         return {}
@@ -59,8 +71,9 @@ def text_entries(raw: dict[str, Any]) -> dict[str, Any]:
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         config_class = CONFIG_MAPPING[model_type]
     is_text = config_class is not None and (
-        model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        causal_class(model_type) is not None
         or getattr(config_class, "base_config_key", None) == TEXT
+        or config_class is CONFIG_MAPPING[raw["model_type"]].sub_configs[TEXT]
     )
     if not is_text or config_class.sub_configs:
         raise ValueError(f"{TEXT}: model_type {model_type!r} is not one of a language model")

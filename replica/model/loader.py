@@ -26,6 +26,7 @@ from quire.replica.model.layers import fp8
 from quire.replica.model.layers.latent_attention import absorb_latents
 from quire.replica.model.layers.position_cache import pass_positions
 from quire.replica.model.text_part import (
+    auto_class,
     is_dropped,
     make_model,
     of_text,
@@ -333,13 +334,11 @@ def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _load_by_transformers(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     from quire.replica.model.attention import ATTENTION_NAME
 
     config = build_config(spec.raw_config)
     is_wrapper = text_config(config) is not config
-    model, report = (text_class(config) if is_wrapper else AutoModelForCausalLM).from_pretrained(
+    model, report = (text_class if is_wrapper else auto_class)(config).from_pretrained(
         spec.path,
         config=config,
         dtype=dtype,

@@ -52,16 +52,23 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
     CheckpointError
         The class has no language model apart from its output head.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         if text_config(config) is config:
-            return AutoModelForCausalLM.from_config(
+            return auto_class(config).from_config(
                 config, dtype=dtype, attn_implementation=attention
             )
         return text_class(config)._from_config(
             config, dtype=dtype, attn_implementation=of_text(attention)
         )
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return transformers' maker of the causal class of a configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    is_listed = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_listed else AutoModelForImageTextToText
 
 
 def of_text(attention: str) -> dict[str, str]:

@@ -89,8 +89,8 @@ def find_module(
 def failed_module(error: BaseException) -> str:
     """Return the innermost module in which an error was raised, in brackets; empty: in none."""
     frames = traceback.walk_tb(error.__traceback__)
-    modules = [frame.f_locals.get("self") for frame, _ in frames]
-    modules = [module for module in modules if isinstance(module, nn.Module)]
+    owners = [frame.f_locals.get("self") for frame, _ in frames]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     if not modules:
         return ""
     names = {module: name for name, module in modules[0].named_modules()}

@@ -28,7 +28,7 @@ from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
 from quire.replica.checkpoint.wrapped_text import TEXT, text_config
 from quire.replica.kv_cache.groups import sequence_blocks
-from quire.replica.model.text_part import causal_model, is_text_part, make_model
+from quire.replica.model.text_part import auto_class, causal_model, is_text_part, make_model
 from quire.replica.proof.first_difference import find_module
 from quire.replica.proof.tiny_config import NUM_POSITIONS, VOCAB_SIZE, tiny_config
 
@@ -175,8 +175,6 @@ def save_random_model(entries: dict[str, Any], folder: Path) -> torch.nn.Module:
     CheckpointError
         The model is not tiny.
     """
-    from transformers import AutoModelForCausalLM
-
     config = build_config(entries)
     model = make_model(config, torch.float32, "eager")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -192,9 +190,11 @@ def save_random_model(entries: dict[str, Any], folder: Path) -> torch.nn.Module:
             model.init_weights()
             model.tie_weights()
         else:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            model = (
+                auto_class(config)
+                .from_config(config, dtype=torch.float32, attn_implementation="eager")
+                .eval()
+            )
         embedding = model.get_input_embeddings().weight
         # Buffers of several values are computed from the configuration, as the decay of linear attention is.
         computed = {name for name, buffer in model.named_buffers() if len(buffer.unique()) > 1}

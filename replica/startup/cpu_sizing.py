@@ -103,7 +103,8 @@ class CpuSizing:
         if not cpu_attention.has_native():
             return None
         for group in spec.groups:
-            shape = (spec.num_heads, group.num_kv_heads, group.head_dim, block_size)
+            num_heads = group.num_heads or spec.num_heads
+            shape = (num_heads, group.num_kv_heads, group.head_dim, block_size)
             if not group.has_equal_sizes or not cpu_attention_native.fits(*shape):
                 return None
         widest = max(group.head_dim for group in spec.groups)

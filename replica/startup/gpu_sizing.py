@@ -97,7 +97,7 @@ def decode_bytes_per_block(args: EngineArgs, spec: ModelSpec, block_size: int) -
     """Return the bytes of partial results of decode attention, over all layer groups, per block of the pool."""
     per_token = sum(
         partial_bytes_per_token(
-            spec.num_heads,
+            group.num_heads or spec.num_heads,
             group.head_dim,
             args.prefix_caching and group.window is None and group.chunk is None,
         )
