@@ -85,7 +85,7 @@ def _kv_shape(layer: Any, is_sliding: bool) -> dict[str, Any]:
     if isinstance(rank, int) and isinstance(rotated, int):
         # Latent attention: one latent and one rotated part for all heads.
         return dict(num_kv_heads=1, head_dim=rank + rotated, value_dim=rank, values_in_keys=True)
-    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    heads = getattr(layer, "num_key_value_heads", None) or _kv_heads(layer)
     if is_sliding:
         heads = getattr(layer, "swa_num_key_value_heads", None) or heads
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
@@ -95,6 +95,14 @@ def _kv_shape(layer: Any, is_sliding: bool) -> dict[str, Any]:
         head_dim=head_dim,
         value_dim=None if value_dim == head_dim else value_dim,
     )
+
+
+def _kv_heads(layer: Any) -> int:
+    """Return the number of key heads of a class without an entry for it."""
+    is_one = getattr(layer, "multi_query", False)
+    # Falcon's newer form repeats the heads of keys before it caches them.
+    repeats = getattr(layer, "new_decoder_architecture", False)
+    return 1 if is_one and not repeats else layer.num_attention_heads
 
 
 def _kv_sources(config: Any, types: Sequence[str]) -> list[int | None]:

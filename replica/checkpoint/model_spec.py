@@ -60,7 +60,10 @@ _CHOICE = "_implementation"  # of attention, of experts: some are kernels of the
 _NOT_CAUSAL = {"use_bidirectional_attention": True, "is_causal": False}
 # Names of the feed-forward width and of the longest context in configurations of transformers.
 _INTERMEDIATE_SIZES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
+    "seq_length",
+)
 
 
 class CheckpointError(ValueError):

@@ -71,6 +71,18 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForCausalLM if is_listed else AutoModelForImageTextToText
 
 
+def model_class(config: PretrainedConfig) -> Any:
+    """Return transformers' class of a configuration: a causal one, or one for text and images."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    is_causal = text_config(config) is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if is_causal else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return mapping[type(config)]
+
+
 def of_text(attention: str) -> dict[str, str]:
     """Return the option of transformers that chooses an attention for the text part only."""
     return {"text_config": attention}
@@ -81,9 +93,7 @@ def text_class(config: PretrainedConfig) -> Any:
 
     It has the wrapper's name, by which transformers finds its rules for names of tensors.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    wrapper = model_class(config)
 
     def init(self: nn.Module, config: PretrainedConfig, *args: object, **options: object) -> None:
         wrapper.__init__(self, config, *args, **options)

@@ -32,8 +32,12 @@ _WIDTHS = {
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
 }
-_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
-_MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HEADS = ("num_attention_heads", "head_dim", *_KV_HEADS)
+_MAX_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
+    "seq_length",
+)
 # The scale is a number of positions too: attention is scaled by how often it fits before a position.
 _WINDOWS = (
     "sliding_window",
@@ -178,11 +182,11 @@ def _set_heads(tiny: dict[str, Any]) -> None:
     hidden = tiny.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return
-    kv_heads = tiny.get("num_key_value_heads") or heads
+    stated = [name for name in _KV_HEADS if tiny.get(name) is not None]
+    kv_heads = tiny[stated[0]] if stated else heads
     group = _group(heads, kv_heads)
     few = min(kv_heads, 2)
-    if tiny.get("num_key_value_heads") is not None:
-        tiny["num_key_value_heads"] = few
+    tiny |= dict.fromkeys(stated, few)
     tiny["num_attention_heads"] = few * group
     listed = tiny.get("num_attention_heads_per_layer")
     if isinstance(listed, list):

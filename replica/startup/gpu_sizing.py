@@ -23,6 +23,8 @@ class GpuSizing:
     is_async = True
     is_host_separate = True
     is_final = False
+    # Steps are captured, in which the host does not know the rows.
+    runs_own_attention = False
     w4_dtype: str | None = None
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:

@@ -44,6 +44,7 @@ _STATED_BY_TYPE: dict[str, dict[str, Any]] = {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in set(_STEP_TYPES)
         },
     },
+    "bloom": {"seq_length": 2048},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 2) * 4},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},

@@ -119,11 +119,34 @@ def test_a_difference_in_the_output_head_is_named(tmp_path, monkeypatch):
 
 
 def test_a_class_with_an_attention_of_its_own_is_refused_by_this_reason(tmp_path):
-    """XGLM computes attention itself, so the engine's is never called; GPT-Neo cannot be made with another one."""
+    """RemBERT's is not causal without an entry for it; the first GPT keeps no keys and values."""
     reason = "does not compute all its attention through transformers' attention interface"
-    assert reason in str(find_difference(tiny_entries(spec_of(tmp_path, "xglm")), "cpu", start))
+    difference = find_difference(tiny_entries(spec_of(tmp_path, "rembert")), "cpu", start)
+    assert reason in str(difference) and "attention.self (RemBertSelfAttention)" in str(difference)
     with pytest.raises(CheckpointError, match=reason):
-        find_difference(tiny_entries(spec_of(tmp_path, "gpt_neo")), "cpu", start)
+        find_difference(tiny_entries(spec_of(tmp_path, "openai-gpt")), "cpu", start)
+
+
+@pytest.mark.parametrize(
+    "model_type, changes",
+    [
+        # A bias by position, heads of two forms.
+        ("bloom", {}),
+        ("falcon", dict(alibi=True, new_decoder_architecture=False, multi_query=False)),
+        ("falcon", dict(new_decoder_architecture=True, num_kv_heads=8)),
+    ],
+)
+def test_a_class_that_attends_itself_runs_row_by_row(tmp_path, model_type, changes):
+    spec = spec_of(tmp_path, model_type, **changes)
+    assert find_difference(tiny_entries(spec), "cpu", start) is None
+
+
+def test_layers_with_query_heads_of_their_own_number_are_served(tmp_path):
+    types = ["full_attention"] + ["sliding_attention"] * 3
+    counts = dict(num_attention_heads_per_layer=[48, 64, 64, 64] * 10, sliding_window=512)
+    entries = tiny_entries(spec_of(tmp_path, "laguna", layer_types=types * 10, **counts))
+    assert len(set(entries["num_attention_heads_per_layer"])) == 2
+    assert find_difference(entries, "cpu", start) is None
 
 
 def test_cached_prompts_forks_and_preemption_are_part_of_the_proof(tmp_path):
