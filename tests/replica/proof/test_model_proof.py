@@ -130,8 +130,7 @@ def test_a_class_with_an_attention_of_its_own_is_refused_by_this_reason(tmp_path
 @pytest.mark.parametrize(
     "model_type, changes",
     [
-        # A bias by position, heads of two forms.
-        ("bloom", {}),
+        # A bias by position; keys repeated for all heads before they are cached.
         ("falcon", dict(alibi=True, new_decoder_architecture=False, multi_query=False)),
         ("falcon", dict(new_decoder_architecture=True, num_kv_heads=8)),
     ],
