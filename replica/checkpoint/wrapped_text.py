@@ -4,7 +4,8 @@
  config.json                                  what transformers gets
    model_type, tie_word_embeddings, ...         the same
    text_config: {model_type, hidden_size, ..}   the same, checked as the entries of a causal model are
-   vision_config: {..}, audio_config: {..}      nothing: the class's own defaults, whose modules are dropped
+   vision_config: {..}, audio_config: {..}      widths that must agree with the text's; else the class's own defaults,
+                                                whose modules are dropped
 ```
 
 Older checkpoints of some classes have the text's entries beside `vision_config`; transformers reads both forms.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 TEXT = "text_config"
+_JOINT_SIZES = ("out_hidden_size", "text_hidden_size")
 
 
 def wrapper_class(model_type: str) -> str | None:
@@ -96,8 +98,17 @@ def wrapper_entries(
 
     nested = CONFIG_MAPPING[raw["model_type"]].sub_configs
     entries = {name: value for name, value in own_entries(raw).items() if name not in nested}
+    for name in nested:
+        if name != TEXT and (sizes := joint_sizes(raw.get(name))):
+            entries[name] = sizes
     text = text_entries(raw)
     return {**entries, TEXT: own_entries(text)} if text else entries
+
+
+def joint_sizes(other: Any) -> dict[str, int]:
+    """Return the sizes of a nested configuration that must agree with the text's: widths of what it passes on."""
+    entries = other if isinstance(other, dict) else {}
+    return {name: entries[name] for name in _JOINT_SIZES if type(entries.get(name)) is int}
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,7 +97,11 @@ def text_class(config: PretrainedConfig) -> Any:
     wrapper = model_class(config)
 
     def init(self: nn.Module, config: PretrainedConfig, *args: object, **options: object) -> None:
-        wrapper.__init__(self, config, *args, **options)
+        try:
+            wrapper.__init__(self, config, *args, **options)
+        except Exception:  # a library that only images need is missing, or a class's defaults for images do not fit
+            with _text_models_only(text_config(config)):
+                wrapper.__init__(self, config, *args, **options)
         setattr(self, _PATHS, _drop_others(self))
 
     def get_output_embeddings(self: nn.Module) -> nn.Module | None:
@@ -110,6 +115,24 @@ def text_class(config: PretrainedConfig) -> Any:
         "get_output_embeddings": get_output_embeddings,
     }
     return type(wrapper.__name__, (wrapper,), members)
+
+
+@contextmanager
+def _text_models_only(text: PretrainedConfig) -> Iterator[None]:
+    """Let `AutoModel.from_config` make placeholders of all configurations but the text's."""
+    from transformers import AutoModel
+
+    make = AutoModel.from_config
+
+    def from_config(config: PretrainedConfig, **options: object) -> nn.Module:
+        # A list has a parameter, by which classes find their dtype.
+        return make(config, **options) if config is text else nn.ParameterList([torch.empty(0)])
+
+    AutoModel.from_config = from_config
+    try:
+        yield
+    finally:
+        del AutoModel.from_config
 
 
 def is_text_part(model: nn.Module) -> bool:

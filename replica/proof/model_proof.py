@@ -26,7 +26,7 @@ import torch
 
 from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
-from quire.replica.checkpoint.wrapped_text import TEXT, text_config
+from quire.replica.checkpoint.wrapped_text import TEXT, joint_sizes, text_config
 from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.model.text_part import auto_class, causal_model, is_text_part, make_model
 from quire.replica.proof.first_difference import find_module
@@ -49,6 +49,7 @@ _TOLERANCE = {"cpu": 2e-3, "cuda": 1e-2}
 _SCORED = SamplingParams(
     max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1
 )
+_REPEATED = ("hidden_size", "vocab_size")
 _OTHER_ATTENTION = "{} does not compute all its attention through transformers' attention interface"
 
 
@@ -83,7 +84,14 @@ def tiny_entries(spec: ModelSpec, num_positions: int = NUM_POSITIONS) -> dict[st
     inner = text_config(config)
     entries = tiny_config(inner.to_dict(), num_positions, inner.attribute_map)
     if inner is not config:
-        entries = {**config.to_dict(), TEXT: entries}
+        outer = config.to_dict()
+        # Some wrappers repeat sizes of the text, which must agree.
+        repeated = {n for n in _REPEATED if outer.get(n) == getattr(inner, n)}
+        for nested in outer.values():
+            for name, size in joint_sizes(nested).items():
+                if size == inner.hidden_size:
+                    nested[name] = entries["hidden_size"]
+        entries = {**outer, **{name: entries[name] for name in repeated}, TEXT: entries}
     return {**entries, "architectures": [spec.architecture]}
 
 

@@ -19,6 +19,7 @@ _WIDTHS = {
     "ffn_dim": 96,
     "intermediate_size_mlp": 96,
     "moe_intermediate_size": 48,
+    "moe_hidden_size": 64,
     "shared_expert_intermediate_size": 56,
     "moe_shared_expert_intermediate_size": 56,
     "shared_intermediate_size": 56,

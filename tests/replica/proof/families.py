@@ -44,6 +44,7 @@ _STATED_BY_TYPE: dict[str, dict[str, Any]] = {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in set(_STEP_TYPES)
         },
     },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 11},
     "bloom": {"seq_length": 2048},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 2) * 4},
@@ -58,6 +59,9 @@ def default_entries(model_type: str) -> dict[str, Any]:
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else config
     _state(text)
+    if "hidden_size" in config and text is not config:
+        # A wrapper that repeats a size of its text has the same number.
+        text["hidden_size"] = config["hidden_size"]
     text_type = text.get("model_type")
     text_class = CONFIG_MAPPING[text_type] if text_type in CONFIG_MAPPING else None
     if "mrope_section" in (getattr(text_class, "ignore_keys_at_rope_validation", None) or ()):
