@@ -45,6 +45,9 @@ _STATED_BY_TYPE: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 11},
+    # Of the wrapper; `generate` asks for it.
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 151652},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "bloom": {"seq_length": 2048},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 2) * 4},
@@ -66,6 +69,8 @@ def default_entries(model_type: str) -> dict[str, Any]:
     text_class = CONFIG_MAPPING[text_type] if text_type in CONFIG_MAPPING else None
     if "mrope_section" in (getattr(text_class, "ignore_keys_at_rope_validation", None) or ()):
         _state_sections(text)
+    if text is not config:
+        config |= copy.deepcopy(_STATED_BY_TYPE.get(model_type, {}))
     # A type of both kinds is one of a class that takes images.
     architectures = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     config |= {"architectures": [architectures[model_type]], "model_type": model_type}
