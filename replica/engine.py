@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
 from quire.protos.flight_recorder import FlightRecorder
@@ -44,6 +44,9 @@ from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # After this number of consecutive failed steps the engine is unhealthy: the cause is the device (CUDA errors are
 # sticky), not a request. Without a limit the router would send all traffic to this idle engine.
@@ -115,6 +118,8 @@ class Engine:
             )
         self.checkpoint: Path = runtime.checkpoint
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
+        # As it runs; a failed proof looks into it.
+        self.model: nn.Module = runtime.runner.model
         scheduler = Scheduler(self.config)
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread

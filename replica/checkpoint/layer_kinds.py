@@ -31,6 +31,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind | None, ...]:
     """
     layers = _configs(config)
     types = _layer_types(config)
+    heads = query_heads(config)
     if len(types) != len(layers):
         raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers")
     sources = _kv_sources(config, types)
@@ -39,12 +40,19 @@ def layer_kinds(config: Any) -> tuple[LayerKind | None, ...]:
             window=getattr(layer, "sliding_window", None) if kind in _SLIDING else None,
             chunk=layer.attention_chunk_size if kind == _CHUNKED else None,
             source=source,
+            num_heads=num_heads if len(set(heads)) > 1 else None,
             **_kv_shape(layer, is_sliding=kind in _SLIDING),
         )
         if kind in _ATTENTION
         else None
-        for layer, kind, source in zip(layers, types, sources, strict=True)
+        for layer, kind, source, num_heads in zip(layers, types, sources, heads, strict=True)
     )
+
+
+def query_heads(config: Any) -> list[int]:
+    """Return the number of query heads of each layer."""
+    listed = getattr(config, "num_attention_heads_per_layer", None)
+    return list(listed or (layer.num_attention_heads for layer in _configs(config)))
 
 
 def has_recurrent_layers(config: Any) -> bool:
@@ -77,7 +85,7 @@ def _kv_shape(layer: Any, is_sliding: bool) -> dict[str, Any]:
     if isinstance(rank, int) and isinstance(rotated, int):
         # Latent attention: one latent and one rotated part for all heads.
         return dict(num_kv_heads=1, head_dim=rank + rotated, value_dim=rank, values_in_keys=True)
-    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    heads = getattr(layer, "num_key_value_heads", None) or _kv_heads(layer)
     if is_sliding:
         heads = getattr(layer, "swa_num_key_value_heads", None) or heads
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
@@ -87,6 +95,14 @@ def _kv_shape(layer: Any, is_sliding: bool) -> dict[str, Any]:
         head_dim=head_dim,
         value_dim=None if value_dim == head_dim else value_dim,
     )
+
+
+def _kv_heads(layer: Any) -> int:
+    """Return the number of key heads of a class without an entry for it."""
+    is_one = getattr(layer, "multi_query", False)
+    # Falcon's newer form repeats the heads of keys before it caches them.
+    repeats = getattr(layer, "new_decoder_architecture", False)
+    return 1 if is_one and not repeats else layer.num_attention_heads
 
 
 def _kv_sources(config: Any, types: Sequence[str]) -> list[int | None]:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from quire.protos.unique_keys import parse_json
 from quire.replica.checkpoint import w4_checkpoint, weight_scheme
-from quire.replica.checkpoint.layer_kinds import has_recurrent_layers, layer_kinds
+from quire.replica.checkpoint.layer_kinds import has_recurrent_layers, layer_kinds, query_heads
 from quire.replica.checkpoint.rope_types import check_rope_types, short_context
 from quire.replica.checkpoint.w4_checkpoint import W4Scheme
 from quire.replica.checkpoint.weight_scheme import WeightScheme
 from quire.replica.checkpoint.wrapped_text import (
     TEXT,
+    causal_class,
     is_wrapper,
     text_config,
     text_entries,
@@ -59,7 +60,10 @@ _CHOICE = "_implementation"  # of attention, of experts: some are kernels of the
 _NOT_CAUSAL = {"use_bidirectional_attention": True, "is_causal": False}
 # Names of the feed-forward width and of the longest context in configurations of transformers.
 _INTERMEDIATE_SIZES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
+    "seq_length",
+)
 
 
 class CheckpointError(ValueError):
@@ -76,7 +80,7 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    num_heads: int
+    num_heads: int  # most of a layer
     num_kv_heads: int  # most of a layer
     head_dim: int  # largest of a layer
     vocab_size: int
@@ -132,7 +136,6 @@ class ModelSpec:
             ) from error
         _check_rope(config)
         _check_names(config)
-        heads = config.num_attention_heads
         kinds, has_states = _layer_facts(config)
         stored = [kind for kind in kinds if kind is not None]
         generation = read_json(path / "generation_config.json", optional=True)
@@ -143,7 +146,7 @@ class ModelSpec:
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
-            num_heads=heads,
+            num_heads=max(query_heads(config)),
             num_kv_heads=max((kind.num_kv_heads for kind in stored), default=1),
             head_dim=max((kind.head_dim for kind in stored), default=1),
             vocab_size=config.vocab_size,
@@ -213,7 +216,6 @@ def _judge(raw: dict[str, Any]) -> str:
     """Return the architecture; uses only the entries of config.json."""
     # Imports take seconds, so `import quire.replica.checkpoint` does without.
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     named = raw.get("architectures") or []
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
@@ -228,7 +230,7 @@ def _judge(raw: dict[str, Any]) -> str:
         raise CheckpointError(
             f"config.json: model_type is {model_type!r}, which the installed transformers does not have{code}"
         )
-    made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    made = causal_class(model_type)
     if named[0] not in (made, wrapper_class(model_type)):
         raise CheckpointError(
             f"config.json: architectures is {named}, but the causal model of model_type {model_type!r} is {made}{code}"
@@ -309,7 +311,8 @@ def _check_names(config: PretrainedConfig) -> None:
         ("vocab_size",),
         _POSITIONS,
     ):
-        if not any(isinstance(_entry(config, name), int) for name in names):
+        has_own = config.is_heterogeneous and names == ("num_attention_heads",)
+        if not has_own and not any(isinstance(_entry(config, name), int) for name in names):
             raise CheckpointError(
                 f"config.json: model_type {config.model_type!r} has no entry {' or '.join(names)} for all layers"
             )
@@ -417,11 +420,12 @@ def _check_sizes(spec: ModelSpec) -> None:
         value = getattr(spec, name)
         if not isinstance(value, int) or value < 1:
             raise CheckpointError(f"config.json: {name} must be a positive integer, is {value!r}")
-    for num_kv_heads in {kind.num_kv_heads for kind in spec.kv_kinds.values()}:
-        if spec.num_heads % num_kv_heads:
+    for kind in spec.kv_kinds.values():
+        num_heads = kind.num_heads or spec.num_heads
+        if num_heads % kind.num_kv_heads:
             raise CheckpointError(
-                f"config.json: num_attention_heads {spec.num_heads} is not a multiple of "
-                f"num_key_value_heads {num_kv_heads}"
+                f"config.json: num_attention_heads {num_heads} is not a multiple of "
+                f"num_key_value_heads {kind.num_kv_heads}"
             )
     if spec.checkpoint_dtype not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(

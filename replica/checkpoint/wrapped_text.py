@@ -4,7 +4,8 @@
  config.json                                  what transformers gets
    model_type, tie_word_embeddings, ...         the same
    text_config: {model_type, hidden_size, ..}   the same, checked as the entries of a causal model are
-   vision_config: {..}, audio_config: {..}      nothing: the class's own defaults, whose modules are dropped
+   vision_config: {..}, audio_config: {..}      widths that must agree with the text's; else the class's own defaults,
+                                                whose modules are dropped
 ```
 
 Older checkpoints of some classes have the text's entries beside `vision_config`; transformers reads both forms.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 TEXT = "text_config"
+_JOINT_SIZES = ("out_hidden_size", "text_hidden_size")
 
 
 def wrapper_class(model_type: str) -> str | None:
@@ -28,6 +30,19 @@ def wrapper_class(model_type: str) -> str | None:
 
     name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
     return name if name and TEXT in CONFIG_MAPPING[model_type].sub_configs else None
+
+
+def causal_class(model_type: str) -> str | None:
+    """Return transformers' causal class of a model type. It lists a few only among those that take images too."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) or (
+        other if other.endswith("ForCausalLM") else None
+    )
 
 
 def is_wrapper(raw: dict[str, Any]) -> bool:
@@ -44,7 +59,6 @@ def text_entries(raw: dict[str, Any]) -> dict[str, Any]:
         It is not an object, or its model type is not one of a language model.
     """
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if not is_wrapper(raw) or raw.get(TEXT) is None:
         return {}
@@ -59,8 +73,9 @@ def text_entries(raw: dict[str, Any]) -> dict[str, Any]:
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         config_class = CONFIG_MAPPING[model_type]
     is_text = config_class is not None and (
-        model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        causal_class(model_type) is not None
         or getattr(config_class, "base_config_key", None) == TEXT
+        or config_class is CONFIG_MAPPING[raw["model_type"]].sub_configs[TEXT]
     )
     if not is_text or config_class.sub_configs:
         raise ValueError(f"{TEXT}: model_type {model_type!r} is not one of a language model")
@@ -83,8 +98,17 @@ def wrapper_entries(
 
     nested = CONFIG_MAPPING[raw["model_type"]].sub_configs
     entries = {name: value for name, value in own_entries(raw).items() if name not in nested}
+    for name in nested:
+        if name != TEXT and (sizes := joint_sizes(raw.get(name))):
+            entries[name] = sizes
     text = text_entries(raw)
     return {**entries, TEXT: own_entries(text)} if text else entries
+
+
+def joint_sizes(other: Any) -> dict[str, int]:
+    """Return the sizes of a nested configuration that must agree with the text's: widths of what it passes on."""
+    entries = other if isinstance(other, dict) else {}
+    return {name: entries[name] for name in _JOINT_SIZES if type(entries.get(name)) is int}
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

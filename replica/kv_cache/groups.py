@@ -32,6 +32,9 @@ _MAX_PADDING = 1 / 8
 class LayerKind:
     """What a layer's queries see, and the shape of its keys and values. Layers of one kind can share block ids."""
 
+    # Query heads; None: as many as most layers have.
+    num_heads: int | None = None
+
     # Number of keys that a query sees, its own included; None: no window.
     window: int | None = None
     # Positions are cut into chunks of this length, and a query sees keys of its own chunk only; None: no chunks.

@@ -25,7 +25,9 @@ from quire.replica.model.encoded_weights import EncodedWeight, pair_encoded
 from quire.replica.model.layers import fp8
 from quire.replica.model.layers.latent_attention import absorb_latents
 from quire.replica.model.layers.position_cache import pass_positions
+from quire.replica.model.own_attention import has_own_attention
 from quire.replica.model.text_part import (
+    auto_class,
     is_dropped,
     make_model,
     of_text,
@@ -109,10 +111,17 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
 
 def empty_model(spec: ModelSpec, dtype: str) -> nn.Module:
     """Build transformers' model with Quire's attention on the meta device, without memory."""
-    from quire.replica.model.attention import ATTENTION_NAME, register
+    from quire.replica.model.attention import register
 
     register()
-    return make_model(build_config(spec.raw_config), getattr(torch, dtype), ATTENTION_NAME)
+    return make_model(build_config(spec.raw_config), getattr(torch, dtype), _attention_name(spec))
+
+
+def _attention_name(spec: ModelSpec) -> str:
+    """Return the name of Quire's attention, or of a class's own, for `attn_implementation`."""
+    from quire.replica.model.attention import ATTENTION_NAME
+
+    return "eager" if has_own_attention(spec) else ATTENTION_NAME
 
 
 def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
@@ -333,17 +342,14 @@ def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _load_by_transformers(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    from quire.replica.model.attention import ATTENTION_NAME
-
     config = build_config(spec.raw_config)
     is_wrapper = text_config(config) is not config
-    model, report = (text_class(config) if is_wrapper else AutoModelForCausalLM).from_pretrained(
+    attention = _attention_name(spec)
+    model, report = (text_class if is_wrapper else auto_class)(config).from_pretrained(
         spec.path,
         config=config,
         dtype=dtype,
-        attn_implementation=of_text(ATTENTION_NAME) if is_wrapper else ATTENTION_NAME,
+        attn_implementation=of_text(attention) if is_wrapper else attention,
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,16 +53,35 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
     CheckpointError
         The class has no language model apart from its output head.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         if text_config(config) is config:
-            return AutoModelForCausalLM.from_config(
+            return auto_class(config).from_config(
                 config, dtype=dtype, attn_implementation=attention
             )
         return text_class(config)._from_config(
             config, dtype=dtype, attn_implementation=of_text(attention)
         )
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return transformers' maker of the causal class of a configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    is_listed = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_listed else AutoModelForImageTextToText
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """Return transformers' class of a configuration: a causal one, or one for text and images."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    is_causal = text_config(config) is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if is_causal else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return mapping[type(config)]
 
 
 def of_text(attention: str) -> dict[str, str]:
@@ -74,12 +94,14 @@ def text_class(config: PretrainedConfig) -> Any:
 
     It has the wrapper's name, by which transformers finds its rules for names of tensors.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    wrapper = model_class(config)
 
     def init(self: nn.Module, config: PretrainedConfig, *args: object, **options: object) -> None:
-        wrapper.__init__(self, config, *args, **options)
+        try:
+            wrapper.__init__(self, config, *args, **options)
+        except Exception:  # a library that only images need is missing, or a class's defaults for images do not fit
+            with _text_models_only(text_config(config)):
+                wrapper.__init__(self, config, *args, **options)
         setattr(self, _PATHS, _drop_others(self))
 
     def get_output_embeddings(self: nn.Module) -> nn.Module | None:
@@ -93,6 +115,24 @@ def text_class(config: PretrainedConfig) -> Any:
         "get_output_embeddings": get_output_embeddings,
     }
     return type(wrapper.__name__, (wrapper,), members)
+
+
+@contextmanager
+def _text_models_only(text: PretrainedConfig) -> Iterator[None]:
+    """Let `AutoModel.from_config` make placeholders of all configurations but the text's."""
+    from transformers import AutoModel
+
+    make = AutoModel.from_config
+
+    def from_config(config: PretrainedConfig, **options: object) -> nn.Module:
+        # A list has a parameter, by which classes find their dtype.
+        return make(config, **options) if config is text else nn.ParameterList([torch.empty(0)])
+
+    AutoModel.from_config = from_config
+    try:
+        yield
+    finally:
+        del AutoModel.from_config
 
 
 def is_text_part(model: nn.Module) -> bool:

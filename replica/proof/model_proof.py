@@ -12,9 +12,12 @@ token hides small differences, so the log-probability of every token is compared
 
 from __future__ import annotations
 
+import functools
+import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,10 +26,13 @@ import torch
 
 from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
-from quire.replica.checkpoint.wrapped_text import TEXT, text_config
+from quire.replica.checkpoint.wrapped_text import TEXT, joint_sizes, text_config
 from quire.replica.kv_cache.groups import sequence_blocks
-from quire.replica.model.text_part import causal_model, is_text_part, make_model
+from quire.replica.model.text_part import auto_class, causal_model, is_text_part, make_model
+from quire.replica.proof.first_difference import find_module
 from quire.replica.proof.tiny_config import NUM_POSITIONS, VOCAB_SIZE, tiny_config
+
+logger = logging.getLogger(__name__)
 
 _SEED = 5
 # Less than a block; several windows; several chunks; a prompt that begins as the one before it.
@@ -40,6 +46,10 @@ _MAX_PARAMETERS = 20_000_000
 # Largest difference of two log-probabilities. Sums in another order make 1e-4 in float32, a wrong layer 0.01 and more.
 _TOLERANCE = {"cpu": 2e-3, "cuda": 1e-2}
 
+_SCORED = SamplingParams(
+    max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1
+)
+_REPEATED = ("hidden_size", "vocab_size")
 _OTHER_ATTENTION = "{} does not compute all its attention through transformers' attention interface"
 
 
@@ -54,6 +64,8 @@ class ScoredOutput(Protocol):
 
 class TinyEngine(Protocol):
     """The part of `replica.Engine` that a proof uses."""
+
+    model: torch.nn.Module
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int = 1
@@ -72,7 +84,14 @@ def tiny_entries(spec: ModelSpec, num_positions: int = NUM_POSITIONS) -> dict[st
     inner = text_config(config)
     entries = tiny_config(inner.to_dict(), num_positions, inner.attribute_map)
     if inner is not config:
-        entries = {**config.to_dict(), TEXT: entries}
+        outer = config.to_dict()
+        # Some wrappers repeat sizes of the text, which must agree.
+        repeated = {n for n in _REPEATED if outer.get(n) == getattr(inner, n)}
+        for nested in outer.values():
+            for name, size in joint_sizes(nested).items():
+                if size == inner.hidden_size:
+                    nested[name] = entries["hidden_size"]
+        entries = {**outer, **{name: entries[name] for name in repeated}, TEXT: entries}
     return {**entries, "architectures": [spec.architecture]}
 
 
@@ -120,9 +139,38 @@ def find_difference(entries: dict[str, Any], device: str, start: StartEngine) ->
             if is_unlike:
                 raise CheckpointError(_OTHER_ATTENTION.format(spec.architecture)) from error
             raise
-        if difference is not None and is_unlike:
-            return _OTHER_ATTENTION.format(spec.architecture)
-        return difference
+        if difference is None:
+            return None
+        where = _locate(functools.partial(start, **options, fuse="off"), model, _TOLERANCE[device])
+        reason = _OTHER_ATTENTION.format(spec.architecture) if is_unlike else difference
+        return f"{reason}; {where}" if where else reason
+
+
+def _locate(
+    start: Callable[[], AbstractContextManager[TinyEngine]],
+    model: torch.nn.Module,
+    tolerance: float,
+) -> str:
+    """Return where the engine's results become different, as text; empty: the search failed."""
+    prompt = max(_prompts(), key=len)
+    outputs: list[ScoredOutput] = []
+
+    def run(engine: TinyEngine) -> list[int]:
+        outputs.extend(engine.generate([prompt], _SCORED))
+        # The engine does not compute the last token.
+        return outputs[0].prompt_token_ids + outputs[0].token_ids[:-1]
+
+    try:
+        with start() as engine:
+            found = find_module(engine.model, model, lambda: run(engine), tolerance)
+    except Exception:  # each class fails in its own way, and the difference is known
+        logger.info("the search for the module that differs failed", exc_info=True)
+        return ""
+    if found is not None:
+        return found
+    if _difference(outputs[0], model, tolerance) is None:
+        return f"a prompt of {len(prompt)} tokens alone, without fused layers, does not differ"
+    return "the decoder's results do not differ, so the output head does"
 
 
 def save_random_model(entries: dict[str, Any], folder: Path) -> torch.nn.Module:
@@ -135,8 +183,6 @@ def save_random_model(entries: dict[str, Any], folder: Path) -> torch.nn.Module:
     CheckpointError
         The model is not tiny.
     """
-    from transformers import AutoModelForCausalLM
-
     config = build_config(entries)
     model = make_model(config, torch.float32, "eager")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -152,9 +198,11 @@ def save_random_model(entries: dict[str, Any], folder: Path) -> torch.nn.Module:
             model.init_weights()
             model.tie_weights()
         else:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            model = (
+                auto_class(config)
+                .from_config(config, dtype=torch.float32, attn_implementation="eager")
+                .eval()
+            )
         embedding = model.get_input_embeddings().weight
         # Buffers of several values are computed from the configuration, as the decay of linear attention is.
         computed = {name for name, buffer in model.named_buffers() if len(buffer.unique()) > 1}
@@ -187,11 +235,8 @@ def _prompts() -> list[list[int]]:
 
 def _compare(engine: TinyEngine, model: torch.nn.Module, tolerance: float) -> str | None:
     """Generate for prompts that are not cached, then for the same prompts with forks, and compare all outputs."""
-    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=1)
-    scored = SamplingParams(
-        max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1
-    )
-    for kind, wanted, n in (("a computed prompt", scored, 1), ("a cached prompt", params, 2)):
+    cached = replace(_SCORED, prompt_logprobs=None)
+    for kind, wanted, n in (("a computed prompt", _SCORED, 1), ("a cached prompt", cached, 2)):
         for output in engine.generate(_prompts(), wanted, n=n):
             difference = _difference(output, model, tolerance)
             if difference is not None:

@@ -19,19 +19,26 @@ _WIDTHS = {
     "ffn_dim": 96,
     "intermediate_size_mlp": 96,
     "moe_intermediate_size": 48,
+    "moe_hidden_size": 64,
     "shared_expert_intermediate_size": 56,
     "moe_shared_expert_intermediate_size": 56,
     "shared_intermediate_size": 56,
     "hidden_size_per_layer_input": 24,
     "laurel_rank": 24,
     "expert_ffn_hidden_size": 48,
+    "share_expert_dim": 56,
     # Latent attention.
     "kv_lora_rank": 40,
     "q_lora_rank": 36,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
 }
-_MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HEADS = ("num_attention_heads", "head_dim", *_KV_HEADS)
+_MAX_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
+    "seq_length",
+)
 # The scale is a number of positions too: attention is scaled by how often it fits before a position.
 _WINDOWS = (
     "sliding_window",
@@ -89,7 +96,7 @@ def tiny_config(
     own_names
         The class's own names of entries by their usual names, `PretrainedConfig.attribute_map`.
     """
-    own_names = own_names or {}
+    own_names = {u: own for u, own in (own_names or {}).items() if own not in _HEADS}
     usual_names = {own: usual for usual, own in own_names.items()}
     tiny = {usual_names.get(name, name): copy.deepcopy(value) for name, value in config.items()}
     shorten_periods(tiny)
@@ -176,12 +183,16 @@ def _set_heads(tiny: dict[str, Any]) -> None:
     hidden = tiny.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return
-    kv_heads = tiny.get("num_key_value_heads") or heads
-    group = min(max(1, heads // kv_heads), _MAX_HEADS_PER_GROUP)
+    stated = [name for name in _KV_HEADS if tiny.get(name) is not None]
+    kv_heads = tiny[stated[0]] if stated else heads
+    group = _group(heads, kv_heads)
     few = min(kv_heads, 2)
-    if tiny.get("num_key_value_heads") is not None:
-        tiny["num_key_value_heads"] = few
+    tiny |= dict.fromkeys(stated, few)
     tiny["num_attention_heads"] = few * group
+    listed = tiny.get("num_attention_heads_per_layer")
+    if isinstance(listed, list):
+        # Of layers that differ, each keeps its ratio.
+        tiny["num_attention_heads_per_layer"] = [few * _group(own, kv_heads) for own in listed]
     head_dim = tiny.get("head_dim")
     # A quarter of it is still even, for those that rotate a part of each head.
     small = 32 if few * group <= 8 else 16
@@ -204,6 +215,10 @@ def _set_heads(tiny: dict[str, Any]) -> None:
             tiny["head_dim"] = _WIDTHS["qk_rope_head_dim"] if head_dim == rotated else wide
         if isinstance(tiny.get("qk_head_dim"), int):
             tiny["qk_head_dim"] = wide
+        for rope in _ropes(tiny):
+            # The rotated part of a head, where rope is of the whole head.
+            if head_dim and rope.get("partial_rotary_factor") == rotated / head_dim:
+                rope["partial_rotary_factor"] = _WIDTHS["qk_rope_head_dim"] / wide
     tiny["hidden_size"] = few * group * small * (2 if is_other else 1)
     if tiny.get("word_embed_proj_dim") is not None:
         is_projected = tiny["word_embed_proj_dim"] != hidden
@@ -212,29 +227,47 @@ def _set_heads(tiny: dict[str, Any]) -> None:
         tiny["query_pre_attn_scalar"] = small + 4
 
 
+def _group(num_heads: int, num_kv_heads: int) -> int:
+    """Return the number of query heads per key head in the tiny model."""
+    return min(max(1, num_heads // num_kv_heads), _MAX_HEADS_PER_GROUP)
+
+
 def _set_overrides(tiny: dict[str, Any], config: dict[str, Any]) -> None:
     """Keep the ratio of a layer's own head size and number of KV heads to that of the other layers."""
     for own in (tiny.get("per_layer_config") or {}).values():
         if "head_dim" in own:
             own["head_dim"] = max(16, tiny["head_dim"] * own["head_dim"] // config["head_dim"])
+        kv_heads = own.get("num_key_value_heads")
         if "num_key_value_heads" in own:
             ratio = own["num_key_value_heads"] / config["num_key_value_heads"]
             few = max(1, int(tiny["num_key_value_heads"] * ratio))
             own["num_key_value_heads"] = min(few, tiny["num_attention_heads"])
+        if "num_attention_heads" in own:
+            few = own.get("num_key_value_heads", tiny["num_key_value_heads"])
+            stated = kv_heads or config["num_key_value_heads"]
+            own["num_attention_heads"] = few * _group(own["num_attention_heads"], stated)
         own |= {name: width for name, width in _WIDTHS.items() if own.get(name)}
         own |= {name: WINDOW for name in _WINDOWS if own.get(name)}
 
 
 def _set_sections(tiny: dict[str, Any]) -> None:
     """Share half of a rotated head among the axes of multi-dimensional rope as before."""
+    for rope in _ropes(tiny):
+        sections = rope.get("mrope_section")
+        if not sections:
+            continue
+        head_dim = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+        half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        small = [max(1, half * size // sum(sections)) for size in sections[1:]]
+        rope["mrope_section"] = [half - sum(small), *small]
+
+
+def _ropes(tiny: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rope of each kind of layer, or that of all layers."""
     rope = tiny.get("rope_parameters") or tiny.get("rope_scaling")
-    if not isinstance(rope, dict) or not rope.get("mrope_section"):
-        return
-    sections = rope["mrope_section"]
-    head_dim = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
-    half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-    small = [max(1, half * size // sum(sections)) for size in sections[1:]]
-    rope["mrope_section"] = [half - sum(small), *small]
+    if not isinstance(rope, dict):
+        return []
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
 
 
 def _set_experts(tiny: dict[str, Any]) -> None:
@@ -269,10 +302,7 @@ def _set_positions(tiny: dict[str, Any], num_positions: int) -> None:
     for name in _MAX_POSITIONS:
         if isinstance(tiny.get(name), int):
             tiny[name] = num_positions
-    rope = tiny.get("rope_parameters") or tiny.get("rope_scaling")
-    if not isinstance(rope, dict):
-        return
-    for entry in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+    for entry in _ropes(tiny):
         trained = entry.get("original_max_position_embeddings")
         if entry.get("rope_type") == "longrope":
             # The proof's prompts have the long factors, unless no context of the checkpoint has them.

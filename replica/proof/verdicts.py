@@ -20,6 +20,7 @@ import torch
 
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
+from quire.replica.proof.first_difference import failed_module
 from quire.replica.proof.model_proof import StartEngine, find_difference, tiny_entries
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def _verdict(spec: ModelSpec, device: str, start: StartEngine) -> str | None:
         logger.info("%s: the proof failed", spec.path, exc_info=True)
         raise CheckpointError(
             f"{spec.path}: {spec.architecture} is not served: {device} cannot run a tiny model of it: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{failed_module(error)}"
         ) from error
     seconds = time.perf_counter() - began
     logger.info("proved %s on %s in %.1f s", spec.architecture, device, seconds)

@@ -21,6 +21,7 @@ from quire.replica.model.fusion.cpu_fusion import CpuFusion
 from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.output_head import split_model
+from quire.replica.model.own_attention import attends_itself
 from quire.replica.runner.cpu_forward import CpuForward
 from quire.replica.runner.device_table import SamplerArguments
 from quire.replica.runner.model_kernels import ModelKernels
@@ -90,6 +91,8 @@ class CpuKernels(ModelKernels):
         if config.fuse == "off" or native_library.load() is None:
             return FuseReport()
         decoder, _ = split_model(model)
+        if attends_itself(type(decoder)):
+            return FuseReport()
         backend = CpuFusion(self.workspace)
         return fuse(model, decoder, pool, attentions, backend, int8=config.weights == "int8")
 

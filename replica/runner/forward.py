@@ -16,6 +16,7 @@ from quire.replica.model.fusion.fused_parts import FusedAttention, FusedNorm, Pr
 from quire.replica.model.gpu_step_context import GpuStepContext
 from quire.replica.model.layers.state_layers import StepCache, cache_argument
 from quire.replica.model.output_head import split_model
+from quire.replica.model.own_attention import attends_itself, run_rows
 from quire.replica.sampling.logprobs import StepPromptLogprobs, score_by_kernels, score_prompt
 from quire.replica.sampling.pooling import sum_exactly
 
@@ -46,6 +47,7 @@ class Forward:
     ):
         self._decoder, self._head = split_model(model)
         share_step(self._decoder)
+        self._attends_itself = attends_itself(type(self._decoder))
         self._cache_name = cache_argument(self._decoder) or ""
         self._pool = pool
         self._attentions = attentions
@@ -98,6 +100,8 @@ class Forward:
         context: StepContext,
         states: StepCache | None,
     ) -> torch.Tensor:
+        if self._attends_itself:
+            return run_rows(self._decoder, token_ids[None], positions[None], context)[0]
         options = {} if states is None else {self._cache_name: states}
         return run_decoder(self._decoder, token_ids[None], positions[None], context, **options)[0]
 

@@ -134,7 +134,7 @@ class Runner:
         self._device.synchronize()  # the weights were not loaded on the compute stream
 
     def _attention(self, group: LayerGroup) -> PagedAttention:
-        config, num_heads = self.config, self.spec.num_heads
+        config, num_heads = self.config, group.num_heads or self.spec.num_heads
         return PagedAttention(
             self.pool.keys(group.layers[0]),
             num_heads,

@@ -7,6 +7,7 @@ from quire.kernels.cpu.cpu_attention_torch import PREFILL_ROWS
 from quire.kernels.cpu.cpu_decoder_layer import workspace_columns
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs, SizingError
+from quire.replica.model.own_attention import has_own_attention
 from quire.replica.startup.device_sizing import GIB, AttentionBytes, host_blocks_asked_for
 
 _KV_BYTES = 1 * GIB
@@ -29,6 +30,7 @@ class CpuSizing:
     is_async = False
     is_host_separate = False
     is_final = True
+    runs_own_attention = True
     # The compiled library multiplies 4-bit weights with bfloat16 only.
     w4_dtype: str | None = "bfloat16"
 
@@ -92,18 +94,33 @@ class CpuSizing:
         `cpu_attention_torch` is used if the compiled library does not support the model. It converts the keys and
         values of a request to float32 and keeps scores and weights of one tile of queries.
         """
+        if has_own_attention(spec):
+            return self._own_attention_bytes(args, spec, block_size, element)
         native = self.native_attention_bytes(spec, block_size)
         if native is not None:
             return AttentionBytes(fixed=native)
         per_token = spec.num_kv_heads * (2 * spec.head_dim * (element + 4) + 2 * PREFILL_ROWS * 4)
         return AttentionBytes(per_request_block=per_token * block_size)
 
+    def _own_attention_bytes(
+        self, args: EngineArgs, spec: ModelSpec, block_size: int, element: int
+    ) -> AttentionBytes:
+        """Return the workspace of a class that computes attention itself.
+
+        It has keys and values of one request in all layers, and copies of them when tokens are added; and for each head
+        scores, scores with a mask, and weights, in float32.
+        """
+        cached = 2 * element * sum(kind.token_elements for kind in spec.kv_kinds.values())
+        scores = 3 * 4 * spec.num_heads * (args.max_batch_tokens or self.batch_tokens)
+        return AttentionBytes(per_request_block=block_size * (cached + scores))
+
     def native_attention_bytes(self, spec: ModelSpec, block_size: int) -> int | None:
         """Return the workspace of attention in the compiled library; None if some layers need torch's."""
         if not cpu_attention.has_native():
             return None
         for group in spec.groups:
-            shape = (spec.num_heads, group.num_kv_heads, group.head_dim, block_size)
+            num_heads = group.num_heads or spec.num_heads
+            shape = (num_heads, group.num_kv_heads, group.head_dim, block_size)
             if not group.has_equal_sizes or not cpu_attention_native.fits(*shape):
                 return None
         widest = max(group.head_dim for group in spec.groups)

@@ -29,6 +29,8 @@ class DeviceSizing(Protocol):
     is_host_separate: bool
     # Whether the first `resolve` is final; otherwise it runs again with measured memory.
     is_final: bool
+    # Whether classes that compute attention themselves run there.
+    runs_own_attention: bool
     # Default dtype of a checkpoint in 4 bits; None: as of others.
     w4_dtype: str | None
 

@@ -23,6 +23,8 @@ class GpuSizing:
     is_async = True
     is_host_separate = True
     is_final = False
+    # Steps are captured, in which the host does not know the rows.
+    runs_own_attention = False
     w4_dtype: str | None = None
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
@@ -97,7 +99,7 @@ def decode_bytes_per_block(args: EngineArgs, spec: ModelSpec, block_size: int) -
     """Return the bytes of partial results of decode attention, over all layer groups, per block of the pool."""
     per_token = sum(
         partial_bytes_per_token(
-            spec.num_heads,
+            group.num_heads or spec.num_heads,
             group.value_size,
             args.prefix_caching and group.window is None and group.chunk is None,
         )

@@ -31,6 +31,7 @@ from quire.replica.host_machine import available_bytes, cpu_flags, physical_core
 from quire.replica.kv_cache.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.model.layers.state_layers import split_state_layers
 from quire.replica.model.loader import empty_model
+from quire.replica.model.own_attention import has_own_attention
 from quire.replica.model.text_part import text_tensor_names
 from quire.replica.runner.graphs.mixed_shapes import LEAST_TOKENS
 from quire.replica.startup.cpu_sizing import CpuSizing
@@ -74,6 +75,8 @@ def resolve(
         args = _for_recurrent_layers(args)
     num_threads = args.num_threads or physical_cores()
     sizing = choose_sizing(args.device, num_threads)
+    if has_own_attention(spec):
+        args = _for_own_attention(args, spec, sizing)
     device = sizing.device
     folder = checkpoint_path or spec.path
     weights = choose_weights(args, spec, device)
@@ -247,6 +250,26 @@ def _state_slots(
     # Without layers that have KV only the ends of prompts get snapshots.
     spacing = -(-slot // block) if block else -(-spec.max_position_embeddings // block_size)
     return StateSlots(num_rows, num_snapshots, spacing, slot)
+
+
+def _for_own_attention(args: EngineArgs, spec: ModelSpec, sizing: DeviceSizing) -> EngineArgs:
+    """Turn off batch-invariance for a class that computes attention itself: its sums depend on the chunks of a prompt.
+
+    Raises
+    ------
+    SizingError
+        The user asks for it, or the device does not run such a class.
+    """
+    if args.deterministic or not sizing.runs_own_attention:
+        name, value = ("deterministic", True) if args.deterministic else ("device", sizing.device)
+        raise SizingError(
+            f"{name} is {value!r}, which {spec.architecture} cannot have: it computes attention itself"
+        )
+    logger.warning(
+        "%s computes attention itself: the requests of a step run one after the other",
+        spec.architecture,
+    )
+    return dataclasses.replace(args, deterministic=False)
 
 
 def choose_sizing(device: str, num_threads: int) -> DeviceSizing:

@@ -93,10 +93,11 @@ def absorb_latents(model: nn.Module, spec: ModelSpec, dtype: torch.dtype) -> Non
         kind = latent[layer]
         weight = _dense_weight(module.kv_b_proj).to(dtype)
         nope, value = module.qk_nope_head_dim, module.v_head_dim
-        if weight.shape != (spec.num_heads * (nope + value), kind.value_size):
+        num_heads = kind.num_heads or spec.num_heads
+        if weight.shape != (num_heads * (nope + value), kind.value_size):
             raise CheckpointError(
                 f"{spec.path}: layer {layer}: kv_b_proj is {list(weight.shape)}, expected "
-                f"[{spec.num_heads} heads * ({nope} + {value}), {kind.value_size}]"
+                f"[{num_heads} heads * ({nope} + {value}), {kind.value_size}]"
             )
         module.head_products = HeadProducts(weight, nope, value)
         module.kv_b_proj = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import pytest
 from families import MODEL_TYPES, default_entries, write_config
@@ -69,26 +70,82 @@ def test_latents_without_a_low_rank_query_and_with_halves_rotated_are_served(tmp
 
 
 @pytest.mark.parametrize(
-    "model_type, changes",
+    "model_type, changes, named",
     [
-        # transformers' Llama ignores a window, and its spec believes it.
-        ("llama", dict(sliding_window=64, layer_types=["sliding_attention"] * 32)),
+        # transformers' Llama ignores a window of 24 tokens, and its spec believes it.
+        (
+            "llama",
+            dict(sliding_window=64, layer_types=["full_attention"] + ["sliding_attention"] * 31),
+            r"model\.layers\.1\.self_attn \(LlamaAttention, sliding_attention\).*token 25\)",
+        ),
         # Subtracts two attentions from each other.
-        ("diffllama", {}),
+        ("diffllama", {}, r"model\.layers\.0\.self_attn \(DiffLlamaAttention\)"),
     ],
 )
-def test_a_class_that_computes_something_else_is_refused(tmp_path, model_type, changes):
+def test_a_class_that_computes_something_else_is_refused(tmp_path, model_type, changes, named):
     spec = spec_of(tmp_path, model_type, **changes)
     difference = find_difference(tiny_entries(spec), "cpu", start)
     assert difference is not None and "log-probability of token" in difference
+    assert re.search(f"the output of {named}", difference)
+
+
+def test_a_module_that_reads_all_tokens_of_a_call_is_named(tmp_path, monkeypatch):
+    """Fused layers do not hide it, and its own modules are right."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self, x):
+        product = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(product) - x.mean(1, keepdim=True)
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    difference = find_difference(tiny_entries(spec_of(tmp_path, "llama")), "cpu", start)
+    assert "the output of model.layers.0.mlp (LlamaMLP) differs" in str(difference)
+
+
+def test_a_difference_in_the_output_head_is_named(tmp_path, monkeypatch):
+    """Logits that depend on all tokens of a call."""
+    from transformers import LlamaForCausalLM
+
+    own = LlamaForCausalLM.forward
+
+    def forward(self, *args, **options):
+        output = own(self, *args, **options)
+        output.logits = output.logits * output.logits.abs().mean()
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    difference = find_difference(tiny_entries(spec_of(tmp_path, "llama")), "cpu", start)
+    assert "so the output head does" in str(difference)
 
 
 def test_a_class_with_an_attention_of_its_own_is_refused_by_this_reason(tmp_path):
-    """XGLM computes attention itself, so the engine's is never called; GPT-Neo cannot be made with another one."""
+    """RemBERT's is not causal without an entry for it; the first GPT keeps no keys and values."""
     reason = "does not compute all its attention through transformers' attention interface"
-    assert reason in str(find_difference(tiny_entries(spec_of(tmp_path, "xglm")), "cpu", start))
+    difference = find_difference(tiny_entries(spec_of(tmp_path, "rembert")), "cpu", start)
+    assert reason in str(difference) and "attention.self (RemBertSelfAttention)" in str(difference)
     with pytest.raises(CheckpointError, match=reason):
-        find_difference(tiny_entries(spec_of(tmp_path, "gpt_neo")), "cpu", start)
+        find_difference(tiny_entries(spec_of(tmp_path, "openai-gpt")), "cpu", start)
+
+
+@pytest.mark.parametrize(
+    "model_type, changes",
+    [
+        # A bias by position; keys repeated for all heads before they are cached.
+        ("falcon", dict(alibi=True, new_decoder_architecture=False, multi_query=False)),
+        ("falcon", dict(new_decoder_architecture=True, num_kv_heads=8)),
+    ],
+)
+def test_a_class_that_attends_itself_runs_row_by_row(tmp_path, model_type, changes):
+    spec = spec_of(tmp_path, model_type, **changes)
+    assert find_difference(tiny_entries(spec), "cpu", start) is None
+
+
+def test_layers_with_query_heads_of_their_own_number_are_served(tmp_path):
+    types = ["full_attention"] + ["sliding_attention"] * 3
+    counts = dict(num_attention_heads_per_layer=[48, 64, 64, 64] * 10, sliding_window=512)
+    entries = tiny_entries(spec_of(tmp_path, "laguna", layer_types=types * 10, **counts))
+    assert len(set(entries["num_attention_heads_per_layer"])) == 2
+    assert find_difference(entries, "cpu", start) is None
 
 
 def test_cached_prompts_forks_and_preemption_are_part_of_the_proof(tmp_path):
@@ -168,6 +225,21 @@ def test_a_refusal_is_kept_too_and_names_class_and_difference(checked, tmp_path)
             checked(spec)
     (file,) = (tmp_path / "cache" / "proofs").iterdir()
     assert "log-probability" in json.loads(file.read_text())["difference"]
+
+
+def test_a_class_that_cannot_run_is_refused_by_the_module_that_fails(
+    checked, tmp_path, monkeypatch
+):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self, x):
+        raise KeyError("of this class")
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(
+        CheckpointError, match=r"KeyError: 'of this class' \(in LlamaMLP, layers\.0\.mlp\)"
+    ):
+        checked(spec_of(tmp_path, "llama"))
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_next_proof(checked, tmp_path):

@@ -164,6 +164,37 @@ def test_nested_entries_are_refused_by_name(tmp_path, text, message):
         ModelSpec.from_checkpoint(changed(tmp_path, **text))
 
 
+def test_modules_for_images_that_cannot_be_made_are_left_out(tmp_path):
+    """The class's own defaults for images do not fit together: 1152 elements in 14 heads."""
+    entries = default_entries("aya_vision")
+    with pytest.raises(ValueError, match="embed_dim must be divisible by num_heads"):
+        transformers.AutoModelForImageTextToText.from_config(transformers.AyaVisionConfig())
+    spec = ModelSpec.from_checkpoint(write_config(tmp_path / "config", entries))
+    assert find_difference(tiny_entries(spec), "cpu", start) is None
+
+
+def test_widths_on_which_text_and_images_must_agree_are_those_of_the_checkpoint(tmp_path):
+    entries = default_entries("granite_docling")
+    entries["text_config"]["hidden_size"] = entries["vision_config"]["out_hidden_size"] = 512
+    entries["vision_config"]["num_channels"] = 77
+    spec = ModelSpec.from_checkpoint(write_config(tmp_path / "config", entries))
+    vision = build_config(spec.raw_config).vision_config
+    assert (vision.out_hidden_size, vision.num_channels) == (512, 3)
+    tiny = build_config(tiny_entries(spec))
+    assert tiny.vision_config.out_hidden_size == tiny.text_config.hidden_size < 512
+
+
+def test_a_text_configuration_that_only_its_wrapper_names_is_one_of_a_language_model(tmp_path):
+    spec = ModelSpec.from_checkpoint(
+        write_config(tmp_path / "own", default_entries("paddleocr_vl"))
+    )
+    assert spec.architecture == "PaddleOCRVLForConditionalGeneration"
+    text = transformers.Mistral4Config(eos_token_id=2, pad_token_id=0).to_dict()
+    entries = default_entries("mistral3") | {"text_config": json.loads(json.dumps(text))}
+    spec = ModelSpec.from_checkpoint(write_config(tmp_path / "other", entries))
+    assert find_difference(tiny_entries(spec), "cpu", start) is None
+
+
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl"])
 def test_the_text_part_is_proven_against_the_wrapper(tmp_path, model_type):
     spec = ModelSpec.from_checkpoint(

@@ -129,6 +129,37 @@ def check_captured(interpreted: Runner) -> None:
         assert kernels["_sample_kernel"] == (key.part is GraphPart.WHOLE), key
 
 
+def test_layers_with_query_heads_of_their_own_number_on_a_gpus_path(tmp_path):
+    repair_interpreter()
+    entries = dict(
+        transformers.LagunaConfig(
+            vocab_size=173,
+            hidden_size=64,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_attention_heads_per_layer=[2, 4],
+            num_key_value_heads=1,
+            head_dim=16,
+            layer_types=["full_attention", "sliding_attention"],
+            mlp_layer_types=["dense", "dense"],
+            sliding_window=4,
+            max_position_embeddings=512,
+        ).to_dict(),
+        architectures=["LagunaForCausalLM"],
+    )
+    _check_gpus_path(entries, tmp_path)
+
+
+def _check_gpus_path(entries, folder):
+    """Compare a random model's tokens and logits on a GPU's path with those on the CPU, unfused."""
+    save_random_model(entries, folder)
+    tokens, logits = generate(interpreted_runner(folder, dtype="float32"))
+    expected_tokens, expected = generate(make_runner(folder, fuse="off"))
+    assert tokens == expected_tokens
+    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+
+
 def test_layers_of_unequal_heads_that_share_keys_on_a_gpus_path(tmp_path):
     """Sliding layers, global ones with larger and fewer heads whose values are their keys, and readers of both."""
     repair_interpreter()
@@ -154,11 +185,7 @@ def test_layers_of_unequal_heads_that_share_keys_on_a_gpus_path(tmp_path):
         ).to_dict(),
         architectures=["Gemma4ForCausalLM"],
     )
-    save_random_model(entries, tmp_path)
-    tokens, logits = generate(interpreted_runner(tmp_path, dtype="float32"))
-    expected_tokens, expected = generate(make_runner(tmp_path, fuse="off"))
-    assert tokens == expected_tokens
-    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+    _check_gpus_path(entries, tmp_path)
 
 
 @pytest.mark.parametrize("name", model_zoo.UNLIKE_NAMES)
