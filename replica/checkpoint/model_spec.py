@@ -146,7 +146,7 @@ class ModelSpec:
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
-            num_heads=max(query_heads(config)),
+            num_heads=max(query_heads(config), default=1),
             num_kv_heads=max((kind.num_kv_heads for kind in stored), default=1),
             head_dim=max((kind.head_dim for kind in stored), default=1),
             vocab_size=config.vocab_size,
