@@ -15,7 +15,7 @@ from fake_device import HOST, FakeDevice
 from test_async_steps import WAITS, in_which_it_shows
 
 from quire.kernels.cpu.cpu_attention import has_native
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import POOLINGS, SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.device.cpu_device import CpuDevice
@@ -399,7 +399,8 @@ def test_with_graphs_each_wait_is_needed_too(harness, wait):
 
     model = harness("llama")
     config = tight(model.spec, **in_which_it_shows(wait))
-    assert shows(model, config, prepare), WAITS[wait]
+    # Requests that generate: embeddings leave so few copies in flight that the last wait is seldom needed.
+    assert shows(model, config, prepare, lambda: crowd()[: -len(POOLINGS)]), WAITS[wait]
 
 
 def move_inputs(runner: Runner) -> None:
