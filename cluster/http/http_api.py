@@ -26,7 +26,6 @@ from typing import Any, cast
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
@@ -57,12 +56,11 @@ from quire.cluster.http.http_answers import (
     json_response,
     model_card,
 )
-from quire.cluster.http.http_body import parse_body, refusal
+from quire.cluster.http.http_body import describe_route, parse_body, refusal
 from quire.cluster.http.http_chats import DOCUMENTED, ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
 from quire.cluster.http.http_middleware import Boundary, HostCheck
-from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.cluster.http.http_tokenize import add_tokenize_routes
 from quire.cluster.http.json_body import read_json
 from quire.protos.errors import (
@@ -199,18 +197,25 @@ def _add_generation_routes(
 
     @app.post(
         CompletionRequest.path,
-        **_generation_docs("Continue a prompt.", CompletionRequest, Completion, Completion),
+        **describe_route(
+            CompletionRequest,
+            Completion,
+            "Continue a prompt.",
+            events=Completion,
+            refused=CompletionRequest.refused,
+        ),
     )
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionRequest)
 
     @app.post(
         ChatCompletionRequest.path,
-        **_generation_docs(
-            "Answer the last turn of a conversation.",
+        **describe_route(
             ChatCompletionRequest,
             ChatCompletion,
-            ChatCompletionChunk,
+            "Answer the last turn of a conversation.",
+            events=ChatCompletionChunk,
+            refused=ChatCompletionRequest.refused,
         ),
     )
     async def chat_completions(request: Request) -> Response:
@@ -350,25 +355,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorAnswer},
     "5XX": {"model": ErrorAnswer},
 }
-
-
-def _generation_docs(
-    purpose: str, request: type[GenerationBody], answer: type[BaseModel], chunk: type[BaseModel]
-) -> dict[str, Any]:
-    """Arguments of a route that reads its body itself: they describe the body and the answers in OpenAPI."""
-    schema = {"$ref": _REFERENCE.format(model=request.__name__)}
-    events = {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}
-    return {
-        "description": (
-            f"{purpose}\n\nAccepted and ignored: {', '.join(sorted(IGNORED_FIELDS))}. "
-            f"Refused unless null or neutral: {', '.join(sorted(request.refused))}. Any other field is refused."
-        ),
-        "response_model": answer,
-        "responses": {200: {"content": {"text/event-stream": events}}, **_ERRORS},
-        "openapi_extra": {
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
-        },
-    }
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -7,12 +7,13 @@ and true are not integers.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from quire.cluster.http.http_answers import ErrorAnswer
 from quire.cluster.http.http_chats import ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_schema import IGNORED_FIELDS, GenerationBody, RequestBody
@@ -147,3 +148,45 @@ _TYPES = {
     "model_type": "an object",
     "string_type": "a string",
 }
+
+
+def describe_route(
+    body: type[BaseModel],
+    answer: type[BaseModel],
+    purpose: str = "",
+    *,
+    events: type[BaseModel] | None = None,
+    ignored: Iterable[str] = IGNORED_FIELDS,
+    refused: Iterable[str] = (),
+    error: type[BaseModel] = ErrorAnswer,
+) -> dict[str, Any]:
+    """Return arguments for FastAPI that describe a route which reads its body itself.
+
+    Parameters
+    ----------
+    purpose
+        First sentence of the description; empty: the route's docstring is the description.
+    events
+        Model of the events of a streamed answer; None: the answer is never streamed.
+    ignored, refused
+        Fields that are accepted without effect, and fields that must be null or neutral.
+    """
+    arguments: dict[str, Any] = {
+        "response_model": answer,
+        "responses": {"4XX": {"model": error}, "5XX": {"model": error}},
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": _reference(body)}}
+        },
+    }
+    if events is not None:
+        arguments["responses"][200] = {"content": {"text/event-stream": _reference(events)}}
+    if purpose:
+        arguments["description"] = (
+            f"{purpose}\n\nAccepted and ignored: {', '.join(sorted(ignored))}. "
+            f"Refused unless null or neutral: {', '.join(sorted(refused))}. Any other field is refused."
+        )
+    return arguments
+
+
+def _reference(model: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from quire.cluster.api_common.front_end import check_model, renamed
-from quire.cluster.http.http_answers import ErrorAnswer, json_response
-from quire.cluster.http.http_body import parse_body
+from quire.cluster.http.http_answers import json_response
+from quire.cluster.http.http_body import describe_route, parse_body
 from quire.cluster.http.http_chats import ChatCompletionRequest, ChatMessages, router_messages
 from quire.cluster.http.http_schema import Ids, RequestBody
 from quire.cluster.http.http_tools import TOOL_NAMES, TOOLS_SCHEMA, tools_of
@@ -159,7 +159,7 @@ def add_tokenize_routes(
         except QuireError as error:
             raise renamed(error, names) from None
 
-    @app.post(TokenizeRequest.path, **_docs(TokenizeRequest, TokenizeAnswer))
+    @app.post(TokenizeRequest.path, **describe_route(TokenizeRequest, TokenizeAnswer))
     async def tokenize(request: Request) -> Response:
         """The token ids of a text or of messages."""
         body = parse_body(TokenizeRequest, await read_json(request, max_body_bytes))
@@ -175,7 +175,7 @@ def add_tokenize_routes(
             }
         )
 
-    @app.post(DetokenizeRequest.path, **_docs(DetokenizeRequest, DetokenizeAnswer))
+    @app.post(DetokenizeRequest.path, **describe_route(DetokenizeRequest, DetokenizeAnswer))
     async def detokenize(request: Request) -> Response:
         """The text of token ids. Bytes that are not a whole character are U+FFFD."""
         body = parse_body(DetokenizeRequest, await read_json(request, max_body_bytes))
@@ -185,7 +185,7 @@ def add_tokenize_routes(
         text = await service.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
         return json_response({"prompt": text})
 
-    @app.post(RENDER_PATH, **_docs(ChatCompletionRequest, RenderAnswer))
+    @app.post(RENDER_PATH, **describe_route(ChatCompletionRequest, RenderAnswer))
     async def render(request: Request) -> Response:
         """The prompt of a chat: rendered text and token ids. Nothing is generated.
 
@@ -207,15 +207,3 @@ def add_tokenize_routes(
         )
 
     app.state.body_models += [TokenizeRequest, DetokenizeRequest]
-
-
-def _docs(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
-    """Arguments of a route that reads its body itself: they describe body and answers in OpenAPI."""
-    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    return {
-        "response_model": answer,
-        "responses": {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
-        "openapi_extra": {
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
-        },
-    }

@@ -26,8 +26,8 @@ from quire.cluster.api_common.front_end import (
 from quire.cluster.http.answer_response import until_disconnect
 from quire.cluster.http.decisions_api.decision_questions import AnyQuestion, decision_answer
 from quire.cluster.http.decisions_api.decisions_body import REFERENCES, DecisionsRequest
-from quire.cluster.http.http_answers import ErrorAnswer, json_response
-from quire.cluster.http.http_body import parse_body
+from quire.cluster.http.http_answers import json_response
+from quire.cluster.http.http_body import describe_route, parse_body
 from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.cluster.http.json_body import read_json
 from quire.cluster.http.responses_api.response_object import ResponsesUsage
@@ -178,28 +178,16 @@ def add_routes(
             names |= dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
         return DecisionResponse(get_service(), router_request, questions, asked, names)
 
-    ignored = IGNORED_FIELDS - _BODY.refused.keys() - _BODY.model_fields.keys()
-
     @app.post(
         _BODY.path,
-        description=(
+        **describe_route(
+            _BODY,
+            DecisionObject,
             "Answer questions about an input with a probability for each allowed answer, in the form of OpenAI's "
-            "Decisions API. No text is generated.\n\n"
-            f"Accepted and ignored: {', '.join(sorted(ignored))}. "
-            f"Refused unless null or neutral: {', '.join(sorted(_BODY.refused))}. Any other field is refused."
+            "Decisions API. No text is generated.",
+            ignored=IGNORED_FIELDS - _BODY.refused.keys() - _BODY.model_fields.keys(),
+            refused=_BODY.refused,
         ),
-        response_model=DecisionObject,
-        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "application/json": {
-                        "schema": {"$ref": f"#/components/schemas/{_BODY.__name__}"}
-                    }
-                },
-            }
-        },
     )
     async def decide(request: Request) -> Response:
         with counting_refusals(get_service()):

@@ -27,8 +27,8 @@ from quire.cluster.api_common.front_end import (
 )
 from quire.cluster.http.answer_response import until_disconnect
 from quire.cluster.http.embeddings_api.embeddings_body import EmbeddingsRequest
-from quire.cluster.http.http_answers import ErrorAnswer, PromptTokensDetails
-from quire.cluster.http.http_body import parse_body
+from quire.cluster.http.http_answers import PromptTokensDetails
+from quire.cluster.http.http_body import describe_route, parse_body
 from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.cluster.http.json_body import read_json
 from quire.protos.errors import QuireError
@@ -147,27 +147,15 @@ def add_routes(
         asked, names = with_headers(body.to_request(request.state.request_id), request.headers)
         return EmbeddingsResponse(get_service(), asked, body, body.router_names() | names)
 
-    ignored = IGNORED_FIELDS - _BODY.refused.keys() - _BODY.model_fields.keys()
-
     @app.post(
         _BODY.path,
-        description=(
-            "Embed texts or token ids, in the form of OpenAI's Embeddings API.\n\n"
-            f"Accepted and ignored: {', '.join(sorted(ignored))}. "
-            f"Refused unless null or neutral: {', '.join(sorted(_BODY.refused))}. Any other field is refused."
+        **describe_route(
+            _BODY,
+            EmbeddingList,
+            "Embed texts or token ids, in the form of OpenAI's Embeddings API.",
+            ignored=IGNORED_FIELDS - _BODY.refused.keys() - _BODY.model_fields.keys(),
+            refused=_BODY.refused,
         ),
-        response_model=EmbeddingList,
-        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "application/json": {
-                        "schema": {"$ref": f"#/components/schemas/{_BODY.__name__}"}
-                    }
-                },
-            }
-        },
     )
     async def embeddings(request: Request) -> Response:
         with counting_refusals(get_service()):

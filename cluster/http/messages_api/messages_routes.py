@@ -24,6 +24,7 @@ from quire.cluster.api_common.front_end import (
     with_headers,
 )
 from quire.cluster.http.http_answers import json_response
+from quire.cluster.http.http_body import describe_route
 from quire.cluster.http.json_body import read_json
 from quire.cluster.http.messages_api.messages_answers import (
     MessageAnswer,
@@ -89,7 +90,12 @@ def add_routes(
         asked, names = with_headers(asked, request.headers)
         return MessagesResponse(get_service(), body, asked, names, keepalive_s=keepalive_s)
 
-    @app.post(PATH, **_docs("Answer the last turn of a conversation.", MessagesBody, MessageAnswer))
+    @app.post(
+        PATH,
+        **_docs(
+            "Answer the last turn of a conversation.", MessagesBody, MessageAnswer, MessageEvent
+        ),
+    )
     async def messages(request: Request) -> Response:
         with counting_refusals(get_service()):
             return await prepared(request)
@@ -113,23 +119,18 @@ def add_routes(
         return json_response(count, headers=request_id_header(asked.request_id))
 
 
-def _docs(purpose: str, body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
-    """Arguments of a route that reads its body itself: they describe the body and the answers in OpenAPI."""
-    reference = "#/components/schemas/"
-    schema = {"$ref": reference + body.__name__}
-    errors = {"model": MessagesError}
-    responses: dict[int | str, dict[str, Any]] = {"4XX": errors, "5XX": errors}
-    if answer is MessageAnswer:
-        events = {"schema": {"$ref": reference + MessageEvent.__name__}}
-        responses[200] = {"content": {"text/event-stream": events}}
-    return {
-        "description": (
-            f"{purpose} Anthropic's Messages API.\n\nAccepted and ignored: {', '.join(sorted(IGNORED_FIELDS))}. "
-            f"Refused unless null or neutral: {', '.join(sorted(REFUSED))}. Any other field is refused."
-        ),
-        "response_model": answer,
-        "responses": responses,
-        "openapi_extra": {
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
-        },
-    }
+def _docs(
+    purpose: str,
+    body: type[BaseModel],
+    answer: type[BaseModel],
+    events: type[BaseModel] | None = None,
+) -> dict[str, Any]:
+    return describe_route(
+        body,
+        answer,
+        f"{purpose} Anthropic's Messages API.",
+        events=events,
+        ignored=IGNORED_FIELDS,
+        refused=REFUSED,
+        error=MessagesError,
+    )

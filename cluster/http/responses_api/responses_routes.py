@@ -13,8 +13,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from quire.cluster.api_common.front_end import counting_refusals, with_headers
-from quire.cluster.http.http_answers import ErrorAnswer
-from quire.cluster.http.http_body import parse_body
+from quire.cluster.http.http_body import describe_route, parse_body
 from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.cluster.http.json_body import read_json
 from quire.cluster.http.responses_api.response_object import (
@@ -42,27 +41,16 @@ def add_routes(
         names = body.router_names() | names
         return ResponsesAnswer(get_service(), body, tools, asked, names, keepalive_s=keepalive_s)
 
-    ignored = IGNORED_FIELDS - _BODY.refused.keys() - _BODY.model_fields.keys()
-
     @app.post(
         _BODY.path,
-        description=(
-            "Answer the last turn of a conversation, in the form of OpenAI's Responses API. Nothing is stored.\n\n"
-            f"Accepted and ignored: {', '.join(sorted(ignored))}. "
-            f"Refused unless null or neutral: {', '.join(sorted(_BODY.refused))}. Any other field is refused."
+        **describe_route(
+            _BODY,
+            ResponseAnswer,
+            "Answer the last turn of a conversation, in the form of OpenAI's Responses API. Nothing is stored.",
+            events=ResponseEvent,
+            ignored=IGNORED_FIELDS - _BODY.refused.keys() - _BODY.model_fields.keys(),
+            refused=_BODY.refused,
         ),
-        response_model=ResponseAnswer,
-        responses={
-            200: {
-                "model": ResponseAnswer,
-                "content": {"text/event-stream": _schema(ResponseEvent)},
-            },
-            "4XX": {"model": ErrorAnswer},
-            "5XX": {"model": ErrorAnswer},
-        },
-        openapi_extra={
-            "requestBody": {"required": True, "content": {"application/json": _schema(_BODY)}}
-        },
     )
     async def responses(request: Request) -> Response:
         with counting_refusals(get_service()):
@@ -70,7 +58,3 @@ def add_routes(
 
     app.state.id_prefixes.append(RESPONSE_ID_PREFIX)
     app.state.body_models += [_BODY, *REFERENCES, ResponseEvent]
-
-
-def _schema(model: type) -> dict[str, dict[str, str]]:
-    return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}

@@ -6,6 +6,7 @@ results of a token's experts are added in ascending order of the experts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -29,7 +30,7 @@ def tiled_router(router: nn.Module, *, softmax_first: bool) -> ExpertRouter:
     return ExpertRouter(router, product, softmax_first=softmax_first)
 
 
-class TiledExperts(StackedExperts):
+class TiledExperts(StackedExperts, ABC):
     """Experts with matrix products in tiles of fixed height; subclasses combine gates and ups."""
 
     def __init__(self, experts: nn.Module):
@@ -48,9 +49,9 @@ class TiledExperts(StackedExperts):
             out.index_add_(0, tokens, part * weights[tokens, choice, None])
         return out
 
+    @abstractmethod
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[tokens, 2 * inner], gates and ups, to [tokens, inner]."""
-        raise NotImplementedError
 
     def _weight(self, name: str, expert: int) -> torch.Tensor:
         weight = getattr(self, name)[expert]
