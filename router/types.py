@@ -7,7 +7,7 @@ for both front ends.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -206,11 +206,12 @@ class GenerationRequest:
             return self.resume_from.marks
         return (Mark(),) * (self.n * max(1, len(self.prompts)))
 
-    def for_each_prompt(self) -> list[GenerationRequest]:
-        """Return one request with a single prompt for each prompt of the list."""
+    def for_each_prompt(self) -> Iterator[GenerationRequest]:
+        """Yield one request with a single prompt for each prompt of the list."""
         if not self.prompts:
-            return [self]
-        return [replace(self, prompt=prompt, prompts=()) for prompt in self.prompts]
+            yield self
+        for prompt in self.prompts:
+            yield replace(self, prompt=prompt, prompts=())
 
 
 @dataclass(slots=True)

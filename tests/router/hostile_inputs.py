@@ -81,7 +81,9 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "json of an input": (DECISIONS, filled('{"questions":[],"input":[{"role":"user","content":'
                                                '[{"type":"input_json","data":[', "{},", "]}]}]}")),
         "inputs": (EMBEDDINGS, filled('{"input":[', '"a",', "]}")),
-        "inputs that pass the count": (EMBEDDINGS, listed('{"input":[', '"' + "ab " * 150 + '"', 600, "]}")),
+        "inputs that pass the count, and a long one": (
+            EMBEDDINGS, listed('{"input":[', '"' + "ab " * 150 + '"', 600, ',"' + "ab " * 5000 + '"]}')
+        ),
         "long inputs": (EMBEDDINGS, listed('{"input":[', '"' + "ab " * 5000 + '"', 500, "]}")),
         "inputs of ids": (EMBEDDINGS, listed('{"input":[', "[" + "7," * 255 + "7]", 2048, "]}")),
         "too many ids of an input": (EMBEDDINGS, listed('{"input":[', "7", 3_000_000, "]}")),

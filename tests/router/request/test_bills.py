@@ -172,7 +172,8 @@ def test_a_decision_is_one_request_of_its_key(run):
 
 
 def test_embeddings_are_one_request_of_their_key(run):
-    inputs = (PROMPT + "To embed.", "Another")
+    # No other test has sent this beginning.
+    inputs = ("To embed. " + PROMPT, "Another")
     asked = GenerationRequest(request_id="e", prompts=inputs, max_tokens=1)
 
     async def test(door: Door) -> None:
