@@ -85,7 +85,9 @@ def bodies() -> dict[str, tuple[str, bytes]]:
             EMBEDDINGS, listed('{"input":[', '"' + "ab " * 150 + '"', 600, ',"' + "ab " * 5000 + '"]}')
         ),
         "long inputs": (EMBEDDINGS, listed('{"input":[', '"' + "ab " * 5000 + '"', 500, "]}")),
-        "inputs of ids": (EMBEDDINGS, listed('{"input":[', "[" + "7," * 255 + "7]", 2048, "]}")),
+        "inputs of ids, and a wrong one": (
+            EMBEDDINGS, listed('{"input":[', "[" + "7," * 255 + "7]", 2047, ",[99999999]]}")
+        ),
         "too many ids of an input": (EMBEDDINGS, listed('{"input":[', "7", 3_000_000, "]}")),
         "inputs of too many ids": (EMBEDDINGS, listed('{"input":[', "[" + "7," * 999 + "7]", 2048, "]}")),
         "tools": (CHAT, filled('{"messages":[],"tools":[', '{"type":"function"},', "]}")),
