@@ -39,7 +39,7 @@ class TokenRules:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of P rows, which depend on how often each token has occurred.
+    """P rows with penalties, which depend on how often each token has occurred.
 
     The sampler keeps the counts on its device (`TokenCounts`) and adds each sampled token. The plan only has the tokens
     of rows that sample for the first time.
@@ -47,9 +47,6 @@ class Penalties:
 
     index: np.ndarray  # [P] int64, index among the S rows that sample
     row: np.ndarray  # [P] int64, rows in the request table
-    repetition: np.ndarray  # [P] float32, 1 = off
-    presence: np.ndarray  # [P] float32
-    frequency: np.ndarray  # [P] float32
     # (row, prompt ids, output ids) of each row that has sampled nothing since its request got it
     begun: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
 
@@ -70,17 +67,12 @@ class SamplingBatch(NamedTuple):
     """Sampling parameters of the S rows that sample a token in this step, in the order of the rows."""
 
     token_index: np.ndarray  # [S] int32, flat index in [0, T) of the hidden state to sample from
-    temperature: np.ndarray  # [S] float32, 0 = greedy
-    top_k: np.ndarray  # [S] int32, 0 = off
-    top_p: np.ndarray  # [S] float32, 1 = off
-    seed: np.ndarray  # [S] uint64
-    choice: np.ndarray  # [S] int32
+    columns: np.ndarray  # [S] `sampling_record.RECORD`
     # [S] int64, absolute position of the token to be sampled (prompt + output)
     position: np.ndarray
     # (index in [0, S), token ids that must not be sampled): EOS and stop ids before min_tokens, bad words of one token,
     # and the last token of each longer bad word if the output ends with the other tokens of the bad word
     suppressed: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    min_p: np.ndarray | None = None  # [S] float32, 0 = off
     rules: tuple[tuple[int, TokenRules], ...] = ()  # (index in [0, S), its rules)
     penalties: Penalties | None = None
     # (index in [0, S), its grammar); the sampler computes the masks after the forward pass is launched
@@ -91,8 +83,13 @@ class SamplingBatch(NamedTuple):
     rows: np.ndarray = _NO_ROWS
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes its most likely token."""
+        return not self.columns["temperature"].any()
+
+    @property
     def is_plain(self) -> bool:
-        """Whether no row needs more than temperature, top-k, top-p, min-p and noise."""
+        """Whether no row needs more than its limits (`sampling_record.LIMITS`) and noise."""
         return not (
             self.suppressed
             or self.rules
@@ -138,11 +135,30 @@ class PoolTargets:
     is_last: bool
 
 
-class StepPlan(NamedTuple):
-    """One step for the runner: n rows, T tokens.
+class BlockTables(NamedTuple):
+    """The block tables of a step's rows, in a larger array; 0 where a row has no block.
 
-    `block_tables` is one of two buffers, and is valid until the second plan after this one is made.
+    A step on the CPU copies them. A GPU has a table of its own, which `StepPlan.changes` keep up to date.
     """
+
+    tables: (
+        np.ndarray
+    )  # [G, R, max blocks] int32, for G layer groups: the request table's own array
+    rows: np.ndarray  # [n] int64 in [0, R)
+    width: int  # number of blocks of the longest row
+
+    @classmethod
+    def of(cls, tables: np.ndarray) -> BlockTables:
+        """All of [G, n, width] int32, for a plan made without a request table."""
+        return cls(tables, np.arange(tables.shape[1]), tables.shape[2])
+
+    def gather(self) -> np.ndarray:
+        """Copy the rows' tables, [G, n, width] int32."""
+        return np.ascontiguousarray(self.tables[:, self.rows, : self.width])
+
+
+class StepPlan(NamedTuple):
+    """One step for the runner: n rows, T tokens. `block_tables` is valid until the request table changes."""
 
     # Number of the step, counted from 1.
     step: int
@@ -154,9 +170,7 @@ class StepPlan(NamedTuple):
     positions: np.ndarray  # [T] int32, absolute position of each token in its sequence
     cu_q: np.ndarray  # [n + 1] int32, row i owns tokens [cu_q[i], cu_q[i + 1])
     kv_len: np.ndarray  # [n] int32, tokens in the cache after this step
-    # [G, n, max blocks of the batch] int32, for G layer groups; 0 where a row has no block (beyond its last block and
-    # before its window)
-    block_tables: np.ndarray
+    block_tables: BlockTables
     # [G, T] int64, block_id * block_size + offset: where each token's KV is written
     slots: np.ndarray
     sampling: SamplingBatch

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.replica.core.step_plan import PoolTargets, PromptTargets, SamplingBatch, StepPlan
+from quire.replica.core.step_plan import (
+    BlockTables,
+    PoolTargets,
+    PromptTargets,
+    SamplingBatch,
+    StepPlan,
+)
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.request_table.rows import RowTable
+from quire.replica.request_table.sampling_batches import gather_batch
 
 
 class PlanWriter:
@@ -32,8 +39,6 @@ class PlanWriter:
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
         """Write the plan of a step, and count its tokens as computed.
 
-        The plan's block tables are valid until the second plan after this one is written.
-
         Parameters
         ----------
         decodes
@@ -55,16 +60,12 @@ class PlanWriter:
         if decodes.is_plain:
             sampling = SamplingBatch(
                 token_index=decodes.cu_q[:-1],
-                temperature=decodes.temperature,
-                top_k=decodes.top_k,
-                top_p=decodes.top_p,
-                seed=decodes.seed,
-                choice=decodes.choice,
+                columns=decodes.columns.sampling,
                 position=kv_len.astype(np.int64),
                 rows=rows,
             )
         else:
-            sampling = table.sampling.batch(table, rows, decodes.cu_q[:-1], kv_len)
+            sampling = gather_batch(table, rows, decodes.cu_q[:-1], kv_len)
         plan = StepPlan(
             step=step,
             num_decode_rows=len(rows),
@@ -72,12 +73,12 @@ class PlanWriter:
             positions=decodes.position,
             cu_q=decodes.cu_q,
             kv_len=kv_len,
-            block_tables=table.planned.take(rows, decodes.num_blocks, decodes),
+            block_tables=BlockTables(table.block_tables, rows, decodes.num_blocks),
             slots=decodes.take_slots(table.flat_tables),
             sampling=sampling,
             decode_rows=rows,
             rows=rows,
-            changes=table.journal.take(table.sampling.claimed),
+            changes=table.journal.take(table.sampling),
         )
         table.count_computed(rows, kv_len, len(rows), 0)
         decodes.advance()
@@ -103,7 +104,7 @@ class PlanWriter:
         samples = np.ones(len(rows), bool)
         chunked = slice(len(decode_rows), None)
         samples[chunked] = kv_len[chunked] == table.length[rows[chunked]]
-        samples[chunked] &= ~table.sampling.pooled[rows[chunked]]
+        samples[chunked] &= ~table.is_pooled[rows[chunked]]
         samples = np.flatnonzero(samples)
         sample_rows = rows[samples]
         block_size = table.block_size
@@ -120,17 +121,15 @@ class PlanWriter:
             positions=positions,
             cu_q=cu_q,
             kv_len=kv_len,
-            block_tables=table.planned.take(rows, -(-int(kv_len.max()) // block_size)),
+            block_tables=BlockTables(table.block_tables, rows, -(-int(kv_len.max()) // block_size)),
             slots=slots,
-            sampling=table.sampling.batch(
-                table, sample_rows, cu_q[samples + 1] - 1, kv_len[samples]
-            ),
+            sampling=gather_batch(table, sample_rows, cu_q[samples + 1] - 1, kv_len[samples]),
             copies=tuple(copies),
             prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
             pooling=self._pool_targets(chunks, cu_q[len(decode_rows) :].tolist()),
             decode_rows=decode_rows,
             rows=rows,
-            changes=table.journal.take(table.sampling.claimed),
+            changes=table.journal.take(table.sampling),
         )
         num_decode_rows = len(decode_rows)
         table.count_computed(rows, kv_len, num_decode_rows, int(cu_q[-1]) - num_decode_rows)
@@ -164,7 +163,7 @@ class PlanWriter:
         """The tokens in these chunks with hidden states that are pooled; the parameters are those above."""
         table, targets = self._table, []
         for (row, count), begin in zip(chunks, begins[:-1], strict=True):
-            if not table.sampling.pooled[row]:
+            if not table.is_pooled[row]:
                 continue
             request = table.request(row)
             start = int(table.num_computed[row])

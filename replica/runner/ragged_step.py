@@ -114,7 +114,7 @@ class RaggedStep:
             Samples with the options in the device's request table; None: torch samples with the options of the plan.
         """
         is_plain = sampling.is_plain
-        if choose is None and is_plain and not sampling.temperature.any():
+        if choose is None and is_plain and sampling.is_greedy:
             choose = likeliest  # in the model's dtype: float32 would have the same order
         if choose is not None and is_plain:
             tokens = choose(logits)

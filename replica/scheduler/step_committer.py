@@ -230,9 +230,10 @@ class StepCommitter:
         """Fast path of `_record` for a step of decoding rows only, if no row is gone: their columns are gathered."""
         tokens = tokens.astype(np.int32, copy=False)
         length = self._rows.record_decodes(decodes, tokens)
-        index = decodes.position - decodes.num_prompt_tokens
-        columns = _DeltaColumns(decodes.keys, decodes.sources, decodes.stream_ids, index, tokens)
-        return _Recorded(step.sample_rows, tokens, length, columns, decodes)
+        columns = decodes.columns
+        index = decodes.position - columns.num_prompt_tokens
+        deltas = _DeltaColumns(columns.keys, columns.sources, columns.stream_ids, index, tokens)
+        return _Recorded(step.sample_rows, tokens, length, deltas, decodes)
 
     def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """End the requests of rows that got NO_TOKEN. Returns the other rows and their tokens."""
