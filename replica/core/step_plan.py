@@ -1,13 +1,14 @@
 """Input and output of one step: pure data between the scheduler and the runner.
 
-A step is one forward pass over a ragged batch. The tokens of all rows are concatenated along one axis without padding:
-first the decode rows with one token each, then the prefill chunks.
+A step is one forward pass over a ragged batch. A row has `num_scheduled` tokens, and a token is sampled after each of
+the last `num_sampled` of them. The tokens of all rows are concatenated along one axis without padding.
 
 ```
- row          0    1    2        3              4
- token_ids  [ a ][ b ][ c ][ d d d d d d ][ e e e e ]     T tokens
- cu_q       0    1    2    3             9          13
-              decode rows     prefill chunks
+ row             0    1    2        3              4
+ token_ids     [ a ][ b ][ c ][ d d d d d d ][ e e e e ]     T tokens
+ cu_q          0    1    2    3             9          13
+ num_scheduled   1    1    1        6              4
+ num_sampled     1    1    1        0              1         rows 0 to 2 decode, 3 and 4 are chunks of prompts
 ```
 """
 
@@ -162,13 +163,14 @@ class StepPlan(NamedTuple):
 
     # Number of the step, counted from 1.
     step: int
-    # Number of decode rows, which are the first rows and have one token each.
-    num_decode_rows: int
-    token_ids: (
-        np.ndarray
-    )  # [T] int32; not valid for `decode_rows`, whose tokens may not be known yet
+    # [T] int32. -1 - r stands for the token that was last sampled for row r of the request table. The device keeps it;
+    # the host may not know it yet.
+    token_ids: np.ndarray
     positions: np.ndarray  # [T] int32, absolute position of each token in its sequence
     cu_q: np.ndarray  # [n + 1] int32, row i owns tokens [cu_q[i], cu_q[i + 1])
+    num_sampled: (
+        np.ndarray
+    )  # [n] int32, a token is sampled after each of the row's last `num_sampled` tokens
     kv_len: np.ndarray  # [n] int32, tokens in the cache after this step
     block_tables: BlockTables
     # [G, T] int64, block_id * block_size + offset: where each token's KV is written
@@ -188,9 +190,9 @@ class StepPlan(NamedTuple):
     state_saves: np.ndarray = _NO_SAVES
     # Whether the step uses blocks restored by this step or an earlier one that may not have arrived.
     uses_restores: bool = True
-    # [D] int64, request-table rows of the step's first D rows. The input of each is the token that was last sampled for
-    # it, which the device keeps. D is `num_decode_rows`, or 0 if `token_ids` has all tokens.
-    decode_rows: np.ndarray = _NO_ROWS
+    # A hint for graphs, and for measuring speed: the first rows of the step have one token each, which is the one that
+    # was last sampled for them.
+    num_decode_rows: int = 0
     # [n] int64, rows of the request table; empty: the plan was made without a request table
     rows: np.ndarray = _NO_ROWS
     # Changes of the request table since the plan before.
@@ -207,6 +209,11 @@ class StepPlan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_scheduled(self) -> np.ndarray:
+        """[n] int32, number of tokens of each row."""
+        return np.diff(self.cu_q)
 
     def written_blocks(self, block_size: int) -> np.ndarray:
         """The blocks that the step's tokens and `copies` write to, [m] int64, each once."""

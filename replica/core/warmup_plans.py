@@ -53,10 +53,10 @@ class TrashPlans:
         )
         return StepPlan(
             step=0,
-            num_decode_rows=sum(n == 1 for n in lengths),
-            token_ids=np.zeros(num_tokens, np.int32),
+            token_ids=(-1 - rows if decodes else np.zeros(num_tokens)).astype(np.int32),
             positions=positions,
             cu_q=cu_q,
+            num_sampled=np.ones(num_rows, np.int32),
             kv_len=np.asarray(lengths, np.int32),
             block_tables=BlockTables.of(
                 np.full(
@@ -67,8 +67,8 @@ class TrashPlans:
                 trash * block_size + positions.astype(np.int64) % block_size, (self._num_groups, 1)
             ),
             sampling=batch,
-            decode_rows=rows if decodes else rows[:0],
             rows=rows,
+            num_decode_rows=num_rows if decodes else 0,
         )
 
     def special_plan(self, num_rows: int) -> StepPlan:
@@ -87,5 +87,5 @@ class TrashPlans:
                 logprobs=tuple((i, 1) for i in range(num_rows)),
             ),
             prompts=(PromptTargets(self._config.num_rows, 0, 1, zero, 1),),
-            decode_rows=plan.decode_rows[:0],
+            num_decode_rows=0,
         )

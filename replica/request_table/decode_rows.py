@@ -34,7 +34,11 @@ class DecodeRows:
     block_size: int
     ids: np.ndarray  # [D] int64
     columns: RowColumns  # those with `in_decodes`, [D] each
+    token_ids: (
+        np.ndarray
+    )  # [D] int32, -1 - row: the token is the one that was last sampled for the row
     cu_q: np.ndarray  # [D + 1] int32
+    num_sampled: np.ndarray  # [D] int32, 1 each
     table_begin: np.ndarray  # [D] int64, offset of the row in the flattened tables of a group
     # Whether no row has a minimum of tokens, a constraint, a penalty or log-probabilities.
     is_plain: bool

@@ -112,17 +112,21 @@ class RowColumns:
     paused: Annotated[np.ndarray, Column(bool, lambda r: r.is_paused)]
     length: Annotated[np.ndarray, Column(np.int32, lambda r: r.num_tokens)]  # prompt and output
     num_computed: Annotated[np.ndarray, Column(np.int32)]  # tokens with KV, planned steps too
-    last_token: Annotated[np.ndarray, Column(np.int32)]
 
     def __init__(self, num_rows: int):
         for name, column in _COLUMNS.items():
             empty = np.empty if column.dtype is object else np.zeros
             setattr(self, name, empty(num_rows, column.dtype))
+        self._written = [
+            (getattr(self, name), column.source)
+            for name, column in _COLUMNS.items()
+            if column.source is not None
+        ]
 
     def write(self, row: int, request: Request) -> None:
         """Write the entries of a row that come from its request."""
-        for name, source in _SOURCES:
-            getattr(self, name)[row] = source(request)
+        for column, source in self._written:
+            column[row] = source(request)
 
     def gather(self, rows: np.ndarray) -> RowColumns:
         """Copy the columns that each step reads for the decoding rows."""
@@ -133,5 +137,4 @@ class RowColumns:
 
 
 _COLUMNS = annotated(RowColumns, Column)
-_SOURCES = [(name, column.source) for name, column in _COLUMNS.items() if column.source is not None]
 _IN_DECODES = [name for name, column in _COLUMNS.items() if column.in_decodes]

@@ -227,7 +227,9 @@ class RowTable(RowColumns):
             block_size=self.block_size,
             ids=ids,
             columns=columns,
+            token_ids=(-1 - ids).astype(np.int32),
             cu_q=np.arange(len(ids) + 1, dtype=np.int32),
+            num_sampled=np.ones(len(ids), np.int32),
             table_begin=ids * self.block_tables.shape[2],
             is_plain=not (
                 self.is_special[ids] | (self.min_length[ids] > columns.num_prompt_tokens)
@@ -394,7 +396,6 @@ class RowTable(RowColumns):
         """
         position = self.length[rows]
         self._flat_tail[rows * self.block_size + position % self.block_size] = token_ids
-        self.last_token[rows] = token_ids
         length: np.ndarray = position + 1
         self.length[rows] = length
         return length
@@ -402,7 +403,6 @@ class RowTable(RowColumns):
     def record_decodes(self, decodes: DecodeRows, token_ids: np.ndarray) -> np.ndarray:
         """Fast path of `record` for a step of these decoding rows only, if each still belongs to its request."""
         self._flat_tail[decodes.tail_index] = token_ids
-        self.last_token[decodes.ids] = token_ids
         self.length[decodes.ids] = decodes.length
         return decodes.length
 

@@ -135,7 +135,7 @@ class GpuSteps:
         """See `DeviceSteps.forward`."""
         if self._has_states:
             return self._queue_ragged(plan, in_flight)
-        is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
+        is_decode = plan.num_decode_rows == plan.num_rows and not plan.copies
         is_plain = plan.sampling.is_plain and not plan.awaits_tokens
         part = GraphPart.WHOLE if is_plain else GraphPart.FORWARD
         if is_decode:

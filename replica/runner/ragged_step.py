@@ -68,7 +68,7 @@ class RaggedStep:
             Receives the log-probabilities of prompts and the sums of hidden states, if given.
         """
         self._pool.copy_blocks(plan.copies)
-        num_query = np.diff(plan.cu_q)
+        num_query = plan.num_scheduled
         cache = None
         if self._states is not None:
             # Without a request table, the rows of all steps are the same requests.

@@ -104,10 +104,8 @@ def _shapes(
 
 def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[np.ndarray, ...]:
     """The plan's arrays in the order of `StepInputs`."""
-    token_ids = plan.token_ids.astype(np.int64)
-    token_ids[: len(plan.decode_rows)] = -1 - plan.decode_rows
     return (
-        *(token_ids, plan.positions, plan.cu_q, plan.kv_len, plan.rows, plan.slots),
+        *(plan.token_ids, plan.positions, plan.cu_q, plan.kv_len, plan.rows, plan.slots),
         *(plan.sampling.token_index, plan.sampling.rows, noise_keys),
         np.concatenate([_NO_IDS, *(targets.token_ids for targets in plan.prompts)]),
     )

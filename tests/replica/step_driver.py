@@ -104,10 +104,10 @@ class Driver:
         self.step += 1
         plan = StepPlan(
             step=self.step,
-            num_decode_rows=sum(count == 1 for count in counts),
             token_ids=np.concatenate(token_ids).astype(np.int32),
             positions=np.concatenate(positions).astype(np.int32),
             cu_q=cu_q,
+            num_sampled=np.isin(np.arange(len(work)), done).astype(np.int32),
             kv_len=np.array([s.computed + count for s, count in work], np.int32),
             block_tables=BlockTables.of(tables),
             slots=np.ascontiguousarray(np.concatenate(slots, axis=1)),

@@ -238,10 +238,10 @@ def chunk(ids: np.ndarray, begin: int, end: int, num_groups: int) -> StepPlan:
     tables = np.tile(np.arange(4, 8, dtype=np.int32), (num_groups, 1, 1))
     return StepPlan(
         step=1,
-        num_decode_rows=int(end - begin == 1),
         token_ids=ids[begin:end],
         positions=positions,
         cu_q=np.array([0, end - begin], np.int32),
+        num_sampled=np.ones(1, np.int32),
         kv_len=np.array([end], np.int32),
         block_tables=BlockTables.of(tables),
         slots=np.tile(4 * 16 + positions.astype(np.int64), (num_groups, 1)),

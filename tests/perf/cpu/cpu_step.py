@@ -96,10 +96,10 @@ def make_plan(computed: int, new: int, rows: int) -> StepPlan:
     cu_q = np.arange(rows + 1, dtype=np.int32) * new
     return StepPlan(
         step=0,
-        num_decode_rows=rows if new == 1 else 0,
         token_ids=rng.integers(3, 32_000, rows * new).astype(np.int32),
         positions=positions,
         cu_q=cu_q,
+        num_sampled=np.ones(rows, np.int32),
         kv_len=np.full(rows, computed + new, np.int32),
         block_tables=BlockTables.of(tables),
         slots=slots[None],
@@ -161,7 +161,7 @@ def measure(
             )
         )
         rows = len(plan.cu_q) - 1
-        if rows in GOAL_OF_FLOOR and plan.num_decode_rows:
+        if rows in GOAL_OF_FLOOR and plan.num_tokens == plan.num_rows:
             bars.append(
                 report.Bar(
                     f"cpu/step_{dtype}_{name}_of_floor",

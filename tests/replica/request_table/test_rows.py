@@ -43,7 +43,6 @@ def test_a_ragged_step_is_written_down_token_by_token():
         num_computed=5,
     )
     decode(table, decoder)
-    table.last_token[decoder] = 15
     whole = table.claim(make_request("w", range(20, 25)), [[3, 1]], num_computed=0)
     part = table.claim(make_request("p", range(30, 40)), [[7, 5, 6]], num_computed=4)
     plan, rows, sample_rows = PlanWriter(table).write(
@@ -52,7 +51,9 @@ def test_a_ragged_step_is_written_down_token_by_token():
     assert (plan.step, plan.num_decode_rows, plan.num_rows, plan.num_tokens) == (9, 1, 3, 9)
     assert rows.tolist() == [decoder, whole, part]
     assert plan.cu_q.tolist() == [0, 1, 6, 9]
-    assert plan.token_ids.tolist() == [15, 20, 21, 22, 23, 24, 34, 35, 36]
+    assert plan.token_ids.tolist() == [-1 - decoder, 20, 21, 22, 23, 24, 34, 35, 36]
+    assert plan.num_scheduled.tolist() == [1, 5, 3]
+    assert plan.num_sampled.tolist() == [1, 1, 0]
     assert plan.positions.tolist() == [5, 0, 1, 2, 3, 4, 4, 5, 6]
     assert plan.kv_len.tolist() == [6, 5, 7]
     assert plan.block_tables.gather().tolist() == [[[8, 9], [3, 1], [7, 5]]]

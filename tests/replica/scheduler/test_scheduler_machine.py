@@ -161,7 +161,8 @@ class ModelDevice:
 
     def run(self, plan: StepPlan) -> StepResult:
         token_ids = plan.token_ids.copy()
-        token_ids[: len(plan.decode_rows)] = self.last_token[plan.decode_rows]
+        is_last = token_ids < 0
+        token_ids[is_last] = self.last_token[-1 - token_ids[is_last]]
         num_written = plan.num_tokens * len(self.groups)
         assert len(set(plan.slots.ravel().tolist())) == num_written, "a slot is written twice"
         size = self.block_size
@@ -579,7 +580,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_tokens <= self.config.max_batch_tokens
         assert plan.num_rows <= self.config.max_running_requests
         assert (np.diff(plan.cu_q)[: plan.num_decode_rows] == 1).all()
-        assert len(plan.decode_rows) == plan.num_decode_rows
+        single = slice(plan.num_decode_rows)
+        assert (plan.num_sampled[single] == 1).all()
+        assert plan.token_ids[single].tolist() == (-1 - plan.rows[single]).tolist()
+        assert (plan.token_ids[plan.num_decode_rows :] >= 0).all()
+        assert (plan.num_sampled <= plan.num_scheduled).all()
+        ends = zip(plan.cu_q[1:].tolist(), plan.num_sampled.tolist(), strict=True)
+        sampled = [i for end, count in ends for i in range(end - count, end)]
+        assert plan.sampling.token_index.tolist() == sampled
         rows = self.scheduler.rows
         planned = {rows.requests[row].key for row in self.scheduler.steps.newest.rows.tolist()}
         assert not planned & self.paused
