@@ -95,11 +95,13 @@ class Attempt:
         if self.finished:
             return
         if isinstance(event, TokenDelta):
-            if event.finish_reason in ("error", "abort"):
+            facts = event.facts
+            if facts.finish_reason in ("error", "abort"):
                 # The completion, which contains the error, will end the attempt.
-                event = dataclasses.replace(event, finish_reason=None)
-            self.finished = event.finish_reason is not None
-            self.needs_abort = not self.finished
+                event = dataclasses.replace(event, facts=facts._replace(finish_reason=None))
+            elif facts.finish_reason is not None:
+                self.finished = True
+                self.needs_abort = False
         elif isinstance(event, Completion):
             if event.finish_reason in ("stop", "length"):
                 # The last delta, which follows all earlier tokens, ends the attempt.

@@ -287,11 +287,13 @@ class Client:
             request = self.request
             prompt = request.token_ids[: request.num_prompt_tokens].tolist()
             embedding = embedding_alone(prompt, request.params)
-        assert (None if delta.embedding is None else delta.embedding.tolist()) == embedding
+        assert (
+            None if delta.facts.embedding is None else delta.facts.embedding.tolist()
+        ) == embedding
         if self.ended is not None:
-            assert delta.num_output_tokens == self.request.num_emitted + len(self.output)
-            cached, on_host = delta.num_cached_tokens, delta.num_host_cached_tokens
-            assert on_host <= cached <= delta.num_prompt_tokens
+            assert delta.facts.num_output_tokens == self.request.num_emitted + len(self.output)
+            cached, on_host = delta.facts.num_cached_tokens, delta.facts.num_host_cached_tokens
+            assert on_host <= cached <= delta.facts.num_prompt_tokens
 
 
 FULL = LayerGroup()
@@ -486,7 +488,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         refusal = self.scheduler.add(request)
         assert (refusal is not None) == full
         if refusal is not None:
-            assert refusal.error.code == "overloaded"
+            assert refusal.facts.error.code == "overloaded"
             client.take(refusal)
 
     @rule(
@@ -699,7 +701,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def deliver(self, deltas):
         for delta in deltas:
             self.clients[delta.key].take(delta)
-            if isinstance(delta.error, DeadlineExceeded):
+            if isinstance(delta.facts.error, DeadlineExceeded):
                 assert self.clients[delta.key].request.deadline_s <= self.now_s
 
     # -- what always holds -------------------------------------------------------------------------------
