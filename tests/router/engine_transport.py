@@ -30,8 +30,12 @@ class EngineTransport:
     Use within one event loop at a time, after `enter`.
     """
 
-    def __init__(self, names: tuple[str, ...] = ("r1", "r2", "r3")):
-        self.engine = Engine(
+    def __init__(
+        self,
+        names: tuple[str, ...] = ("r1", "r2", "r3"),
+        engine_class: type[Engine] = Engine,
+    ):
+        self.engine = engine_class(
             num_blocks=256, max_model_len=512, on_output=self._on_output, num_threads=1
         )
         self.table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)

@@ -622,13 +622,34 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.device.before[slots] = self.device.after[slots] = None
 
     @precondition(lambda self: self.plans)
-    @rule()
-    def commit(self):
+    @rule(gains=st.lists(st.sampled_from([1, 1, 0, 2, 3, 20]), max_size=4))
+    def commit(self, gains=()):
         plan = self.plans.pop(0)
-        result = self.device.run(plan)
+        result = self.gained(plan, self.device.run(plan), gains)
         if self.copy_s is not None:
             result = dataclasses.replace(result, restores=((1, self.copy_s),))
         self.deliver(self.scheduler.commit(plan, result, self.now_s))
+
+    def gained(self, plan, result, gains):
+        """The result of a device that gives the first rows so many tokens, also beyond their end."""
+        if not gains:
+            return result
+        rows = plan.sampling.rows
+        alive = self.scheduler.steps[0].is_alive(self.scheduler.rows, rows)
+        tokens = [[token] for token in result.token_ids.tolist()]
+        for i, count in enumerate(gains[: len(rows)]):
+            if alive[i]:
+                client = self.clients[self.scheduler.rows.request(int(rows[i])).key]
+                request = client.request
+                begin = int(plan.sampling.position[i]) + 1
+                begin -= request.num_prompt_tokens + request.num_emitted
+                tokens[i] = [*tokens[i], *client.expected[begin:], *([7] * 20)][:count]
+                self.device.last_token[rows[i]] = (tokens[i] or [7])[-1]
+        return dataclasses.replace(
+            result,
+            token_ids=np.array([token for of_row in tokens for token in of_row], np.int64),
+            cu=np.cumsum([0, *map(len, tokens)]).astype(np.int32),
+        )
 
     @rule(count=st.integers(1, 30))
     def steps(self, count):
