@@ -472,10 +472,8 @@ class RowTable:
         """Find the rows that end with their new tokens, and advance grammars; call it once for each token.
 
         The arguments are [N] each: each token's row, the token, and the row's length with it. Tokens of a row are in
-        order; those after its end have no effect. `decodes` are the rows, if `record_decodes` recorded them.
-
-        Returns the index of the last token of each row that ends, and the reason. LENGTH includes rows that only pause,
-        because their credit is spent.
+        order; those after its end have no effect. `decodes` are the rows, if `record_decodes` recorded them. Returns
+        the index of each row's last token and the reason; LENGTH also if the row only pauses, its credit being spent.
         """
         reasons: dict[int, FinishReason] = {}
         if decodes is None or decodes.num_left <= 0:
