@@ -322,9 +322,9 @@ class TokenDelta:
         return self.facts.finish_reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenRecord(Record):
-    """New tokens of n streams, as ragged columns: no Python object per stream or token.
+    """New tokens of n streams, as ragged columns: no Python object per stream or token. Treat it as frozen.
 
     ```
      stream_ids   [    7    |  9  |       4        ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,7 +14,7 @@ _NO_NUMBERS = np.empty(0, np.int32)
 _NO_TOKENS = TokenRecord(np.empty(0, np.int64), _NO_NUMBERS, _NO_NUMBERS)
 
 
-class DeltaBatch(Sequence[TokenDelta]):
+class DeltaBatch:
     """The deltas of one step: those with facts, and columns for the rows that only got tokens.
 
     Most rows of a step only got tokens. Creating an object for each of these rows would take longer than the rest of
@@ -51,15 +50,6 @@ class DeltaBatch(Sequence[TokenDelta]):
 
     def __len__(self) -> int:
         return len(self.whole) + len(self.keys)
-
-    @overload
-    def __getitem__(self, i: int) -> TokenDelta: ...
-
-    @overload
-    def __getitem__(self, i: slice) -> list[TokenDelta]: ...
-
-    def __getitem__(self, i: int | slice) -> TokenDelta | list[TokenDelta]:
-        return list(self)[i]
 
     def __iter__(self) -> Iterator[TokenDelta]:
         yield from self.whole

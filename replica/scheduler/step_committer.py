@@ -82,7 +82,7 @@ class StepCommitter:
         scored = self._prompt_scores(step, plan, result)
         embedded = self._embeddings(step, plan, result, now_s)
         recorded = self._record(step, result, has_stuck)
-        complete = self._end_prefills(recorded, now_s)
+        complete = self._end_prefills(recorded, now_s) if step.chunks else {}
         for behind in self._steps:
             self._indexer.register_known(behind)
             self._snapshots.attach_known(behind)
@@ -151,11 +151,10 @@ class StepCommitter:
         EngineError
             The number of tokens is wrong, or a token id is not in the vocabulary.
         """
-        tokens, num_rows = result.token_ids, len(step.sample_rows)
-        if tokens.ndim != 1 or not ragged.fits(num_rows, len(tokens), result.cu):
-            raise EngineError(
-                f"step {step.number} sampled {tokens.shape} tokens, planned {num_rows} rows, cu: {result.cu}"
-            )
+        tokens, cu, num_rows = result.token_ids, result.cu, len(step.sample_rows)
+        if tokens.ndim != 1 or not ragged.fits(num_rows, len(tokens), cu):
+            wrong = f"sampled {tokens.shape}, planned {num_rows} rows, cu: {cu}"
+            raise EngineError(f"step {step.number} {wrong}")
         # Negative ids, NO_TOKEN among them, are huge as unsigned numbers: one pass finds all wrong ids.
         if not len(tokens) or tokens.astype(np.uint64).max() < self._vocab_size:
             return False

@@ -76,11 +76,7 @@ class _Attachment:
         self._sent_s = clock()
         self._wait_s = heartbeat_s  # from the last frame to the next heartbeat
         self.closed = False
-        self._columns = _ColumnFilter(source)
-
-    def tokens(self, deltas: DeltaBatch) -> TokenRecord | None:
-        """The new tokens of this router's streams without facts; None if there are none."""
-        return self._columns.take(deltas)
+        self.columns = _ColumnFilter(source)
 
     def put(self, frame: Frame) -> None:
         self._frames.append(frame)
@@ -181,7 +177,7 @@ class AttachedRouters:
         events = [] if output.events is None else [output.events]
         for router_id, attachment in list(self._by_router.items()):
             deltas = by_router.get(router_id, [])
-            tokens = attachment.tokens(output.deltas)
+            tokens = attachment.columns.take(output.deltas)
             if deltas or tokens is not None or events:
                 attachment.put(self._frame(events, Frame.pack(deltas, tokens)))
             else:

@@ -292,11 +292,12 @@ def test_a_batch_of_deltas_reads_like_a_list():
     )
     batch = DeltaBatch([whole], tokens, keys, np.array([1, 2, 1], np.int32))
     assert (len(batch), len(batch.tokens)) == (4, 3)
-    assert batch[0] is whole
-    told = [(delta.key, delta.index, delta.token_ids) for delta in batch[1:]]
+    first, *rest = batch
+    assert first is whole
+    told = [(delta.key, delta.index, delta.token_ids) for delta in rest]
     assert told == [("a", 0, [7]), (("b", 1), 5, [8, 3]), ("c", 9, [4])]
     assert all(type(delta.index) is int for delta in batch)
     fewer = batch.only(np.array([True, False, True]))
-    assert list(fewer) == [batch[0], batch[1], batch[3]]
+    assert list(fewer) == [first, rest[0], rest[2]]
     assert (fewer.sources.tolist(), fewer.tokens.stream_ids.tolist()) == ([1, 1], [11, 13])
     assert list(DeltaBatch([whole])) == [whole]
