@@ -69,6 +69,7 @@ class Accounting:
     ) -> None:
         """Record an attempt. `ranking` is None for a fork (a further choice), which runs on the replica of its lead."""
         explain = self.explain
+        left_replica = explain.replica
         explain.attempts += 1
         if explain.attempts == 1:
             self._router.gate.charge(self._payer, num_prompt_tokens - num_cached)
@@ -84,6 +85,7 @@ class Accounting:
                 explain,
                 now_s,
                 self._payer,
+                left_replica,
             )
         self._sent_s = now_s
 
