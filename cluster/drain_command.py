@@ -91,7 +91,7 @@ def drain(
     A GCS that does not answer may be one that restarts. Streams run on without it, so the command tries again instead
     of giving up, after which Kubernetes would end the node at once.
     """
-    end_s = now_s() + deadline_s
+    began_s, end_s = now_s(), now_s() + deadline_s
     requested, shown = False, ""
     while True:
         try:
@@ -107,15 +107,15 @@ def drain(
             line = f"the GCS does not answer: {error}"
         else:
             if not left:
-                say("nothing is left on the node")
+                say(f"{now_s() - began_s:.0f} s: nothing is left on the node")
                 return True
             counts = collections.Counter(left)
             line = "left: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
         if line != shown:
-            say(line)
+            say(f"{now_s() - began_s:.0f} s: {line}")
             shown = line
         if now_s() + POLL_S > end_s:
-            say("the deadline has come")
+            say(f"{now_s() - began_s:.0f} s: the deadline has come")
             return False
         sleep(POLL_S)
 

@@ -47,9 +47,9 @@ def test_it_waits_until_nothing_is_left() -> None:
     assert nodes.requests == ["the pod ends"]
     # Each state once.
     assert lines == [
-        f"left: 2 {replica}, 1 {router}",
-        f"left: 1 {router}",
-        "nothing is left on the node",
+        f"0 s: left: 2 {replica}, 1 {router}",
+        f"1 s: left: 1 {router}",
+        "2 s: nothing is left on the node",
     ]
 
 
@@ -57,7 +57,7 @@ def test_it_returns_at_the_deadline() -> None:
     result, seconds, lines = run(Nodes(["HAProxyManager"]), deadline_s=30.0)
     assert not result
     assert 30.0 - POLL_S <= seconds <= 30.0
-    assert lines[-1] == "the deadline has come"
+    assert lines[-1].endswith("the deadline has come")
 
 
 def test_it_asks_again_while_the_gcs_restarts() -> None:
@@ -65,7 +65,7 @@ def test_it_asks_again_while_the_gcs_restarts() -> None:
     result, _, lines = run(nodes)
     assert result
     assert nodes.requests == ["the pod ends"]
-    assert lines[0] == "the GCS does not answer: no GCS"
+    assert lines[0] == "0 s: the GCS does not answer: no GCS"
 
 
 def test_it_does_not_wait_for_a_node_that_is_not_drained() -> None:
