@@ -29,7 +29,7 @@ LABELS = {"application", "model_name", "deployment", "router", "replica", "le"}
 
 def row(family: Family, of: str) -> str:
     labels = ", ".join(f"`{label}`" for label in family.labels)
-    return f"| `{family.name}` | {family.kind} | {of} | {labels} | {family.help} |"
+    return f"| `{family.name}` | {family.kind} | {family.unit} | {of} | {labels} | {family.help} |"
 
 
 def rows() -> list[str]:
