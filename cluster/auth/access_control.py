@@ -61,7 +61,7 @@ class AccessControl:
     def metrics_page(self, labels: Mapping[str, str]) -> Page:
         """Return the metrics of tenants; `labels` name this router."""
         ledger = self.ledger
-        ledger.counters.read_quotas(self.ring.keys(), ledger.clock(), ledger.num_routers())
+        ledger.counters.read_keys(self.ring.keys(), ledger.clock(), ledger.num_routers())
         return ledger.counters.metrics.page(labels)
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ _PER_REQUEST = (
     "quire_tenant_cached_tokens_total",
     "quire_tenant_output_tokens_total",
 )
-# Gauges that `read_quotas` sets.
+# Gauges that `read_keys` sets.
 _OF_KEYS = (
     "quire_tenant_running_requests",
     "quire_tenant_quota_tokens",
@@ -114,8 +114,11 @@ class TenantCounters:
         """Count a request that a quota refused."""
         self.metrics.value("quire_tenant_rate_limited_total", tenant).value += 1
 
-    def read_quotas(self, keys: Iterable[LoadedKey], now_s: float, num_routers: int) -> None:
-        """Set the gauges to the present state of all keys: the sums over the keys of each label."""
+    def read_keys(self, keys: Iterable[LoadedKey], now_s: float, num_routers: int) -> None:
+        """Set the gauges to the present state of all keys: the sums over the keys of each label.
+
+        Counters of a tenant that has sent nothing yet begin at 0 here: Prometheus counts from the first value.
+        """
         for name in _OF_KEYS:
             for found in self.metrics.series(name).values():
                 assert isinstance(found, Value)
@@ -123,6 +126,8 @@ class TenantCounters:
         running, allowed, left = _OF_KEYS
         value = self.metrics.value
         for key in keys:
+            for name in (*_PER_REQUEST, "quire_tenant_rate_limited_total"):
+                value(name, key.label)
             value(running, key.label).value += key.meter.num_running
             tokens = key.meter.tokens(now_s, num_routers)
             if tokens is not None:

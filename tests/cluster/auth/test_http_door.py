@@ -326,8 +326,10 @@ def test_quotas_are_in_the_metrics(http, keys):
     keys.write()
     http.access.ring.poll()
     assert tenant_metrics(http, "team-q")["quota_tokens"] == 30
-    # Of a tenant without quotas.
-    assert "quota_tokens" not in tenant_metrics(http, "ops")
+    # Of a tenant without quotas and without requests.
+    found = tenant_metrics(http, "ops")
+    assert found["requests_total"] == found["rate_limited_total"] == 0
+    assert "quota_tokens" not in found
 
 
 def test_a_stream_has_the_headers_too_and_is_not_delayed(http, keys, service):
