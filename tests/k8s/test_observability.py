@@ -272,6 +272,15 @@ def test_promtool_accepts_the_rules(rules: Path) -> None:
 
 
 @needs_promtool
+def test_promtool_can_parse_every_expression_of_a_panel_and_a_document(tmp_path: Path) -> None:
+    asked = [re.sub(r"\$__rate_interval", "1m", one) for one in expressions()]
+    rules = [{"record": f"panel:{i}", "expr": one} for i, one in enumerate(asked)]
+    path = tmp_path / "panels.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    assert f"{len(asked)} rules found" in promtool("check", "rules", path.name, folder=tmp_path)
+
+
+@needs_promtool
 def test_alerts_fire_when_they_should(rules: Path) -> None:
     """`alert_tests.yaml` has series for each alert, and says when it fires and when it does not."""
     tests = yaml.safe_load(ALERT_TESTS.read_text(encoding="utf-8"))
