@@ -6,16 +6,29 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from live import Cluster
+import yaml
+from live import Cluster, wait_until
 
+from quire.cluster.local.ports import free_ports
 from quire.cluster.scrape import MAX_AGE_S, SCRAPE_FAMILIES
 from quire.protos.vllm_metrics import VLLM_GAUGES, VLLM_NAMES
 from quire.replica.serving.replica_metrics import REPLICA_FAMILIES
 from quire.router.request.router_metrics import ROUTER_FAMILIES
-from tests.k8s.expressions import concerns_tenants, expressions, problems, series_of
+from tests.k8s.expressions import (
+    RULES,
+    concerns_tenants,
+    expressions,
+    panels,
+    problems,
+    series_of,
+)
 
 pytestmark = pytest.mark.system
 
@@ -61,6 +74,67 @@ def test_promtool_accepts_the_scrape(cluster):
     )
     said = (ran.stdout + ran.stderr).splitlines()
     assert said and all(line.startswith("vllm:") for line in said), said
+
+
+@contextmanager
+def prometheus(cluster: Cluster, folder: Path) -> Iterator[httpx.Client]:
+    """A Prometheus that scrapes the cluster each second and evaluates the alerts."""
+    (port,) = free_ports(1)
+    (folder / "rules.yaml").write_text(yaml.safe_dump(RULES["spec"]))
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [
+            {
+                "job_name": "quire",
+                "static_configs": [{"targets": [f"127.0.0.1:{cluster.http_port}"]}],
+            }
+        ],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
+    with subprocess.Popen(command, cwd=folder) as process:
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=30) as client:
+                yield client
+        finally:
+            process.terminate()
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_prometheus_draws_every_panel_and_evaluates_every_alert(cluster, tmp_path):
+    """Of a cluster that is well no alert fires."""
+
+    def result(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
+        reply = client.get("/query", params={"query": expression}).json()
+        assert reply["status"] == "success", (expression, reply)
+        return reply["data"]["result"]
+
+    with prometheus(cluster, tmp_path) as client:
+
+        def has_scraped() -> bool:
+            answer(cluster, user="talk")
+            try:
+                counts = result(client, "min(count_over_time(quire_build_info[1m]))")
+            except httpx.TransportError:
+                return False
+            return bool(counts) and int(counts[0]["value"][1]) >= 4
+
+        wait_until(has_scraped, 60, "Prometheus has scraped four times")
+        for panel in panels():
+            for target in panel["targets"]:
+                expression = target["expr"]
+                expression = expression.replace("$__rate_interval", "30s")
+                expression = re.sub(r"\$(application|model)", ".*", expression)
+                found = result(client, expression)
+                # Some show nothing until something goes wrong.
+                assert found or "> 0" in expression or concerns_tenants(expression), panel["title"]
+        groups = client.get("/rules").json()["data"]["groups"]
+        states = {rule["name"]: rule for group in groups for rule in group["rules"]}
+        assert len(states) == sum(len(group["rules"]) for group in RULES["spec"]["groups"])
+        assert {rule["health"] for rule in states.values()} == {"ok"}
+        assert [name for name, rule in states.items() if rule["state"] == "firing"] == []
 
 
 def test_a_second_request_captures_and_delivers_what_the_first_one_left(cluster):
