@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from quire.cluster.auth.access_rules import Right
 from quire.cluster.auth.key_ring import KeyRing, LoadedKey
 from quire.cluster.auth.keyed_service import KeyedService
 from quire.cluster.auth.request_bill import Ledger
 from quire.protos.errors import PermissionDenied, QuireError, Unauthenticated
+from quire.protos.metric_families import Page
 from quire.router.types import Service
 
 _SCHEME = b"bearer "
@@ -59,6 +60,12 @@ class AccessControl:
     def service(self, service: Service, key: LoadedKey | None) -> KeyedService:
         """Return the service as the owner of a key may use it."""
         return KeyedService(service, key, self.ledger)
+
+    def metrics_page(self, labels: Mapping[str, str]) -> Page:
+        """Return the metrics of tenants; `labels` name this router."""
+        ledger = self.ledger
+        ledger.counters.read_keys(self.ring.keys(), ledger.clock(), ledger.num_routers())
+        return ledger.counters.metrics.page(labels)
 
     def close(self) -> None:
         """Stop reading the key file, and write the usage log to its end. This waits for the disk."""

@@ -59,7 +59,7 @@ _STATE_HEADERS = {
 class StateEvents(Response):
     """Sends the state of a router, again and again, until the viewer leaves.
 
-    Each event has the whole state, so a slow viewer gets fewer of them and nothing waits in a queue for it.
+    Each event has the whole state, so a slow viewer gets fewer events and nothing waits in a queue for it.
 
     Parameters
     ----------

@@ -256,9 +256,12 @@ class Replica:
             "load": self._engine.load()._asdict(),
         }
 
-    async def metrics_page(self, labels: dict[str, str], *, route: list[str]) -> tuple[str, Page]:
+    async def metrics_page(
+        self, labels: dict[str, str], vllm_names: bool, *, route: list[str]
+    ) -> tuple[str, Page]:
         """This replica's id and its metrics, labelled with `labels` and the replica's id."""
-        return self._replica_id, self._metrics.page({**labels, "replica": self._replica_id})
+        own = {**labels, "replica": self._replica_id}
+        return self._replica_id, self._metrics.page(own, vllm_names=vllm_names)
 
     # -- from the engine's thread and back ---------------------------------------------------------------
 

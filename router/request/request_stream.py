@@ -129,7 +129,7 @@ class RequestStream:
         try:
             self._first_delta = await self._next_delta()
         except BaseException as error:
-            self._close(_finish_reason_of(error))
+            self._close_on(error)
             raise
 
     def __aiter__(self) -> RequestStream:
@@ -143,7 +143,7 @@ class RequestStream:
             try:
                 delta = await self._next_delta()
             except BaseException as error:
-                self._close(_finish_reason_of(error))
+                self._close_on(error)
                 raise
         attempt = self.attempts.current
         if attempt is not None:
@@ -204,14 +204,16 @@ class RequestStream:
             self._plain_attempt = attempt
         return delta
 
-    def _close(self, finish_reason: str) -> None:
+    def _close_on(self, error: BaseException) -> None:
+        """End the stream with an exception. One that is no `Exception` cancels it: the client has left."""
+        if isinstance(error, Exception):
+            self._close("error", error)
+        else:
+            self._close("abort")
+
+    def _close(self, finish_reason: str, error: Exception | None = None) -> None:
         """End the stream after it finished or failed, or after its client left."""
         if not self._closed:
             self._closed = True
             self.attempts.close(finish_reason)
-            self._router.observer.on_end(self._accounting.end(finish_reason))
-
-
-def _finish_reason_of(error: BaseException) -> str:
-    """Return the finish reason of an answer that ends with an exception."""
-    return "error" if isinstance(error, Exception) else "abort"
+            self._router.observer.on_end(self._accounting.end(finish_reason, error))

@@ -15,6 +15,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 from live_app import serving
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from quire.cluster.app import APIS
@@ -345,6 +346,41 @@ def test_a_quota_of_tokens(http, keys):
     assert not set(http.get("/health").headers) & {"x-ratelimit-limit-tokens"}
 
 
+def tenant_metrics(http, tenant: str) -> dict[str, float]:
+    """The series of a tenant by name, without `quire_tenant_`."""
+    text = join([http.access.metrics_page({})]).decode()
+    return {
+        sample.name.removeprefix("quire_tenant_"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("tenant") == tenant
+    }
+
+
+def test_quotas_are_in_the_metrics(http, keys):
+    """Of two keys of one tenant, at one of two routers: the values of all routers add up to the quotas."""
+    keys.num_routers = 2
+    for name, quota in (("small", 60), ("large", 600)):
+        keys.add(name, "generate", tenant="team-q", quotas={"tokens_per_minute": quota})
+    http.access.ring.poll()
+    found = tenant_metrics(http, "team-q")
+    assert found["quota_tokens"] == found["quota_remaining_tokens"] == 330
+    assert http.post(CHAT, headers=keys.header("small"), json=BODY).is_success
+    found = tenant_metrics(http, "team-q")
+    assert found["quota_remaining_tokens"] == 330 - 15 and found["running_requests"] == 0
+    while http.post(CHAT, headers=keys.header("small"), json=BODY).is_success:
+        pass
+    assert tenant_metrics(http, "team-q")["rate_limited_total"] == 1
+    keys.entries[-1].pop("quotas")
+    keys.write()
+    http.access.ring.poll()
+    assert tenant_metrics(http, "team-q")["quota_tokens"] == 30
+    # Of a tenant without quotas and without requests.
+    found = tenant_metrics(http, "ops")
+    assert found["requests_total"] == found["rate_limited_total"] == 0
+    assert "quota_tokens" not in found
+
+
 def test_a_stream_has_the_headers_too_and_is_not_delayed(http, keys, service):
     keys.add("small", "generate", quotas={"tokens_per_minute": 3000})
     http.access.ring.poll()
@@ -370,6 +406,8 @@ def test_a_quota_of_concurrent_requests(http, keys, service):
         refused = http.post(CHAT, headers=keys.header("narrow"), json=BODY)
         assert "concurrent_requests 1" in check_error(refused, 429, "rate_limit_exceeded")
         assert refused.headers["retry-after"] == "1"
+        found = tenant_metrics(http, "team-a")
+        assert (found["rate_limited_total"], found["running_requests"]) == (1, 1)
         assert http.post(CHAT, headers=keys.header("narrow"), json={}).status_code == 400
         assert service.refused_by_front_end.count("rate_limit_exceeded") == 1
         service.goes_on.set()

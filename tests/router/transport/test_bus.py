@@ -190,10 +190,10 @@ def test_a_replica_that_is_silent_costs_the_time_limit_and_hides_no_other():
             }
         )
         bus = Bus(handle, "test-bus", "router", ReplicaTable(PrefixIndex()))
-        assert await bus.metrics_pages({}, 0.05) == ({}, 0)
+        assert await bus.metrics_pages({}, False, 0.05) == ({}, 0)
         bus._members = frozenset(handle.answers)
         began_s = time.monotonic()
-        assert await bus.metrics_pages({}, 0.05) == ({"a": page}, 3)
+        assert await bus.metrics_pages({}, False, 0.05) == ({"a": page}, 3)
         assert 0.04 < time.monotonic() - began_s < 2
         assert [response.cancelled() for response in handle.pending] == [True]
         await bus.close()
