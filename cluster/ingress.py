@@ -68,6 +68,11 @@ def this_access() -> AccessControl:
     return serve.get_replica_context().servable_object.access
 
 
+def this_watchers() -> Watchers:
+    """What counts the streams that only watch, of the Serve replica that runs this code."""
+    return serve.get_replica_context().servable_object.watchers
+
+
 class Router(GrpcApi):
     """One router: `serve.ingress` adds the HTTP API and `GrpcApi` adds the gRPC methods.
 
@@ -118,11 +123,12 @@ class Router(GrpcApi):
         self._metrics = RouterMetrics()
         labels = {"application": context.app_name, "model_name": app.model_name}
         self._labels = {**labels, "deployment": context.deployment, "router": router_id}
+        self._vllm_names = app.metrics.vllm_names
         scrape = self._scrape(labels, replicas.deployment_name, peers)
         self.service = _service(
             app, checkpoint, router_id, table, self._bus, peers, self._metrics, scrape
         )
-        self._metrics.follow(self.service.gate, self._bus)
+        self._metrics.follow(self.service)
         if app.auth is not None:
             with final_errors("router"):
                 self.access = _access(app.auth, router_id, table)
@@ -193,14 +199,14 @@ class Router(GrpcApi):
         of_replicas = {**labels, "deployment": replicas}
         sources: dict[str, Callable[[float], Awaitable[Answers]]] = {
             self._labels["deployment"]: peers.metrics,
-            replicas: functools.partial(self._bus.metrics_pages, of_replicas),
+            replicas: functools.partial(self._bus.metrics_pages, of_replicas, self._vllm_names),
         }
-        return Scrape(labels, self._own_metrics, sources)
+        return Scrape(labels, self._own_metrics, sources, vllm_names=self._vllm_names)
 
     def _own_metrics(self) -> tuple[str, Page]:
-        page = self._metrics.page(self._labels)
+        page = self._metrics.page(self._labels, vllm_names=self._vllm_names)
         if self.access is not None:
-            page |= self.access.ledger.counters.metrics.page(self._labels)
+            page |= self.access.metrics_page(self._labels)
         return self.service.router_id, page
 
     async def __del__(self) -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from quire.protos.metric_families import GAUGE, Family, MetricSet, Page, join
+from quire.protos.vllm_metrics import gauges_page
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 2.0  # a fifth of the default `scrape_timeout` of Prometheus
@@ -54,6 +55,8 @@ class Scrape:
         Returns the id and the page of this router.
     sources
         For each deployment a function that asks its processes for their pages and returns within the given seconds.
+    vllm_names
+        Add the gauges of vLLM (`gauges_page`).
     """
 
     def __init__(
@@ -61,10 +64,13 @@ class Scrape:
         labels: Mapping[str, str],
         own_page: Callable[[], tuple[str, Page]],
         sources: Mapping[str, Callable[[float], Awaitable[Answers]]],
+        *,
+        vllm_names: bool = False,
     ):
         self._labels = dict(labels)
         self._own_page = own_page
         self._sources = dict(sources)
+        self._vllm_names = vllm_names
         self._metrics = MetricSet(SCRAPE_FAMILIES)
         self._task: asyncio.Task[bytes] | None = None
         self._done_s = 0.0
@@ -96,6 +102,7 @@ class Scrape:
             self._metrics.value("quire_scrape_silent_processes", name).value = num_silent
         own_id, own_page = self._own_page()
         pages[own_id] = own_page
+        added = gauges_page(pages.values(), self._labels) if self._vllm_names else {}
         self._done_s = time.monotonic()
         self._metrics.value("quire_scrape_seconds").value = self._done_s - began_s
-        return join([*pages.values(), self._metrics.page(self._labels)])
+        return join([*pages.values(), added, self._metrics.page(self._labels)])

@@ -109,12 +109,22 @@ class BodyTooLarge(QuireError):
 
 
 class Overloaded(QuireError):
-    """A queue is full; `retry_after_s` says when to try again."""
+    """A queue is full; `retry_after_s` says when to try again.
+
+    Attributes
+    ----------
+    reason
+        One of `OVERLOAD_REASONS`, for metrics. It does not travel: an error from a replica has "replicas".
+    """
 
     code = "overloaded"
     http_status = 429
     grpc_status = "RESOURCE_EXHAUSTED"
     openai_type = "rate_limit_error"
+
+    def __init__(self, message: str, *, reason: str = "replicas", **rest: Any):
+        super().__init__(message, **rest)
+        self.reason = reason
 
 
 class RateLimited(QuireError):
@@ -220,6 +230,15 @@ _BY_CODE: dict[str, type[QuireError]] = {
     )
 }
 
+
+# Why a request was refused as overloaded: a bound of the router's queue, its tokenizer's threads, or full replicas.
+OVERLOAD_REASONS = (
+    "max_wait_s",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "tokenizer",
+    "replicas",
+)
 
 # Every code that a client may receive.
 ERROR_CODES = tuple(sorted({*_BY_CODE, UnsupportedEncoding.code}))

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 _TOTAL = "_total"
+# The words that name a unit.
+_UNITS = frozenset(
+    ("seconds", "tokens", "blocks", "bytes", "ratio", "requests", "calls", "replicas", "processes")
+)
 
 # The metrics of one process: family name to (HELP and TYPE lines, sample lines).
 Page = dict[str, tuple[bytes, bytes]]
@@ -52,9 +56,20 @@ class Family:
     values: tuple[str, ...] = ()
     boundaries: tuple[float, ...] = ()
 
+    @property
+    def unit(self) -> str:
+        """The last unit in the name; 1 if the value is a plain number."""
+        words = self.name.split("_")
+        return next((word for word in reversed(words) if word in _UNITS), "1")
+
 
 BUILD_INFO = Family(
     "quire_build_info", GAUGE, "The version of Quire that the process runs; always 1.", ("version",)
+)
+CPU_SECONDS = Family(
+    "quire_process_cpu_seconds_total",
+    COUNTER,
+    "Processor time of the process, of all its threads.",
 )
 
 
@@ -125,6 +140,10 @@ class MetricSet:
         assert isinstance(found, Value)
         return found
 
+    def series(self, name: str) -> Mapping[tuple[str, ...], Value | Histogram]:
+        """Return the series of a family by their label values."""
+        return self._series[name]
+
     def histogram(self, name: str) -> Histogram:
         """Return the family's only histogram."""
         found = self._series[name][()]
@@ -153,25 +172,39 @@ class MetricSet:
             Labels that identify the process; they come before each sample's own labels.
         """
         self._refresh()
-        return {name: self._text(name, labels) for name in self.families}
+        return {
+            name: family_text(family, self._series[name], labels)
+            for name, family in self.families.items()
+        }
 
     def _refresh(self) -> None:
         for name, value in self._read().items():
             self.value(name).value = value
 
-    def _text(self, name: str, labels: Mapping[str, str]) -> tuple[bytes, bytes]:
-        # Imported here, so that an engine without a server does not need prometheus_client.
-        from prometheus_client.core import Metric
 
-        family = self.families[name]
-        metric = Metric(name.removesuffix(_TOTAL), family.help, family.kind)
-        for label_values, found in self._series[name].items():
-            of_series = {**labels, **dict(zip(family.labels, label_values, strict=True))}
-            if isinstance(found, Value):
-                metric.add_sample(name, of_series, found.value)
-            else:
-                _add_histogram(metric, of_series, found)
-        return _split(metric)
+def family_text(
+    family: Family, series: Mapping[tuple[str, ...], Value | Histogram], labels: Mapping[str, str]
+) -> tuple[bytes, bytes]:
+    """Return the HELP and TYPE lines of a family, and the lines of its samples.
+
+    Parameters
+    ----------
+    series
+        Values and histograms by the values of the family's labels.
+    labels
+        Labels that come before the family's own.
+    """
+    # Imported here, so that an engine without a server does not need prometheus_client.
+    from prometheus_client.core import Metric
+
+    metric = Metric(family.name.removesuffix(_TOTAL), family.help, family.kind)
+    for label_values, found in series.items():
+        of_series = {**labels, **dict(zip(family.labels, label_values, strict=True))}
+        if isinstance(found, Value):
+            metric.add_sample(family.name, of_series, found.value)
+        else:
+            _add_histogram(metric, of_series, found)
+    return _split(metric)
 
 
 def _add_histogram(metric: Metric, labels: dict[str, str], histogram: Histogram) -> None:

@@ -5,7 +5,7 @@ output of every step through one callback. `generate` and `stream` are for offli
 on the same interface.
 
     from quire.replica import Engine
-    from quire.protos.wire import SamplingParams
+    from quire.protos.sampling_params import SamplingParams
 
     with Engine(model="embedded") as engine:
         outputs = engine.generate(["A quire is"], SamplingParams(max_tokens=32, temperature=0))
@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
 from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
-from quire.protos.wire import Hello, Load, SamplingParams
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Hello, Load
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import (
     LIGHT_FIELDS,

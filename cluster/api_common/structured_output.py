@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 from quire.router.refused_fields import unknown
 
 MAX_CHOICES = 1024

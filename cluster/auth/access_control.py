@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import base64
+import binascii
+from collections.abc import Iterable, Mapping
 
 from quire.cluster.auth.access_rules import Right
 from quire.cluster.auth.key_ring import KeyRing, LoadedKey
 from quire.cluster.auth.keyed_service import KeyedService
 from quire.cluster.auth.request_bill import Ledger
 from quire.protos.errors import PermissionDenied, QuireError, Unauthenticated
+from quire.protos.metric_families import Page
 from quire.router.types import Service
 
 _SCHEME = b"bearer "
+_BASIC = b"basic "
 
 
 class AccessControl:
@@ -57,6 +61,12 @@ class AccessControl:
         """Return the service as the owner of a key may use it."""
         return KeyedService(service, key, self.ledger)
 
+    def metrics_page(self, labels: Mapping[str, str]) -> Page:
+        """Return the metrics of tenants; `labels` name this router."""
+        ledger = self.ledger
+        ledger.counters.read_keys(self.ring.keys(), ledger.clock(), ledger.num_routers())
+        return ledger.counters.metrics.page(labels)
+
     def close(self) -> None:
         """Stop reading the key file, and write the usage log to its end. This waits for the disk."""
         self.ring.close()
@@ -79,6 +89,24 @@ def secret_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         if name == b"x-api-key" and api_key is None:
             api_key = value.strip()
     return api_key
+
+
+def password_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the key that a browser sent as the password of HTTP's Basic scheme; its user name may be anything.
+
+    Parameters
+    ----------
+    headers
+        As in `secret_of`.
+    """
+    for name, value in headers:
+        if name == b"authorization" and value[:6].lower() == _BASIC:
+            try:
+                pair = base64.b64decode(value[6:].strip(), validate=True)
+            except binascii.Error:
+                return b""
+            return pair.partition(b":")[2]
+    return None
 
 
 def secret_of_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> bytes | None:

@@ -89,6 +89,10 @@ class KeyRing:
             return None
         return key
 
+    def keys(self) -> list[LoadedKey]:
+        """Return all keys."""
+        return list(self._keys.values())
+
     def poll(self) -> None:
         """Read the file again if it has changed: its time, its size, or, behind links, which file it is."""
         seen = self._identity()

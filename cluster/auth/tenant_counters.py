@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from quire.cluster.auth.key_ring import OTHER
+from quire.cluster.auth.key_ring import OTHER, LoadedKey
 from quire.protos.errors import PermissionDenied, Unauthenticated
-from quire.protos.metric_families import COUNTER, Family, MetricSet, Value
+from quire.protos.metric_families import COUNTER, GAUGE, Family, MetricSet, Value
 
 _TENANT = ("tenant",)
 # A sample with the label.
@@ -29,6 +30,24 @@ TENANT_FAMILIES = (
         "quire_tenant_rate_limited_total",
         COUNTER,
         "Requests of a tenant that a quota refused.",
+        _TENANT,
+    ),
+    Family(
+        "quire_tenant_running_requests",
+        GAUGE,
+        "Requests of a tenant that have begun and not ended.",
+        _TENANT,
+    ),
+    Family(
+        "quire_tenant_quota_tokens",
+        GAUGE,
+        "Tokens per minute that the quotas of a tenant's keys allow at this router.",
+        _TENANT,
+    ),
+    Family(
+        "quire_tenant_quota_remaining_tokens",
+        GAUGE,
+        "Tokens of these quotas that are left at this router now.",
         _TENANT,
     ),
     Family(
@@ -55,6 +74,12 @@ _PER_REQUEST = (
     "quire_tenant_prompt_tokens_total",
     "quire_tenant_cached_tokens_total",
     "quire_tenant_output_tokens_total",
+)
+# Gauges that `read_keys` sets.
+_OF_KEYS = (
+    "quire_tenant_running_requests",
+    "quire_tenant_quota_tokens",
+    "quire_tenant_quota_remaining_tokens",
 )
 
 
@@ -88,6 +113,26 @@ class TenantCounters:
     def on_rate_limited(self, tenant: str) -> None:
         """Count a request that a quota refused."""
         self.metrics.value("quire_tenant_rate_limited_total", tenant).value += 1
+
+    def read_keys(self, keys: Iterable[LoadedKey], now_s: float, num_routers: int) -> None:
+        """Set the gauges to the present state of all keys: the sums over the keys of each label.
+
+        Counters of a tenant that has sent nothing yet begin at 0 here: Prometheus counts from the first value.
+        """
+        for name in _OF_KEYS:
+            for found in self.metrics.series(name).values():
+                assert isinstance(found, Value)
+                found.value = 0
+        running, allowed, left = _OF_KEYS
+        value = self.metrics.value
+        for key in keys:
+            for name in (*_PER_REQUEST, "quire_tenant_rate_limited_total"):
+                value(name, key.label)
+            value(running, key.label).value += key.meter.num_running
+            tokens = key.meter.tokens(now_s, num_routers)
+            if tokens is not None:
+                value(allowed, key.label).value += tokens.limit / num_routers
+                value(left, key.label).value += tokens.remaining / num_routers
 
     def on_end(self, tenant: str, num_prompt: int, num_cached: int, num_output: int) -> None:
         """Count a request and its tokens."""

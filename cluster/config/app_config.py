@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 from quire.cluster.config.auth_section import AuthArgs
 from quire.cluster.config.config_problems import ConfigError, problems_from
 from quire.cluster.config.engine_section import EngineArgs, option_field
-from quire.cluster.config.http_section import HttpArgs
+from quire.cluster.config.http_section import HttpArgs, MetricsArgs
 from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.config.scaling_sections import (
     AutoscalingArgs,
@@ -82,6 +82,9 @@ class AppConfig(Section):
         default=SessionArgs(), description="Retention of conversations between two requests."
     )
     http: HttpArgs = Field(default=HttpArgs(), description="The routers' HTTP front end.")
+    metrics: MetricsArgs = Field(
+        default=MetricsArgs(), description="The metrics that Prometheus scrapes."
+    )
     auth: AuthArgs | None = Field(
         default=None,
         description="Keys, which every call then needs. Default: no keys; everybody who reaches the ports may do "

@@ -1,4 +1,4 @@
-"""The section `http` of an application's arguments."""
+"""The sections `http` and `metrics` of an application's arguments."""
 
 from __future__ import annotations
 
@@ -62,3 +62,13 @@ class HttpArgs(Section):
                     f"{shortened(host)}"
                 )
         return hosts
+
+
+class MetricsArgs(Section):
+    """The answer to `GET /metrics`."""
+
+    vllm_names: bool = Field(
+        default=False,
+        description="Expose vLLM's names (`vllm:num_requests_running` and others) in addition to Quire's, for "
+        "dashboards and gateways that read those.",
+    )

@@ -20,8 +20,7 @@ from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import at_most
-from quire.protos.sampling_bounds import MAX_ALLOWED_TOKEN_IDS
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import MAX_ALLOWED_TOKEN_IDS, Grammar
 from quire.router.request.params import DEFAULT_LIMITS
 from quire.router.scoring.embedder import MAX_INPUTS
 from quire.router.text.template_kwargs import parse_template_kwargs

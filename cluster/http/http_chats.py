@@ -21,7 +21,7 @@ from quire.cluster.http.http_tools import (
     tools_of,
 )
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import MAX_LOGPROBS
+from quire.protos.sampling_params import MAX_LOGPROBS
 from quire.router import refused_fields
 from quire.router.chat.tool_checks import EFFORTS
 from quire.router.types import GenerationRequest

@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.cluster.api_common import structured_output
 from quire.protos.errors import InvalidRequest
-from quire.protos.sampling_bounds import CLIENT_RANGES
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import CLIENT_RANGES, Grammar
 from quire.router.refused_fields import Refused
 from quire.router.types import GenerationRequest
 

@@ -30,7 +30,8 @@ from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_schema import GenerationBody
 from quire.cluster.scrape import SCRAPE_FAMILIES
 from quire.protos.metric_families import Family
-from quire.protos.sampling_bounds import CLIENT_RANGES
+from quire.protos.sampling_params import CLIENT_RANGES
+from quire.protos.vllm_metrics import VLLM_GAUGES, VLLM_NAMES
 from quire.replica.checkpoint.weight_formats import FORMATS
 from quire.replica.serving.replica_metrics import REPLICA_FAMILIES
 from quire.router.request.router_metrics import ROUTER_FAMILIES
@@ -78,10 +79,22 @@ def _metrics() -> Iterator[str]:
     for owner, families in sets.items():
         for family in families:
             owners.setdefault(family.name, (family, []))[1].append(owner)
-    yield from ("| family | type | of | labels | meaning |", "|---|---|---|---|---|")
+    yield from (
+        "| family | type | unit | of | labels | meaning |",
+        "|---|---|---|---|---|---|",
+    )
     for family, of in owners.values():
         labels = ", ".join(f"`{label}`" for label in family.labels)
-        yield f"| `{family.name}` | {family.kind} | {', '.join(of)} | {labels} | {family.help} |"
+        facts = (f"`{family.name}`", family.kind, family.unit, ", ".join(of), labels, family.help)
+        yield f"| {' | '.join(facts)} |"
+    yield from ("", "### Under vLLM's names", "")
+    yield from ("| family | type | labels | meaning | from |", "|---|---|---|---|---|")
+    for gauge in VLLM_GAUGES:
+        yield f"| `{gauge.name}` | {gauge.kind} |  | {gauge.help} | all processes |"
+    for alias in VLLM_NAMES:
+        labels = ", ".join(f"`{label}`" for label in alias.labels)
+        kind = owners[alias.of][0].kind
+        yield f"| `{alias.name}` | {kind} | {labels} | {alias.help} | `{alias.of}` |"
     yield ""
 
 

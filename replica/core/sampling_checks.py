@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import at_most, check_ids, invalid
-from quire.protos.sampling_bounds import (
+from quire.protos.sampling_params import (
     MAX_BAD_WORD_SEQUENCES,
     MAX_BAD_WORD_TOKENS,
+    POOLINGS,
     RANGES,
+    SamplingParams,
     check_sampling,
 )
-from quire.protos.wire import POOLINGS, SamplingParams
 
 # Numbers that must not be None.
 _REQUIRED = [name for name in RANGES if getattr(SamplingParams(), name) is not None]

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.protos.column_schema import Column, annotated
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import Column, SamplingParams, annotated
 
 # The columns of which the device has a copy come first.
 _COLUMNS = dict(

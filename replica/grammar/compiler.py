@@ -38,7 +38,7 @@ from quire.protos.errors import (
     Unavailable,
     UnsupportedField,
 )
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 from quire.replica.grammar import grammar_source
 from quire.replica.grammar.check_queue import WaitingGrammar
 from quire.replica.grammar.check_thread import GrammarCheckThread

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import PromptLogprobs, TokenLogprob
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
 from quire.replica.checkpoint.wrapped_text import TEXT, joint_sizes, text_config
 from quire.replica.kv_cache.groups import sequence_blocks

@@ -6,7 +6,7 @@
 ```
 
 The sampling parameters are one column of records. Their fields, bounds, defaults and conversions are declared by
-`protos.wire.SamplingParams`.
+`protos.sampling_params.SamplingParams`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Annotated
 
 import numpy as np
 
-from quire.protos.column_schema import Column, annotated
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import Column, SamplingParams, annotated
 from quire.replica.core.request import Request
 from quire.replica.core.sampling_record import RECORD, record_of
 from quire.replica.core.step_plan import TokenRules

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.protos.wire import MAX_LOGPROBS, PromptLogprobs, TokenLogprob
+from quire.protos.sampling_params import MAX_LOGPROBS
+from quire.protos.wire import PromptLogprobs, TokenLogprob
 from quire.replica.core.step_plan import PromptTargets, SamplingBatch
 
 # Columns of a row: log-prob of the sampled token; log-probs of the likeliest ids; these ids, int32 bits stored as

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from quire.protos.metric_families import (
     BUILD_INFO,
     COUNTER,
+    CPU_SECONDS,
     GAUGE,
     HISTOGRAM,
     Family,
     MetricSet,
     Page,
 )
+from quire.protos.vllm_metrics import vllm_page
 from quire.replica.loop import STEP_BOUNDARIES_S, LoopOutput
 
 if TYPE_CHECKING:
@@ -80,19 +83,16 @@ _COUNTERS = (
     ("quire_prompt_tokens_total", "Prompt tokens of finished requests."),
     ("quire_output_tokens_total", "Tokens that the engine generated."),
     ("quire_prefix_queried_tokens_total", "Prompt tokens looked up in the prefix cache."),
-    ("quire_prefix_hit_tokens_total", "Prompt tokens found in the prefix cache."),
-    (
-        "quire_prefix_host_hit_tokens_total",
-        "Prompt tokens found in the prefix cache and restored from the host tier.",
-    ),
     ("quire_kv_evictions_total", "Cached KV blocks that were evicted."),
     (
         "quire_host_evictions_total",
         "Cached blocks of the host tier that were evicted.",
     ),
 )
+TIERS = ("device", "host")
 REPLICA_FAMILIES = (
     BUILD_INFO,
+    CPU_SECONDS,
     Family(
         "quire_cache_info",
         GAUGE,
@@ -108,6 +108,13 @@ REPLICA_FAMILIES = (
     Family("quire_kv_block_tokens", GAUGE, "Tokens per KV block."),
     *(Family(name, COUNTER, text) for name, _, text in _TOTALS),
     *(Family(name, COUNTER, text) for name, text in _COUNTERS),
+    Family(
+        "quire_prefix_hit_tokens_total",
+        COUNTER,
+        "Prompt tokens found in the prefix cache, by the tier that held them.",
+        ("tier",),
+        values=TIERS,
+    ),
     Family(
         "quire_engine_step_seconds",
         HISTOGRAM,
@@ -129,8 +136,7 @@ class ReplicaMetrics:
             value("quire_prompt_tokens_total"),
         )
         self._queried = value("quire_prefix_queried_tokens_total")
-        self._hit = value("quire_prefix_hit_tokens_total")
-        self._host_hit = value("quire_prefix_host_hit_tokens_total")
+        self._hit, self._host_hit = (value("quire_prefix_hit_tokens_total", tier) for tier in TIERS)
         self.metrics.adopt("quire_engine_step_seconds", engine.step_seconds)
         config = engine.config
         value("quire_kv_block_tokens").value = config.block_size
@@ -146,23 +152,27 @@ class ReplicaMetrics:
 
     def on_output(self, output: LoopOutput) -> None:
         """Count the output of a step."""
-        num_tokens = output.deltas.num_single
+        num_tokens = len(output.deltas.tokens.token_ids)
         for delta in output.deltas.whole:
             num_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
-                self._prompt.value += delta.num_prompt_tokens
-                self._queried.value += delta.num_prompt_tokens
-                self._hit.value += delta.num_cached_tokens
-                self._host_hit.value += delta.num_host_cached_tokens
+                self._prompt.value += delta.facts.num_prompt_tokens
+                self._queried.value += delta.facts.num_prompt_tokens
+                self._hit.value += (
+                    delta.facts.num_cached_tokens - delta.facts.num_host_cached_tokens
+                )
+                self._host_hit.value += delta.facts.num_host_cached_tokens
         self._output.value += num_tokens
 
-    def page(self, labels: Mapping[str, str]) -> Page:
-        """The page with all metric families; `labels` identify the replica."""
-        return self.metrics.page(labels)
+    def page(self, labels: Mapping[str, str], *, vllm_names: bool = False) -> Page:
+        """The page with all metric families, on request also under vLLM's names; `labels` identify the replica."""
+        page = self.metrics.page(labels)
+        return page | vllm_page(self.metrics, labels, labels["replica"]) if vllm_names else page
 
     def _read(self) -> dict[str, float]:
         load = self._engine.load()
         values = {name: getattr(load, field) for name, field, _ in (*_GAUGES, *_TOTALS)}
+        values[CPU_SECONDS.name] = time.process_time()
         values["quire_kv_usage_ratio"] = load.blocks_in_use / max(1, load.blocks_total)
         device, host = self._engine.num_evictions()
         return values | {"quire_kv_evictions_total": device, "quire_host_evictions_total": host}

@@ -254,6 +254,7 @@ def refusal(
             f"replica), and up to {margin_s:.1f} s more by the error of recent estimates; the limit is "
             f"{limits.max_wait_s:g} s (router.max_wait_s)",
             after_s,
+            "max_wait_s",
         )
     own_requests, own_tokens = queue.of_tenant(ticket.tenant)
     free_requests = limits.max_queued_requests - len(queue)
@@ -262,6 +263,7 @@ def refusal(
             f"{len(queue)} requests wait at this router; this tenant has {own_requests} and may have at most the "
             f"{free_requests} that are free of {limits.max_queued_requests} (router.max_queued_requests)",
             wait_s / 2,
+            "max_queued_requests",
         )
     free_tokens = limits.max_queued_tokens - queue.tokens
     if own_tokens + ticket.tokens > free_tokens:
@@ -270,10 +272,11 @@ def refusal(
             f"the {free_tokens} that are free of {limits.max_queued_tokens} (router.max_queued_tokens), "
             f"the new prompt has {ticket.tokens}",
             wait_s / 2,
+            "max_queued_tokens",
         )
     return None
 
 
-def _overloaded(message: str, retry_after_s: float) -> Overloaded:
+def _overloaded(message: str, retry_after_s: float, reason: str) -> Overloaded:
     bounded_s = min(max(retry_after_s, _LEAST_RETRY_S), MAX_RETRY_AFTER_S)
-    return Overloaded(message, retry_after_s=bounded_s)
+    return Overloaded(message, retry_after_s=bounded_s, reason=reason)

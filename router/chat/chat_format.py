@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.protos.errors import UnsupportedField, described
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 from quire.router.chat.added_tokens import AddedTokens
 from quire.router.chat.argument_schema import with_types
 from quire.router.chat.family import Family, load_families, recognise

@@ -10,7 +10,7 @@ import orjson
 
 from quire.protos.errors import InvalidRequest, shown
 from quire.protos.field_checks import at_most, invalid, utf8_len
-from quire.protos.wire import MAX_GRAMMAR_BYTES
+from quire.protos.sampling_params import MAX_GRAMMAR_BYTES
 from quire.router.tool_types import Tool
 from quire.router.types import GenerationRequest
 

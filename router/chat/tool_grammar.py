@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.protos.errors import UnsupportedField
-from quire.protos.wire import TOOLS_FIELD, Grammar
+from quire.protos.sampling_params import TOOLS_FIELD, Grammar
 from quire.router.chat.added_tokens import AddedTokens
 from quire.router.chat.argument_rules import JSON_OPTIONS, ArgumentRules
 from quire.router.chat.argument_schema import closed

@@ -106,7 +106,7 @@ class ReplicaTable:
         self._num_ours = 0
         self._demand = DemandMeter()
         self._followers = Followers()
-        self._sessions = Sessions(max_sessions)
+        self.sessions = Sessions(max_sessions)
 
     def __contains__(self, replica: str) -> bool:
         return replica in self._replicas
@@ -272,7 +272,7 @@ class ReplicaTable:
         if fleet.longest_prefix is not None:
             self._followers.add(fleet.longest_prefix, now_s)
         if session:
-            self._sessions.set_replica(session, best.replica)
+            self.sessions.set_replica(session, best.replica)
         return booking
 
     def book_fork(self, parent: RequestBooking, now_s: float) -> RequestBooking:
@@ -462,7 +462,7 @@ class ReplicaTable:
         return held, longest
 
     def _session_row(self, session: str, names: Sequence[str]) -> int:
-        replica = self._sessions.replica(session)
+        replica = self.sessions.replica(session)
         entry = self._replicas.get(replica) if replica is not None else None
         if entry is None:
             return -1
@@ -490,6 +490,7 @@ class ReplicaTable:
                 report_age_s=_age(entry.report_s, now_s) or 0.0,
                 attached=entry.is_ready() and not entry.is_silent(now_s, self.lost_after_s),
                 indexed_blocks=self.index.num_blocks(entry.name),
+                state=entry.shown_state(now_s, self.lost_after_s).value,
             )
             for entry in self._replicas.values()
         ]

@@ -12,6 +12,9 @@ class Sessions:
         self._max_sessions = max_sessions
         self._replicas: OrderedDict[str, str] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._replicas)
+
     def replica(self, session: str) -> str | None:
         """Return the replica of the session's last request; None: not known."""
         return self._replicas.get(session)

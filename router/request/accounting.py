@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from quire.protos.wire import TokenDelta
+from quire.protos.wire import Facts
 from quire.router.admission.fair_queue import TOKENS_PER_GENERATED
 from quire.router.bill import BilledAnswer
-from quire.router.observer import AnswerEnd
+from quire.router.observer import AnswerEnd, PrefixUse, error_code
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.request.context import RouterContext
 from quire.router.types import Explain, GenerationRequest, Origin, Usage
@@ -46,14 +46,26 @@ class Accounting:
         self._payer = request.payer
         self._bill = request.bill
         self._is_fork = is_fork
+        # When the prompt was ready to be routed.
+        self._ready_s: float | None = None
         self._sent_s = arrived_s
         self._first_token_s: float | None = None
         self._prefill_s = 0.0
         self._last_delta_s = arrived_s
+        self._unread_s = 0.0
+        # The longest cached prefix of the prompt at the last decision; None: there was no decision.
+        self._available_tokens: int | None = None
         self._decision_number: int | None = None
+
+    def on_ready(self) -> None:
+        """Record that the prompt is ready to be routed: the first attempt begins."""
+        if self._ready_s is None:
+            self._ready_s = self._router.clock()
 
     def on_decision(self, asked: RouteRequest, ranking: Ranking, now_s: float) -> None:
         """Log a decision. Call it before the request is booked, which changes the columns that the decision used."""
+        fleet = ranking.fleet
+        self._available_tokens = int((fleet.gpu_tokens + fleet.host_tokens).max())
         if self._router.decision_log is not None:
             attempt = self.explain.attempts + 1
             number = self._router.decision_log.decided(asked, ranking, attempt, now_s)
@@ -69,6 +81,7 @@ class Accounting:
     ) -> None:
         """Record an attempt. `ranking` is None for a fork (a further choice), which runs on the replica of its lead."""
         explain = self.explain
+        left_replica = explain.replica
         explain.attempts += 1
         if explain.attempts == 1:
             self._router.gate.charge(self._payer, num_prompt_tokens - num_cached)
@@ -84,19 +97,20 @@ class Accounting:
                 explain,
                 now_s,
                 self._payer,
+                left_replica,
             )
         self._sent_s = now_s
 
-    def on_next_token(self) -> None:
-        """Record a delta with one token: the work of `on_tokens` and `on_output`, faster."""
+    def on_next_tokens(self, num_tokens: int) -> None:
+        """Record a delta with these tokens only: the work of `on_tokens` and `on_output`, faster."""
         now_s = self._router.clock()
         self._router.observer.on_inter_token(now_s - self._last_delta_s)
         self._last_delta_s = now_s
-        self.usage.completion_tokens += 1
-        self._router.gate.charge(self._payer, TOKENS_PER_GENERATED)
+        self.usage.completion_tokens += num_tokens
+        self._router.gate.charge(self._payer, TOKENS_PER_GENERATED * num_tokens)
 
     def on_first_token(
-        self, event: TokenDelta, replica: str, is_first_choice: bool, now_s: float
+        self, facts: Facts, replica: str, is_first_choice: bool, now_s: float
     ) -> None:
         """Record the first delta of the stream.
 
@@ -110,19 +124,28 @@ class Accounting:
         router.observer.on_first_token(ttft_s)
         self._first_token_s = self._last_delta_s = now_s
         # All time since the submission except the replica's queue: the prefill, and the way to the replica and back.
-        self._prefill_s = max(0.0, now_s - self._sent_s - event.queue_s)
+        self._prefill_s = max(0.0, now_s - self._sent_s - facts.queue_s)
         if explain.attempts == 1:
             # The charge at submission used the predicted number of cached tokens: correct it.
             router.gate.charge(
-                self._payer, explain.predicted_cached_tokens - event.num_cached_tokens
+                self._payer, explain.predicted_cached_tokens - facts.num_cached_tokens
             )
-        self.usage.cached_tokens = event.num_cached_tokens
-        self.usage.host_cached_tokens = event.num_host_cached_tokens
-        explain.cached_tokens = event.num_cached_tokens
-        explain.queue_s = event.queue_s
+        self.usage.cached_tokens = facts.num_cached_tokens
+        self.usage.host_cached_tokens = facts.num_host_cached_tokens
+        explain.cached_tokens = facts.num_cached_tokens
+        explain.queue_s = facts.queue_s
         explain.answered, explain.ttft_s = True, ttft_s
         if is_first_choice:
-            router.observer.on_prediction(explain.predicted_cached_tokens, event.num_cached_tokens)
+            router.observer.on_prediction(explain.predicted_cached_tokens, facts.num_cached_tokens)
+        if self._available_tokens is not None:
+            router.observer.on_prefix(
+                PrefixUse(
+                    self.usage.prompt_tokens,
+                    self._available_tokens,
+                    explain.predicted_cached_tokens,
+                    facts.num_cached_tokens,
+                )
+            )
         if self._decision_number is not None and router.decision_log is not None:
             router.decision_log.answered(self._decision_number, explain)
         explain.replica = replica
@@ -139,17 +162,33 @@ class Accounting:
         self.usage.completion_tokens = num_tokens
         self._router.gate.charge(self._payer, TOKENS_PER_GENERATED * num_new)
 
-    def end(self, finish_reason: str) -> AnswerEnd:
-        """Bill the answer, and return the summary of the stream."""
+    def on_release(self, unread_s: float) -> None:
+        """Record the end of an attempt, whose output waited for its reader for `unread_s`."""
+        self._unread_s += unread_s
+
+    def end(self, finish_reason: str, error: Exception | None) -> AnswerEnd:
+        """Bill the answer, and return the summary of the stream; `error` has ended it."""
         now_s = self._router.clock()
         total_s = now_s - self.arrived_s
-        end = AnswerEnd(finish_reason, self.usage, self.explain, total_s)
-        if self._first_token_s is not None:
+        end = AnswerEnd(
+            finish_reason,
+            self.usage,
+            self.explain,
+            total_s,
+            error_code="" if error is None else error_code(error),
+        )
+        first_s = self._first_token_s
+        if first_s is not None:
+            first_step_s = first_s - self._prefill_s
+            ready_s = min(self._ready_s or self.arrived_s, first_step_s)
+            delivery_s = min(self._unread_s, now_s - first_s)
             end = dataclasses.replace(
                 end,
-                queue_s=self._first_token_s - self._prefill_s - self.arrived_s,
+                router_s=ready_s - self.arrived_s,
+                queue_s=first_step_s - ready_s,
                 prefill_s=self._prefill_s,
-                decode_s=now_s - self._first_token_s,
+                decode_s=now_s - first_s - delivery_s,
+                delivery_s=delivery_s,
             )
         if self._bill is not None:
             usage = self.usage
@@ -162,9 +201,9 @@ class Accounting:
                     usage.reasoning_tokens,
                     usage.cached_tokens,
                     usage.host_cached_tokens,
-                    end.queue_s,
+                    end.router_s + end.queue_s,
                     end.prefill_s,
-                    end.decode_s,
+                    end.decode_s + end.delivery_s,
                 )
             )
         return end

@@ -121,6 +121,7 @@ class Attempts:
         QuireError
             The gate refused the request, its deadline has passed, or no replica is left.
         """
+        self._accounting.on_ready()
         if self.num_begun == 0 and self._lead is None:
             self._admitted = await self._router.gate.enter(self._arrival())
         else:
@@ -221,6 +222,7 @@ class Attempts:
         attempt, self.current = self.current, None
         if attempt is not None:
             attempt.cancel()
+            self._accounting.on_release(attempt.unread_s())
         booking, self.booking = self.booking, None
         if booking is not None:
             now_s, num_emitted = self._router.clock(), len(self._answer.token_ids)
@@ -331,6 +333,8 @@ class Attempts:
         deadline_s = self._remaining_s(now_s)
         best, num_tokens = ranking[0], self._answer.num_prompt_tokens
         self._accounting.on_decision(self._route_request(), ranking, now_s)
+        if self._request.session and self.num_begun == 0:
+            self._router.observer.on_session_request(_session_outcome(ranking))
         self.route = ranking.names()
         self.booking = self._router.table.book(
             ranking, self._hashes, num_tokens, now_s, self._request.session
@@ -420,3 +424,11 @@ class Attempts:
                 f"the engine failed {self._crash_record.num_incidents} times with this request, the last time with "
                 f"nothing else in its step: {reason}"
             )
+
+
+def _session_outcome(ranking: Ranking) -> str:
+    """Return where a session's request goes, one of `SESSION_OUTCOMES`."""
+    last = ranking.fleet.session_row
+    if last < 0:
+        return "unknown"
+    return "same" if last == ranking.rows[0] else "other"

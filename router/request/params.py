@@ -1,7 +1,7 @@
 """Check a client's request and convert it to the engine's `SamplingParams`, for both HTTP and gRPC.
 
 `check` runs before the prompt is tokenized, `resolve` after it, with the facts of the model. Errors name the field, its
-bound and the value. `protos/sampling_bounds.py` has the bounds that routers and replicas share.
+bound and the value. `protos/sampling_params.py` has the bounds that routers and replicas share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.protos.column_schema import Column, annotated
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, shown
 from quire.protos.field_checks import (
     INT32_MAX,
@@ -25,15 +24,19 @@ from quire.protos.field_checks import (
     invalid,
     utf8_len,
 )
-from quire.protos.sampling_bounds import (
+from quire.protos.sampling_params import (
     CLIENT_RANGES,
+    GREEDY_TEMPERATURE,
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORDS,
     MAX_STOP_TOKEN_IDS,
     PRIORITY,
+    Column,
+    Grammar,
+    SamplingParams,
+    annotated,
     check_sampling,
 )
-from quire.protos.wire import GREEDY_TEMPERATURE, Grammar, SamplingParams
 from quire.router.chat.tool_checks import check_tools
 from quire.router.text.template_kwargs import check_template_kwargs
 from quire.router.text.tokenizer import check_prompt_len, read_json_object

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from quire.protos.wire import Hello, SamplingParams, TokenDelta
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Hello, TokenDelta
 from quire.router.chat.reply_parser import ReplyParser
 from quire.router.request.accounting import Accounting
 from quire.router.request.answer_text import AnswerText
@@ -88,7 +89,7 @@ class RequestStream:
         self.attempts: Attempts = Attempts(
             router, request, self._answer, self._accounting, hashes, hello.weights, lead_attempts
         )
-        # The current attempt once it decodes plainly: a delta with one token only needs its text.
+        # The current attempt once it decodes plainly: a delta without facts only needs its text.
         self._plain_attempt: Attempt | None = None
         self._first_delta: OutputDelta | None = None
         self._closed = self.was_complete
@@ -129,7 +130,7 @@ class RequestStream:
         try:
             self._first_delta = await self._next_delta()
         except BaseException as error:
-            self._close(_finish_reason_of(error))
+            self._close_on(error)
             raise
 
     def __aiter__(self) -> RequestStream:
@@ -143,7 +144,7 @@ class RequestStream:
             try:
                 delta = await self._next_delta()
             except BaseException as error:
-                self._close(_finish_reason_of(error))
+                self._close_on(error)
                 raise
         attempt = self.attempts.current
         if attempt is not None:
@@ -173,9 +174,9 @@ class RequestStream:
     def _take(self, event: TokenDelta, attempt: Attempt) -> OutputDelta | None:
         """Turn a replica's delta into a delta for the client; return None if nothing in it is new."""
         if attempt is self._plain_attempt:
-            delta = self._answer.next_token(event)
+            delta = self._answer.next_tokens(event)
             if delta is not None:
-                self._accounting.on_next_token()
+                self._accounting.on_next_tokens(len(event.token_ids))
                 return delta
         try:
             new_ids = self._answer.new_ids(event)
@@ -189,7 +190,7 @@ class RequestStream:
             self._accounting.on_tokens(attempt.replica, now_s)
         else:
             is_first_choice = self.attempts.is_at_first_choice
-            self._accounting.on_first_token(event, attempt.replica, is_first_choice, now_s)
+            self._accounting.on_first_token(event.facts, attempt.replica, is_first_choice, now_s)
             self.attempts.on_first_token()
         self.attempts.on_tokens(len(self._answer.token_ids) + len(new_ids), now_s)
         delta = self._answer.take(event, new_ids)
@@ -204,14 +205,16 @@ class RequestStream:
             self._plain_attempt = attempt
         return delta
 
-    def _close(self, finish_reason: str) -> None:
+    def _close_on(self, error: BaseException) -> None:
+        """End the stream with an exception. One that is no `Exception` cancels it: the client has left."""
+        if isinstance(error, Exception):
+            self._close("error", error)
+        else:
+            self._close("abort")
+
+    def _close(self, finish_reason: str, error: Exception | None = None) -> None:
         """End the stream after it finished or failed, or after its client left."""
         if not self._closed:
             self._closed = True
             self.attempts.close(finish_reason)
-            self._router.observer.on_end(self._accounting.end(finish_reason))
-
-
-def _finish_reason_of(error: BaseException) -> str:
-    """Return the finish reason of an answer that ends with an exception."""
-    return "error" if isinstance(error, Exception) else "abort"
+            self._router.observer.on_end(self._accounting.end(finish_reason, error))

@@ -36,7 +36,8 @@ import numpy as np
 
 from quire.protos.errors import InvalidRequest
 from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
-from quire.protos.wire import Hello, SamplingParams
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Hello
 from quire.router.types import GenerationRequest, Mark, Origin, OutputDelta, ResumePoint
 
 _ORIGIN = struct.Struct("<Q8s16sI")  # seed, fingerprint, answer's id, Unix seconds

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from collections.abc import Mapping
 
-from quire.protos.errors import ERROR_CODES, Overloaded
+from quire.protos.errors import ERROR_CODES, OVERLOAD_REASONS, Overloaded
 from quire.protos.metric_families import (
     BUILD_INFO,
     COUNTER,
+    CPU_SECONDS,
     GAUGE,
     HISTOGRAM,
     Family,
     MetricSet,
     Page,
 )
-from quire.router.admission.gate import AdmissionGate
-from quire.router.observer import AnswerEnd, Observer, error_code
-from quire.router.transport.transport import Transport
+from quire.protos.vllm_metrics import vllm_page
+from quire.router.observer import SESSION_OUTCOMES, AnswerEnd, Observer, PrefixUse, error_code
+from quire.router.request.context import RouterContext
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 # Histogram boundaries. Seconds: from a cached prompt on an idle GPU to a long queue.
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ITL_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# From a tokenised short prompt to a long one in a queue of the tokenizer's threads.
+_ROUTER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 10)
 _REFUSAL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 10)
 _MIGRATION_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
@@ -33,6 +37,7 @@ _MISPREDICTED_TOKENS = (0.5, 64, 256, 1024, 4096, 16_384, 65_536)
 
 ROUTER_FAMILIES = (
     BUILD_INFO,
+    CPU_SECONDS,
     Family(
         "quire_requests_received_total",
         COUNTER,
@@ -46,11 +51,25 @@ ROUTER_FAMILIES = (
         values=ERROR_CODES,
     ),
     Family(
+        "quire_requests_overloaded_total",
+        COUNTER,
+        "Requests that were refused as overloaded, by the bound that refused them.",
+        ("reason",),
+        values=OVERLOAD_REASONS,
+    ),
+    Family(
         "quire_requests_finished_total",
         COUNTER,
         "Answers that have ended, by finish reason; a request has one for each prompt and choice.",
         ("finish_reason",),
         values=FINISH_REASONS,
+    ),
+    Family(
+        "quire_answers_failed_total",
+        COUNTER,
+        "Answers that an error ended after their first token, by error code.",
+        ("code",),
+        values=ERROR_CODES,
     ),
     Family(
         "quire_time_to_first_token_seconds",
@@ -71,9 +90,15 @@ ROUTER_FAMILIES = (
         boundaries=_REQUEST_S,
     ),
     Family(
+        "quire_request_router_seconds",
+        HISTOGRAM,
+        "Seconds from a request's arrival until the router has checked, tokenised and hashed its prompt.",
+        boundaries=_ROUTER_S,
+    ),
+    Family(
         "quire_request_queue_seconds",
         HISTOGRAM,
-        "Seconds from a request's arrival at the router to its first step on a replica.",
+        "Seconds that a request waits in the queues of the router and the replica for its first step.",
         boundaries=_REQUEST_S,
     ),
     Family(
@@ -85,8 +110,20 @@ ROUTER_FAMILIES = (
     Family(
         "quire_request_decode_seconds",
         HISTOGRAM,
-        "Seconds from a request's first token to the end of its answer.",
+        "Seconds from a request's first token to the end of its answer, without delivery.",
         boundaries=_REQUEST_S,
+    ),
+    Family(
+        "quire_request_delivery_seconds",
+        HISTOGRAM,
+        "Seconds in which output waited at the router because the client had not taken the output before it.",
+        boundaries=_REQUEST_S,
+    ),
+    Family(
+        "quire_request_time_per_output_token_seconds",
+        HISTOGRAM,
+        "Decode seconds of an answer divided by its output tokens after the first.",
+        boundaries=_ITL_S,
     ),
     Family(
         "quire_request_prompt_tokens",
@@ -130,6 +167,35 @@ ROUTER_FAMILIES = (
         "Tokens of a prompt that were in the replica's cache and that the router did not expect there.",
         boundaries=_MISPREDICTED_TOKENS,
     ),
+    # The same requests in all four, so that their quotients are shares of the prompts.
+    Family(
+        "quire_routed_prompt_tokens_total",
+        COUNTER,
+        "Prompt tokens of routed requests that have a first token.",
+    ),
+    Family(
+        "quire_prefix_available_tokens_total",
+        COUNTER,
+        "Prompt tokens of these requests that some replica held, in any tier, when they were routed.",
+    ),
+    Family(
+        "quire_prefix_captured_tokens_total",
+        COUNTER,
+        "Prompt tokens of these requests that the chosen replica held, as the router knew.",
+    ),
+    Family(
+        "quire_prefix_delivered_tokens_total",
+        COUNTER,
+        "Prompt tokens of these requests that the engine took from its cache.",
+    ),
+    Family(
+        "quire_session_requests_total",
+        COUNTER,
+        "Requests with a session, by where they went: the same replica as the last one, another, or unknown.",
+        ("outcome",),
+        values=SESSION_OUTCOMES,
+    ),
+    Family("quire_router_sessions", GAUGE, "Sessions whose last replica the router remembers."),
     Family("quire_router_queued_requests", GAUGE, "Requests that wait at the router."),
     Family(
         "quire_router_queued_prompt_tokens",
@@ -152,43 +218,54 @@ class RouterMetrics(Observer):
 
     def __init__(self) -> None:
         self.metrics = MetricSet(ROUTER_FAMILIES, self._read)
-        self._gate: AdmissionGate | None = None
-        self._transport: Transport | None = None
+        self._router: RouterContext | None = None
         histogram = self.metrics.histogram
         self._ttft = histogram("quire_time_to_first_token_seconds")
         # An attribute instead of a method saves one call for every token.
-        self.on_inter_token = histogram("quire_inter_token_seconds").observe  # type: ignore[method-assign, assignment]
+        self._itl = histogram("quire_inter_token_seconds")
+        self.on_inter_token = self._itl.observe  # type: ignore[method-assign, assignment]
         self._request = histogram("quire_request_seconds")
+        self._at_router = histogram("quire_request_router_seconds")
         self._queue = histogram("quire_request_queue_seconds")
         self._prefill = histogram("quire_request_prefill_seconds")
         self._decode = histogram("quire_request_decode_seconds")
+        self._delivery = histogram("quire_request_delivery_seconds")
+        self._per_token = histogram("quire_request_time_per_output_token_seconds")
         self._prompt = histogram("quire_request_prompt_tokens")
         self._output = histogram("quire_request_output_tokens")
         self._refusal = histogram("quire_refusal_seconds")
         self._migration = histogram("quire_migration_seconds")
         self._over = histogram("quire_router_over_predicted_cached_tokens")
         self._under = histogram("quire_router_under_predicted_cached_tokens")
+        self._routed, self._available, self._captured, self._delivered = (
+            self.metrics.value(f"quire_{name}_tokens_total")
+            for name in ("routed_prompt", "prefix_available", "prefix_captured", "prefix_delivered")
+        )
         self._received = self.metrics.value("quire_requests_received_total")
         self._migrations = self.metrics.value("quire_migrations_total")
         self.metrics.value("quire_build_info", importlib.metadata.version("quire")).value = 1
 
-    def follow(self, gate: AdmissionGate, transport: Transport) -> None:
-        """Set the objects that the gauges are read from."""
-        self._gate, self._transport = gate, transport
+    def follow(self, router: RouterContext) -> None:
+        """Set the router that the gauges are read from."""
+        self._router = router
 
-    def page(self, labels: Mapping[str, str]) -> Page:
-        """Return all families; `labels` name this router."""
-        return self.metrics.page(labels)
+    def page(self, labels: Mapping[str, str], *, vllm_names: bool = False) -> Page:
+        """Return all families, on request also under vLLM's names; `labels` name this router."""
+        page = self.metrics.page(labels)
+        return page | vllm_page(self.metrics, labels, labels["router"]) if vllm_names else page
 
     def _read(self) -> dict[str, float]:
-        gate, transport = self._gate, self._transport
-        if gate is None or transport is None:
-            return {}
-        return {
+        values = {CPU_SECONDS.name: time.process_time()}
+        router = self._router
+        if router is None:
+            return values
+        gate = router.gate
+        return values | {
+            "quire_router_sessions": len(router.table.sessions),
             "quire_router_queued_requests": len(gate.queue),
             "quire_router_queued_prompt_tokens": gate.queue.tokens,
             "quire_router_expected_wait_seconds": gate.wait_behind_all_s(),
-            "quire_router_attached_replicas": len(transport.hellos),
+            "quire_router_attached_replicas": len(router.transport.hellos),
         }
 
     # -- the observer ------------------------------------------------------------------------------------
@@ -199,10 +276,14 @@ class RouterMetrics(Observer):
     def on_refusal(self, error: Exception, seconds: float) -> None:
         self.metrics.value("quire_requests_refused_total", error_code(error)).value += 1
         if isinstance(error, Overloaded):
+            self.metrics.value("quire_requests_overloaded_total", error.reason).value += 1
             self._refusal.observe(seconds)
 
     def on_first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
+
+    def num_deltas(self) -> int:
+        return sum(self._itl.counts)
 
     def on_migration(self, stall_s: float) -> None:
         self._migration.observe(stall_s)
@@ -210,6 +291,15 @@ class RouterMetrics(Observer):
     def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:
         self._over.observe(max(0, predicted_tokens - cached_tokens))
         self._under.observe(max(0, cached_tokens - predicted_tokens))
+
+    def on_prefix(self, use: PrefixUse) -> None:
+        self._routed.value += use.prompt
+        self._available.value += use.available
+        self._captured.value += use.captured
+        self._delivered.value += use.delivered
+
+    def on_session_request(self, outcome: str) -> None:
+        self.metrics.value("quire_session_requests_total", outcome).value += 1
 
     def on_end(self, end: AnswerEnd) -> None:
         self._migrations.value += max(0, end.explain.attempts - 1)
@@ -221,7 +311,14 @@ class RouterMetrics(Observer):
         self._request.observe(end.total_s)
         self._prompt.observe(end.usage.prompt_tokens)
         self._output.observe(end.usage.completion_tokens)
+        if end.error_code:
+            self.metrics.value("quire_answers_failed_total", end.error_code).value += 1
         if is_answered:
+            self._at_router.observe(end.router_s)
             self._queue.observe(end.queue_s)
             self._prefill.observe(end.prefill_s)
             self._decode.observe(end.decode_s)
+            self._delivery.observe(end.delivery_s)
+            num_later = end.usage.completion_tokens - 1
+            if num_later > 0:
+                self._per_token.observe(end.decode_s / num_later)

@@ -44,7 +44,7 @@ class EmbeddingFormat:
     Attributes
     ----------
     pooling
-        One of `wire.POOLINGS`.
+        One of `sampling_params.POOLINGS`.
     normalises
         Embeddings have length 1.
     prompt

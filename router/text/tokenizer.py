@@ -370,6 +370,7 @@ class AsyncTokenizer:
                 f"{self._num_pending} prompts are waiting to be tokenised, the limit is"
                 f" {self._max_pending}",
                 retry_after_s=1.0,
+                reason="tokenizer",
             )
         self._num_pending += 1
         future = self._pool.submit(function, *args)

@@ -189,7 +189,7 @@ class Bus:
         return await self._in_fresh_context(self._call("snapshot", route=[replica]))
 
     async def metrics_pages(
-        self, labels: dict[str, str], timeout_s: float
+        self, labels: dict[str, str], vllm_names: bool, timeout_s: float
     ) -> tuple[dict[str, Page], int]:
         """Return the metrics of replicas that answer within `timeout_s`, by replica id, and the number of the others.
 
@@ -197,9 +197,13 @@ class Bus:
         ----------
         labels
             Labels to add to each sample; the replica adds its id.
+        vllm_names
+            Ask for vLLM's names too.
         """
         members = self._members
-        calls = [self._spawn(self._metrics_page(replica, labels)) for replica in members]
+        calls = [
+            self._spawn(self._metrics_page(replica, labels, vllm_names)) for replica in members
+        ]
         answers: list[tuple[str, Page] | None] = []
         if calls:
             done, silent = await asyncio.wait(calls, timeout=timeout_s)
@@ -210,8 +214,10 @@ class Bus:
         pages = dict(answer for answer in answers if answer is not None)
         return pages, len(members - pages.keys())
 
-    async def _metrics_page(self, replica: str, labels: dict[str, str]) -> tuple[str, Page] | None:
-        call = self._unary.metrics_page.remote(labels, route=[replica])
+    async def _metrics_page(
+        self, replica: str, labels: dict[str, str], vllm_names: bool
+    ) -> tuple[str, Page] | None:
+        call = self._unary.metrics_page.remote(labels, vllm_names, route=[replica])
         try:
             return await answer_of(call)
         except asyncio.CancelledError:
@@ -442,7 +448,7 @@ class Bus:
             from_seq = action.resync_from
             self._spawn(self._call("resync", self._router_id, from_seq, route=[replica]))
         for delta in frame.token_deltas():
-            attempt = self._attempts.get(delta.stream_id)
+            attempt = self._attempts.get(delta.key)
             if attempt is not None:
                 attempt.replica, attempt.placed = replica, True
                 attempt.put(delta)

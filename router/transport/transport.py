@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire.protos.errors import QuireError
-from quire.protos.wire import Completion, Hello, Submit, TokenDelta
+from quire.protos.wire import NO_FACTS, Completion, Hello, Submit, TokenDelta
 from quire.router.transport.flow import Credit
 
 
@@ -83,6 +84,9 @@ class Attempt:
         self.needs_abort = True
         self.drops_retained = False
         self.completed_s: float | None = None
+        self._unread_s = 0.0
+        # Since when output waits for its reader; None: none does.
+        self._unread_since_s: float | None = None
         self._on_cancel = on_cancel
         self._events: deque[AttemptEvent] = deque()
         # The reader waits for this future. An `asyncio.Event` would look up the event loop at every wait. For that,
@@ -95,11 +99,14 @@ class Attempt:
         if self.finished:
             return
         if isinstance(event, TokenDelta):
-            if event.finish_reason in ("error", "abort"):
-                # The completion, which contains the error, will end the attempt.
-                event = dataclasses.replace(event, finish_reason=None)
-            self.finished = event.finish_reason is not None
-            self.needs_abort = not self.finished
+            facts = event.facts
+            if facts is not NO_FACTS and facts.finish_reason is not None:
+                if facts.finish_reason in ("error", "abort"):
+                    # The completion, which contains the error, will end the attempt.
+                    event = dataclasses.replace(event, facts=facts._replace(finish_reason=None))
+                else:
+                    self.finished = True
+                    self.needs_abort = False
         elif isinstance(event, Completion):
             if event.finish_reason in ("stop", "length"):
                 # The last delta, which follows all earlier tokens, ends the attempt.
@@ -109,6 +116,8 @@ class Attempt:
         else:
             # `needs_abort` stays: the replica may still run the request.
             self.finished = True
+        if self._waiter is None and not self._events:
+            self._unread_since_s = time.monotonic()
         self._events.append(event)
         self._wake()
 
@@ -126,6 +135,8 @@ class Attempt:
         if not self._events:
             return None
         event = self._events.popleft()
+        if self._unread_since_s is not None and not self._events:
+            self._unread_s, self._unread_since_s = self.unread_s(), None
         if isinstance(event, TokenDelta):
             self.num_read = event.index + len(event.token_ids)
         return event
@@ -140,6 +151,12 @@ class Attempt:
     @property
     def has_unread(self) -> bool:
         return bool(self._events)
+
+    def unread_s(self) -> float:
+        """Return the seconds so far in which output had arrived and the reader was not yet back for it."""
+        if self._unread_since_s is None:
+            return self._unread_s
+        return self._unread_s + time.monotonic() - self._unread_since_s
 
     def fail(self, error: QuireError) -> None:
         """End the request with an error. Events that the reader has not read are dropped."""

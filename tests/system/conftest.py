@@ -32,11 +32,12 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
     """HAProxy mode, two routers, two replicas of the embedded model, float32, deterministic."""
     folder = tmp_path_factory.mktemp("cluster")
 
-    def record(config: dict) -> None:
+    def change(config: dict) -> None:
         (application,) = config["applications"]
         application["args"]["router"] = {"decision_log_folder": str(folder / "decisions")}
+        application["args"]["metrics"] = {"vllm_names": True}
 
-    yield from start_cluster(folder, record)
+    yield from start_cluster(folder, change)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from authority import Authority, Issued
 from cryptography import x509
 from grpc_health.v1 import health_pb2
 from live import Cluster, processes, start_cluster, wait_until
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.cluster.app import APIS
 from quire.cluster.auth.access_rules import GRPC_RULES, HTTP_RULES, Right
@@ -32,6 +33,7 @@ from quire.cluster.auth.key_file import new_key
 from quire.cluster.http.http_api import build_app
 from quire.cluster.local.ports import free_ports, listeners
 from quire.protos import control_pb2, generation_pb2, generation_pb2_grpc
+from tests.k8s.expressions import concerns_tenants, expressions, problems, series_of
 
 pytestmark = pytest.mark.system
 
@@ -46,7 +48,8 @@ def secrets(tmp_path_factory) -> dict[str, str]:
         entry = {"sha256": digest, "name": right, "tenant": "team-a", "rights": [right]}
         entries.append(entry)
     made["other tenant"], digest = new_key()
-    entries.append({"sha256": digest, "name": "other", "tenant": "team-b", "rights": ["generate"]})
+    other = {"sha256": digest, "name": "other", "tenant": "team-b", "rights": ["generate"]}
+    entries.append(other | {"quotas": {"tokens_per_minute": 10_000_000}})
     path.write_text(json.dumps({"keys": entries}))
     return made
 
@@ -437,3 +440,19 @@ def test_a_listener_that_dies_is_replaced(keyed, tls):
     took_s = wait_until(tls.is_served, 60, "another one listens")
     print(f"served again after {took_s:.1f} s")
     assert tls.stream_grpc(8) == 8
+
+
+# --------------------------------------------------------------------------------------------------
+# Panels of tenants
+# --------------------------------------------------------------------------------------------------
+
+
+def test_every_metric_of_a_panel_of_tenants_is_scraped(keyed, secrets):
+    headers = {"x-api-key": secrets["admin"]}
+    text = httpx.get(f"{keyed.url}/metrics", headers=headers, timeout=60).text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    asked = [one for one in expressions() if concerns_tenants(one)]
+    assert len(asked) >= 3
+    assert [problem for one in asked for problem in problems(one, series_of(samples))] == []
+    limits = [s.value for s in samples if s.name == "quire_tenant_quota_tokens"]
+    assert sum(limits) == 10_000_000  # the shares of both routers

@@ -36,7 +36,7 @@ class QuireEngine:
     """Quire. Options: fields of `quire.replica.config.EngineArgs`."""
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
-        from quire.protos.wire import SamplingParams
+        from quire.protos.sampling_params import SamplingParams
         from quire.replica.engine import Engine
 
         size = {} if "num_blocks" in options else {"kv_cache_gib": 4.0}

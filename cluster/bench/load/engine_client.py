@@ -11,7 +11,7 @@ from typing import Any
 from quire.cluster.bench.load.cache_watch import CacheSample
 from quire.cluster.bench.load.clients import Answer, RequestFailed
 from quire.protos.errors import QuireError
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput

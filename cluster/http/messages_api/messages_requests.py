@@ -21,7 +21,7 @@ from quire.cluster.http.messages_api.messages_turns import (
     num_blocks,
 )
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 from quire.router.request.params import DEFAULT_LIMITS
 from quire.router.tool_types import Tool, ToolChoice
 from quire.router.types import GenerationRequest

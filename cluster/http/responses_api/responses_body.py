@@ -23,7 +23,7 @@ from quire.cluster.http.responses_api.response_tools import (
 )
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import at_most, utf8_len
-from quire.protos.wire import MAX_LOGPROBS, Grammar
+from quire.protos.sampling_params import MAX_LOGPROBS, Grammar
 from quire.router.refused_fields import Refused
 from quire.router.types import GenerationRequest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import logging
@@ -14,6 +15,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 from live_app import serving
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from quire.cluster.app import APIS
@@ -57,9 +59,18 @@ def http(service, keys) -> Iterator[httpx.Client]:
         yield client
 
 
-def check_error(response: httpx.Response, status: int, code: str) -> str:
-    """The error's message; nothing for HEAD, which has no body."""
+def basic(user: str, password: str) -> dict[str, str]:
+    """The headers of a browser whose user has typed a password."""
+    return {"authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
+
+
+def check_error(
+    response: httpx.Response, status: int, code: str, needed: Right = Right.GENERATE
+) -> str:
+    """The error's message; nothing for HEAD, which has no body. A browser may open routes that need `observe`."""
     assert response.status_code == status, (response.request, response.text)
+    scheme = 'Basic realm="Quire", charset="UTF-8"' if needed is Right.OBSERVE else "Bearer"
+    assert response.headers.get("www-authenticate") == (scheme if status == 401 else None)
     if response.request.method == "HEAD":
         return ""
     if response.url.path.startswith(messages_routes.PATH):
@@ -68,7 +79,6 @@ def check_error(response: httpx.Response, status: int, code: str) -> str:
     else:
         error = ErrorAnswer.model_validate(response.json()).error
         assert error.code == code
-    assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
     assert response.headers["x-request-id"]
     return error.message
 
@@ -93,7 +103,7 @@ def test_a_route_is_served_to_keys_with_its_right_only(http, keys, method: str, 
         if needed is Right.OPEN:
             assert answer.status_code == 200
         else:
-            check_error(answer, 401, "invalid_api_key")
+            check_error(answer, 401, "invalid_api_key", needed)
     for name, rights in RIGHTS_OF.items():
         answer = http.request(method, url, headers=keys.header(name), json=BODY)
         if needed is Right.OPEN or needed in rights:
@@ -101,6 +111,30 @@ def test_a_route_is_served_to_keys_with_its_right_only(http, keys, method: str, 
         else:
             message = check_error(answer, 403, "permission_denied")
             assert method == "HEAD" or needed.value in message
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_a_browser_s_password_opens_what_observe_opens_and_nothing_else(
+    http, keys, method: str, path: str
+):
+    url, needed = re.sub(r"{.*}", "acme/tiny", path), HTTP_RULES[path]
+    if needed is Right.OPEN:
+        return
+    for right in ("observe", "admin"):
+        answer = http.request(method, url, headers=basic("anyone", keys.secrets[right]))
+        assert answer.status_code == (200 if needed is Right.OBSERVE else 401), answer.text
+    if needed is Right.OBSERVE:
+        denied = http.request(method, url, headers=basic("x", keys.secrets["generate"]))
+        check_error(denied, 403, "permission_denied", needed)
+        for headers in (
+            basic("x", "sk-wrong"),
+            basic(keys.secrets["observe"], "x"),
+            basic("x", ""),
+            {"authorization": "Basic !"},
+            {"authorization": "Basic"},
+        ):
+            answer = http.request(method, url, headers=headers)
+            check_error(answer, 401, "invalid_api_key", needed)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +281,22 @@ def test_explain_shows_a_tenant_its_own_requests(http, keys):
     assert seen("admin") == {"of-generate", "of-other", "of-admin"}
 
 
+def test_the_page_shows_a_tenant_its_own_requests(http, keys):
+    for name in ("generate", "other", "admin"):
+        label = {"x-request-id": f"of-{name}"}
+        assert http.post(CHAT, headers=keys.header(name) | label, json=BODY).is_success
+
+    def seen(name: str) -> set[str]:
+        state = http.get("/ui/state", headers=keys.header(name)).json()
+        assert state["replicas"]["name"] == ["replica-a"]  # which names no tenant
+        return {decision["request_id"] for decision in state["requests"]}
+
+    assert seen("observe") == {"of-generate"}  # of the same tenant
+    assert seen("admin") == {"of-generate", "of-other", "of-admin"}
+    assert seen("observe") == {"of-generate"}
+    assert seen("other") == {"of-other"}
+
+
 def test_metrics_show_a_tenant_its_own_series(http, keys, service):
     """Also of the tenants that share a label."""
     keys.add("third", "observe", tenant="team-c")
@@ -296,6 +346,41 @@ def test_a_quota_of_tokens(http, keys):
     assert not set(http.get("/health").headers) & {"x-ratelimit-limit-tokens"}
 
 
+def tenant_metrics(http, tenant: str) -> dict[str, float]:
+    """The series of a tenant by name, without `quire_tenant_`."""
+    text = join([http.access.metrics_page({})]).decode()
+    return {
+        sample.name.removeprefix("quire_tenant_"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("tenant") == tenant
+    }
+
+
+def test_quotas_are_in_the_metrics(http, keys):
+    """Of two keys of one tenant, at one of two routers: the values of all routers add up to the quotas."""
+    keys.num_routers = 2
+    for name, quota in (("small", 60), ("large", 600)):
+        keys.add(name, "generate", tenant="team-q", quotas={"tokens_per_minute": quota})
+    http.access.ring.poll()
+    found = tenant_metrics(http, "team-q")
+    assert found["quota_tokens"] == found["quota_remaining_tokens"] == 330
+    assert http.post(CHAT, headers=keys.header("small"), json=BODY).is_success
+    found = tenant_metrics(http, "team-q")
+    assert found["quota_remaining_tokens"] == 330 - 15 and found["running_requests"] == 0
+    while http.post(CHAT, headers=keys.header("small"), json=BODY).is_success:
+        pass
+    assert tenant_metrics(http, "team-q")["rate_limited_total"] == 1
+    keys.entries[-1].pop("quotas")
+    keys.write()
+    http.access.ring.poll()
+    assert tenant_metrics(http, "team-q")["quota_tokens"] == 30
+    # Of a tenant without quotas and without requests.
+    found = tenant_metrics(http, "ops")
+    assert found["requests_total"] == found["rate_limited_total"] == 0
+    assert "quota_tokens" not in found
+
+
 def test_a_stream_has_the_headers_too_and_is_not_delayed(http, keys, service):
     keys.add("small", "generate", quotas={"tokens_per_minute": 3000})
     http.access.ring.poll()
@@ -321,6 +406,8 @@ def test_a_quota_of_concurrent_requests(http, keys, service):
         refused = http.post(CHAT, headers=keys.header("narrow"), json=BODY)
         assert "concurrent_requests 1" in check_error(refused, 429, "rate_limit_exceeded")
         assert refused.headers["retry-after"] == "1"
+        found = tenant_metrics(http, "team-a")
+        assert (found["rate_limited_total"], found["running_requests"]) == (1, 1)
         assert http.post(CHAT, headers=keys.header("narrow"), json={}).status_code == 400
         assert service.refused_by_front_end.count("rate_limit_exceeded") == 1
         service.goes_on.set()

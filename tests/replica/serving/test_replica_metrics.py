@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import pytest
 
@@ -38,12 +39,16 @@ class Replica:
         assert self._ended.acquire(timeout=60)
 
     def read(self) -> dict[str, float]:
-        """Values of series without labels of their own, by name."""
+        """Values of series by name; of a family with labels the sum. Facts and buckets are left out."""
         text = join([self.metrics.page({"replica": "r1"})]).decode()
         families = parser.text_string_to_metric_families(text)
         samples = [sample for family in families for sample in family.samples]
         assert all(sample.labels["replica"] == "r1" for sample in samples)
-        return {s.name: s.value for s in samples if s.labels.keys() == {"replica"}}
+        found: Counter[str] = Counter()
+        for sample in samples:
+            if sample.labels.keys() <= {"replica", "tier"}:
+                found[sample.name] += sample.value
+        return found
 
 
 def test_tokens_hits_steps_and_blocks():

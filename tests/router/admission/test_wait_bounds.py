@@ -50,6 +50,7 @@ def test_a_request_that_would_wait_too_long_gets_a_time_to_retry():
     error = ask(queue, "a", prefill_s=1.0, queued_s=0.5)
     assert error.retry_after_s == pytest.approx(16.5 - 10)
     assert "16.5 s" in error.message and "10 s (router.max_wait_s)" in error.message
+    assert error.reason == "max_wait_s"
     assert ask(queue, "a", prefill_s=1.0, queued_s=0.5, rate=2.0) is None
     assert ask(queue, "b", prefill_s=1.0, queued_s=0.5) is None, "the others are not punished"
 
@@ -85,6 +86,7 @@ def test_the_queue_keeps_its_bounds_and_has_room_for_newcomers(arrivals):
         else:
             assert 0 < error.retry_after_s <= MAX_RETRY_AFTER_S
             assert "router.max_queued_" in error.message
+            assert f"(router.{error.reason})" in error.message
         assert len(queue) <= limits.max_queued_requests
         assert queue.tokens <= limits.max_queued_tokens
     tenants = {t.tenant for t in queue}

@@ -13,7 +13,7 @@ from family_templates import SPECIAL
 from grammar_sampler import EOS, Sampler
 
 from quire.protos.errors import UnsupportedField
-from quire.protos.wire import MAX_GRAMMAR_BYTES, MAX_TOOL_GRAMMAR_BYTES, Grammar
+from quire.protos.sampling_params import MAX_GRAMMAR_BYTES, MAX_TOOL_GRAMMAR_BYTES, Grammar
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.grammar.compiler import SLOW
 from quire.replica.grammar.grammar_check import CheckResult, GrammarChecker, Outcome

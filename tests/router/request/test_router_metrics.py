@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_transport import EngineTransport, make_service
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.protos.errors import ERROR_CODES, InvalidRequest, ModelNotFound, Overloaded, SlowClient
+from quire.protos.errors import (
+    ERROR_CODES,
+    OVERLOAD_REASONS,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    SlowClient,
+)
 from quire.protos.metric_families import join
 from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
+from quire.router.observer import SESSION_OUTCOMES
+from quire.router.policy.by_name import make_policy
 from quire.router.request.router_metrics import FINISH_REASONS, RouterMetrics
 from quire.router.request.service import RouterService
 from quire.router.types import GenerationRequest
 
+PARTS = ("router", "queue", "prefill", "decode", "delivery")
 PROMPT = "A quire is a gathering of pages"
 
 
@@ -35,7 +47,7 @@ class Router:
         self.metrics = RouterMetrics()
         self.service: RouterService = make_service(transport)
         self.service.observer = self.metrics
-        self.metrics.follow(self.service.gate, transport)
+        self.metrics.follow(self.service)
 
     async def open(self, prompt: str = PROMPT, **fields: Any):
         fields = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.0, **fields}
@@ -94,18 +106,91 @@ def test_the_parts_of_a_request_are_its_whole_time(transport):
     async def scenario(router: Router) -> None:
         for _ in range(3):
             await router.answer(max_tokens=20)
-        parts = [
-            router.read(f"quire_request_{part}_seconds_sum")
-            for part in ("queue", "prefill", "decode")
-        ]
-        assert min(parts) > 0
+        parts = [router.read(f"quire_request_{part}_seconds_sum") for part in PARTS]
+        assert min(parts[:4]) > 0 and parts[4] >= 0
         assert sum(parts) == pytest.approx(router.read("quire_request_seconds_sum"), rel=1e-9)
         ttft_s = router.read("quire_time_to_first_token_seconds_sum")
-        assert parts[0] + parts[1] == pytest.approx(ttft_s, rel=1e-3)
-        for part in ("queue", "prefill", "decode"):
+        assert sum(parts[:3]) == pytest.approx(ttft_s, rel=1e-3)
+        for part in PARTS:
             assert router.read(f"quire_request_{part}_seconds_count") == 3
         assert router.read("quire_time_to_first_token_seconds_count") == 3
         assert 0 < router.read("quire_inter_token_seconds_count") <= 3 * 19
+        per_token_s = router.read("quire_request_time_per_output_token_seconds_sum")
+        assert per_token_s == pytest.approx(parts[3] / 19, rel=1e-9)
+
+    run(transport, scenario)
+
+
+def test_time_for_which_a_client_does_not_read_is_delivery(transport):
+    async def scenario(router: Router) -> None:
+        stream = await router.open(max_tokens=40)
+        await anext(stream)
+        # The engine generates the other tokens meanwhile.
+        await asyncio.sleep(0.5)
+        async for _ in stream:
+            pass
+        delivery_s = router.read("quire_request_delivery_seconds_sum")
+        first_s = router.read("quire_time_to_first_token_seconds_sum")
+        after_first_s = router.read("quire_request_seconds_sum") - first_s
+        assert 0.25 < delivery_s < after_first_s
+        decode_s = router.read("quire_request_decode_seconds_sum")
+        assert decode_s + delivery_s == pytest.approx(after_first_s, rel=1e-3)
+        # A client that reads at once leaves nothing unread for long.
+        await router.answer(max_tokens=40)
+        assert router.read("quire_request_delivery_seconds_sum") - delivery_s < delivery_s / 2
+
+    run(transport, scenario)
+
+
+def test_prefix_tokens_that_were_available_captured_and_delivered(transport):
+    """A policy that looks for prefixes captures what one replica holds; one that does not captures a third of it."""
+
+    def tokens(router: Router) -> list[float]:
+        names = ("routed_prompt", "prefix_available", "prefix_captured", "prefix_delivered")
+        return [router.read(f"quire_{name}_tokens_total") for name in names]
+
+    async def scenario(router: Router) -> None:
+        prompt = tuple(range(7, 307))
+        await router.answer(prompt=prompt, n=2)
+        # The engine is one under three names, so it delivers what no table knew of.
+        routed, available, captured, delivered = tokens(router)
+        assert (routed, available, captured) == (300, 0, 0) and delivered <= 300
+        held = 300 // 64 * 64
+        hashes = await router.service._prompt_encoder.hashes(
+            np.array(prompt), next(iter(transport.hellos.values())), ""
+        )
+        router.service.table.index.book("r2", hashes)
+        await router.answer(prompt=prompt)
+        assert tokens(router)[:3] == [600, held, held]
+        assert tokens(router)[3] > delivered
+        router.service.policy = make_policy("round_robin")
+        for _ in range(3):
+            await router.answer(prompt=prompt)
+        assert tokens(router)[:3] == [1500, 4 * held, 2 * held]
+
+    run(transport, scenario)
+
+
+def test_requests_of_a_session_are_counted_by_where_they_went(transport):
+    async def scenario(router: Router) -> None:
+        for _ in range(3):
+            await router.answer(session="talk")
+        await router.answer()
+        name = "quire_session_requests_total"
+        found = {outcome: router.read(name, outcome=outcome) for outcome in SESSION_OUTCOMES}
+        assert found == {"same": 2, "other": 0, "unknown": 1}
+        assert router.read("quire_router_sessions") == 1
+
+    run(transport, scenario)
+
+
+def test_processor_time_grows_with_the_work(transport):
+    async def scenario(router: Router) -> None:
+        before_s = router.read("quire_process_cpu_seconds_total")
+        began_s = time.process_time()
+        while time.process_time() - began_s < 0.05:
+            pass
+        assert router.read("quire_process_cpu_seconds_total") - before_s >= 0.05
 
     run(transport, scenario)
 
@@ -160,13 +245,16 @@ def test_refusals_are_counted_by_error_code_and_are_no_answers(transport):
         assert router.refusals() == {"model_not_found": 1, "invalid_request": 3, "overloaded": 1}
         assert router.read("quire_requests_received_total") == 5
         assert router.read("quire_refusal_seconds_count") == 1
+        name = "quire_requests_overloaded_total"
+        reasons = {reason: router.read(name, reason=reason) for reason in OVERLOAD_REASONS}
+        assert {k: v for k, v in reasons.items() if v} == {"max_queued_requests": 1}
         assert router.ends() == {}
 
     run(transport, scenario)
 
 
 def _overloaded(tenant: str, priority: int) -> None:
-    raise Overloaded("the queue is full", retry_after_s=1.0)
+    raise Overloaded("the queue is full", retry_after_s=1.0, reason="max_queued_requests")
 
 
 def test_an_error_after_the_first_token_is_an_answer_that_failed(transport):
@@ -180,6 +268,9 @@ def test_an_error_after_the_first_token_is_an_answer_that_failed(transport):
             async for _ in stream:
                 pass
         assert router.ends() == {"error": 1} and router.refusals() == {}
+        name = "quire_answers_failed_total"
+        failed = {code: router.read(name, code=code) for code in ERROR_CODES}
+        assert {code: count for code, count in failed.items() if count} == {"slow_client": 1}
 
     run(transport, scenario)
 

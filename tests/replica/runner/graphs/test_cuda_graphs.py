@@ -15,7 +15,7 @@ from fake_device import HOST, FakeDevice
 from test_async_steps import WAITS, in_which_it_shows
 
 from quire.kernels.cpu.cpu_attention import has_native
-from quire.protos.wire import POOLINGS, SamplingParams
+from quire.protos.sampling_params import POOLINGS, SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.device.cpu_device import CpuDevice

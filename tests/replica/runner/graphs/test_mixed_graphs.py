@@ -7,7 +7,7 @@ from device_harness import BLOCK_SIZE, Harness, config_of, crowd, prompt, tight
 from fake_device import FakeDevice
 from test_async_steps import WAITS, in_which_it_shows
 
-from quire.protos.wire import POOLINGS, SamplingParams
+from quire.protos.sampling_params import POOLINGS, SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.runner.graphs.graph_cache import GraphCache
