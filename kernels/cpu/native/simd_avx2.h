@@ -119,12 +119,16 @@ FN v16 v_interleave_last(v_bytes low, v_bytes high) {
     return v_pair(_mm256_castsi256_ps(_mm256_unpackhi_epi8(low.a, high.a)), _mm256_castsi256_ps(_mm256_unpackhi_epi8(low.b, high.b)));
 }
 
+/* Indices for a shuffle that moves byte `i` of each lane to the lane's top and clears the others. */
+FN __m128i to_top(int i) {
+    return _mm_add_epi32(_mm_setr_epi32(0x00808080, 0x04808080, 0x08808080, 0x0c808080), _mm_set1_epi32(i << 24));
+}
+
 FN __m256 v_byte_pair_half(__m256 x, int first, __m256 scale) {
-    const __m256i top = _mm256_set1_epi32((int)0xff000000), half = _mm256_set1_epi32(0x8000), upper = _mm256_set1_epi32((int)0xffff0000);
+    const __m256i half = _mm256_set1_epi32(0x8000), upper = _mm256_set1_epi32((int)0xffff0000);
     const __m256i bits = _mm256_castps_si256(x);
-    __m256i low = _mm256_slli_epi32(bits, 24 - 8 * first), high = _mm256_slli_epi32(bits, 16 - 8 * first);
-    if (first) low = _mm256_and_si256(low, top);
-    high = _mm256_and_si256(high, top);
+    __m256i low = _mm256_shuffle_epi8(bits, _mm256_broadcastsi128_si256(to_top(first)));
+    __m256i high = _mm256_shuffle_epi8(bits, _mm256_broadcastsi128_si256(to_top(first + 1)));
     low = _mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(low), scale));
     high = _mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(high), scale));
     low = _mm256_srli_epi32(_mm256_add_epi32(low, half), 16);
