@@ -182,7 +182,13 @@ class PackedWeight:
             raise ValueError(f"parts: must have {columns} columns in all, got {done}")
         if isinstance(target, _Panels):
             return cls(
-                target.data, columns, depth, dtype, target.in_strips, target.scales, target.scale_size
+                target.data,
+                columns,
+                depth,
+                dtype,
+                target.in_strips,
+                target.scales,
+                target.scale_size,
             )
         saves = target.finish()
         packed = cls(target.coded, columns, depth, dtype, in_strips=False, code=target.code)
@@ -334,9 +340,7 @@ class _Panels:
         if columns % PANEL_COLUMNS:
             self.data[-1].zero_()
         self.scale_size = scale_size if int8 else 0
-        self.scales = (
-            torch.zeros(panels, -(-depth // scale_size), PANEL_COLUMNS) if int8 else None
-        )
+        self.scales = torch.zeros(panels, -(-depth // scale_size), PANEL_COLUMNS) if int8 else None
         self.in_strips = _in_strips(like.dtype) and not int8
         self._done = 0
 

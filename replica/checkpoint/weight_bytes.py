@@ -35,7 +35,9 @@ _WORD_BYTES = 4
 # A linear layer is quantised only if its features are multiples of these numbers.
 _MULTIPLE = {"int8": (4, 1), "fp8": (16, 16)}  # of input and output features
 _CODES = ("F8_E4M3", "I8")
-_SCALE_BYTES = 4  # float32; one for each output feature, of `weights: int8` one for each group of it
+_SCALE_BYTES = (
+    4  # float32; one for each output feature, of `weights: int8` one for each group of it
+)
 _INT8_GROUP = 64  # `SCALE_SIZE` of kernels/cpu/cpu_linear.py
 
 

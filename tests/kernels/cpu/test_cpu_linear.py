@@ -155,7 +155,9 @@ def test_int8_multiplies_with_exactly_the_weights_it_stands_for(isa, columns, de
     more = dict(bias=weight.pad_bias(bias), residual=residual, isa=isa)
     out = packed_linear(x, weight, **more)
     assert torch.equal(out, packed_linear(x, PackedWeight.pack([meant]), **more))
-    assert torch.equal(packed_linear(x[7:8], weight, isa=isa), packed_linear(x, weight, isa=isa)[7:8])
+    assert torch.equal(
+        packed_linear(x[7:8], weight, isa=isa), packed_linear(x, weight, isa=isa)[7:8]
+    )
 
 
 def test_int8_of_merged_parts_and_of_zeros():
@@ -170,7 +172,7 @@ def test_int8_of_merged_parts_and_of_zeros():
 
 
 def test_int8_costs_less_than_a_hundredth_of_a_product():
-    """The largest of 64 Gaussian weights is 2.4: a level is 1/127 of it, its rounding 0.55 % of the product's spread."""
+    """The largest of 64 Gaussian weights is 2.4; rounding to 1/127 of it is 0.55 % of the product's spread."""
     w, x = normal(512, 1024), normal(64, 1024, dtype=torch.bfloat16, seed=1)
     expected = x.double() @ w.double().t()
     out = packed_linear(x, PackedWeight.pack([w.bfloat16()], int8=True)).double()
