@@ -9,6 +9,9 @@ import numpy as np
 
 from quire.protos.errors import InvalidRequest, shown
 
+INT32_MAX = (1 << 31) - 1
+UINT64_MAX = (1 << 64) - 1
+
 
 class Range(NamedTuple):
     """The integers or numbers from `low` to `high`, with both; `high` None: no upper bound."""

@@ -2,6 +2,7 @@
 
 The router checks a client's request (`router/request/params.py`); the replica checks the resolved `SamplingParams`
 again (`replica/core/sampling_checks.py`), because an engine also runs without a router. Both call `check_sampling`.
+Bounds of numbers are declared with the fields of `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -9,41 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from quire.protos.column_schema import annotated
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import Range, at_most, check_ids, invalid, utf8_len
 from quire.protos.wire import (
     GRAMMAR_KINDS,
     MAX_GRAMMAR_BYTES,
-    MAX_LOGPROBS,
     MAX_TOOL_GRAMMAR_BYTES,
     TOOLS_FIELD,
     Grammar,
+    SamplingParams,
 )
 
-INT32_MAX = (1 << 31) - 1
-_INT64_MIN = -(1 << 63)
-UINT64_MAX = (1 << 64) - 1
-
-
-RANGES: Mapping[str, Range] = {
-    "max_tokens": Range(1, None, is_integer=True),
-    "min_tokens": Range(0, None, is_integer=True),
-    "temperature": Range(0, 100),
-    "top_k": Range(0, INT32_MAX, is_integer=True),
-    "top_p": Range(0, 1, excludes_low=True),
-    "min_p": Range(0, 1),
-    "seed": Range(0, UINT64_MAX, is_integer=True),
-    "repetition_penalty": Range(0, 100, excludes_low=True),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "logprobs": Range(0, MAX_LOGPROBS, is_integer=True),
-    "prompt_logprobs": Range(0, MAX_LOGPROBS, is_integer=True),
-}
-# Clients may also write top_k -1 for "off" and a signed seed.
+# Fields of `SamplingParams` that only the router sets.
+_ROUTER_FIELDS = ("choice", "prompt_logprobs_start")
+# Bounds of the parameters that are numbers, by name.
+RANGES: Mapping[str, Range] = annotated(SamplingParams, Range)
+# Clients may also write top_k -1 for "off" and a signed seed, and do not give the fields of a single choice.
 CLIENT_RANGES: Mapping[str, Range] = {
-    **RANGES,
+    **{name: bounds for name, bounds in RANGES.items() if name not in _ROUTER_FIELDS},
     "top_k": RANGES["top_k"]._replace(low=-1),
-    "seed": RANGES["seed"]._replace(low=_INT64_MIN),
+    "seed": RANGES["seed"]._replace(low=-(1 << 63)),
 }
 PRIORITY = Range(-1000, 1000, is_integer=True)
 LOGIT_BIAS = Range(-100, 100)
@@ -77,7 +64,7 @@ class SamplingFields(Protocol):
 def check_sampling(
     fields: SamplingFields, vocab_size: int, ranges: Mapping[str, Range] = RANGES
 ) -> None:
-    """Check each field against its bounds; None is always valid.
+    """Check each field against its bounds; None is valid for every field of `GenerationRequest`.
 
     Parameters
     ----------

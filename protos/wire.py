@@ -17,7 +17,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from quire.protos import ragged
+from quire.protos.column_schema import Column
 from quire.protos.errors import QuireError
+from quire.protos.field_checks import INT32_MAX, UINT64_MAX, Range
 from quire.protos.wire_codec import (
     Codec,
     Message,
@@ -71,41 +73,70 @@ _Ids = Annotated[tuple[int, ...], Codec(None, tuple)]
 _TUPLES = Codec(None, lambda items: tuple(map(tuple, items)))
 
 
+_Count = Annotated[int, Range(0, INT32_MAX, is_integer=True)]
+_NumTop = Annotated[int | None, Range(0, MAX_LOGPROBS, is_integer=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams(Record):
     """Parameters of sampling and of the end of the output, with every default resolved.
 
     The next token is a pure function of (prompt ids, these parameters, seed, choice, absolute position), so any
-    replica can continue a stream. `protos/sampling_bounds.py` has the bounds.
+    replica can continue a stream. This is the only declaration of a parameter behind the router: its default, its
+    bounds, its place on the wire, and its column in the request table of a replica.
     """
 
-    max_tokens: int = 16  # maximum number of tokens to generate
-    min_tokens: int = 0  # EOS and stop ids are masked before this many tokens
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # 0 = off
-    top_p: float = 1.0  # (0, 1]; 1 = off
-    seed: int = 0  # unsigned 64 bits; the router chooses one if the client gave none
-    choice: int = 0  # index of this sample among the n of one request; part of the noise key
-    stop_token_ids: _Ids = ()  # ids that end the request as EOS does
+    # Maximum number of tokens to generate.
+    max_tokens: Annotated[int, Range(1, None, is_integer=True)] = 16
+    # EOS and stop ids are masked before this many tokens.
+    min_tokens: Annotated[int, Range(0, None, is_integer=True)] = 0
+    # 0 = greedy.
+    temperature: Annotated[
+        float,
+        Range(0, 100),
+        Column(np.float32, lambda x: x if x >= GREEDY_TEMPERATURE else 0.0, True, True),
+    ] = 1.0
+    # 0 = off.
+    top_k: Annotated[_Count, Column(np.int32, on_device=True, in_checkpoint=True)] = 0
+    # 1 = off.
+    top_p: Annotated[
+        float,
+        Range(0, 1, excludes_low=True),
+        Column(np.float32, lambda x: max(x, float(np.finfo(np.float32).tiny)), True, True),
+    ] = 1.0
+    # The router chooses one if the client gave none.
+    seed: Annotated[int, Range(0, UINT64_MAX, is_integer=True), Column(np.uint64)] = 0
+    # Index of this sample among the n of one request; part of the noise key.
+    choice: Annotated[_Count, Column(np.int32)] = 0
+    # Ids that end the request as EOS does.
+    stop_token_ids: _Ids = ()
     ignore_eos: bool = False
-    min_p: float = 0.0  # [0, 1]; excludes tokens less likely than min_p times the most likely one
+    # Excludes tokens less likely than min_p times the most likely one.
+    min_p: Annotated[float, Range(0, 1), Column(np.float32, on_device=True, in_checkpoint=True)] = (
+        0.0
+    )
     # For tokens in the prompt or the output: positive logits are divided by it, others multiplied. 1 = off.
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
-    frequency_penalty: float = 0.0  # the same, multiplied by the token's number of occurrences
+    repetition_penalty: Annotated[
+        float, Range(0, 100, excludes_low=True), Column(np.float32, in_checkpoint=True)
+    ] = 1.0
+    # Subtracted from the logits of tokens in the output.
+    presence_penalty: Annotated[float, Range(-2, 2), Column(np.float32)] = 0.0
+    # The same, multiplied by the token's number of occurrences.
+    frequency_penalty: Annotated[float, Range(-2, 2), Column(np.float32)] = 0.0
     # Pairs of a token id and the value to add to its logit.
     logit_bias: Annotated[tuple[tuple[int, float], ...], _TUPLES] = ()
-    allowed_token_ids: _Ids = ()  # the only ids to choose from; empty = all
+    # The only ids to choose from; empty = all.
+    allowed_token_ids: _Ids = ()
     # Token sequences that the output never contains.
     bad_words: Annotated[tuple[tuple[int, ...], ...], _TUPLES] = ()
     # Return log-probabilities of the unmodified distribution: of each output token and of this many most likely
-    # ones. None = no log-probabilities.
-    logprobs: int | None = None
+    # ones. None = no log-probabilities; the column then has -1.
+    logprobs: Annotated[_NumTop, Column(np.int32, lambda x: -1 if x is None else x)] = None
     grammar: Annotated[Grammar | None, optional(named_tuple(Grammar))] = None
     # Return the same for the tokens of the prompt, except the first, which has no distribution.
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _NumTop = None
     # Position of the first prompt token for which they are returned. The tokens before it may come from the cache.
-    prompt_logprobs_start: int = 1
+    prompt_logprobs_start: Annotated[int, Range(1, INT32_MAX, is_integer=True)] = 1
     # One of POOLINGS: the request generates nothing and ends with the embedding of its prompt. Empty: it generates.
     pooling: str = ""
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.cluster.api_common import structured_output
 from quire.protos.errors import InvalidRequest
+from quire.protos.sampling_bounds import CLIENT_RANGES
 from quire.protos.wire import Grammar
 from quire.router.refused_fields import Refused
 from quire.router.types import GenerationRequest
@@ -29,6 +30,10 @@ IGNORED_FIELDS = frozenset(
         "user",
     }
 )
+
+
+# Fields with the same name and meaning in a body and in `GenerationRequest`.
+_SAMPLING_NUMBERS = CLIENT_RANGES.keys() - {"max_tokens", "logprobs", "prompt_logprobs"}
 
 
 class Strict(BaseModel):
@@ -284,21 +289,13 @@ class GenerationBody(RoutedBody):
             request_id=request_id,
             model=self.model,
             max_tokens=self.output_limit_tokens(),
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            **{name: getattr(self, name) for name in _SAMPLING_NUMBERS},
             logit_bias=self._logit_bias(),
             allowed_token_ids=self._allowed_token_ids(),
             bad_words=tuple(self.bad_words or ()),
             logprobs=self.num_logprobs(),
             prompt_logprobs=self.num_prompt_logprobs(),
             grammar=self._grammar(),
-            seed=self.seed,
             n=(1 if self.n is None else self.n) + self.num_dropped_choices(),
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),

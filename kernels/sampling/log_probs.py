@@ -165,7 +165,7 @@ def log_probs(
     if rows:
         work = Workspace.allocate(rows, vocab, device, config) if workspace is None else workspace
         work.check(rows, vocab, device, config)
-        survey_rows(Rows(logits, None, source, None, num_top, None, None, None), work, config)
+        survey_rows(Rows(logits, None, source, top_k=num_top), work, config)
         parts = config.num_parts(vocab)
         # fmt: off
         _log_probs_kernel[(rows,)](

@@ -40,7 +40,6 @@ import triton.language as tl
 from quire.kernels.argument_checks import check_matrix
 from quire.kernels.sampling.sampling_tile import (
     FLOAT_MAX,
-    LEAST_SHARE,
     LOG2E,
     MASS_MARGIN,
     MINUS_INF_KEY,
@@ -127,27 +126,25 @@ class Workspace(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of logits and their sampling parameters. To list only the largest values, `top_k` is given and no other."""
+    """Rows of logits, and either their limits and noise keys, or the number of largest values to list."""
 
     logits: torch.Tensor  # [any, vocab]
     edited: torch.Tensor | None  # [any, vocab] float32
     # [rows] int32: s >= 0 is row s of the logits, s < 0 row -1 - s of the edited ones; None: row i of the logits
     source: torch.Tensor | None
-    temperature: torch.Tensor | None  # [rows] float32
-    top_k: torch.Tensor  # [rows] int32
-    top_p: torch.Tensor | None  # [rows] float32
-    min_p: torch.Tensor | None  # [rows] float32
-    noise_keys: torch.Tensor | None  # [rows] int64
+    limits: torch.Tensor | None = None  # [rows, NUM_LIMITS] int32, words of `sampling_tile.LIMITS`
+    noise_keys: torch.Tensor | None = None  # [rows] int64
+    top_k: torch.Tensor | None = None  # [rows] int32
 
 
 # The kernels load scalars from these pointers. Specialising on their alignment would only compile more variants.
-UNALIGNED = ("source_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "noise_ptr")
+UNALIGNED = ("source_ptr", "limits_ptr", "top_k_ptr", "noise_ptr")
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _survey_kernel(
     stats_ptr, marks_ptr, logits_ptr, edited_ptr, source_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, noise_ptr, stride_logits,
+    limits_ptr, top_k_ptr, noise_ptr, stride_logits,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Survey one part of one row."""
@@ -155,9 +152,7 @@ def _survey_kernel(
     part = tl.program_id(0) % PARTS
     stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3)
     marks_ptr += row * (2 * PARTS + 4)
-    temperature, _, _, _, _, truncates = limits_of(
-        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB
-    )
+    temperature, _, _, _, _, truncates = limits_of(limits_ptr, top_k_ptr, row, VOCAB)
     chunk = part * CHUNKS + tl.arange(0, CHUNKS)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     source = row_source(source_ptr, row)
@@ -197,7 +192,7 @@ def exponent_scale(temperature):
 
 @triton.jit(do_not_specialize_on_alignment=("tokens_ptr", *UNALIGNED))
 def _combine_kernel(
-    tokens_ptr, stats_ptr, marks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    tokens_ptr, stats_ptr, marks_ptr, limits_ptr, top_k_ptr,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of one row and choose the cut.
@@ -208,8 +203,8 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3)
     marks_ptr += row * (2 * PARTS + 4)
-    temperature, top_k, top_p, min_p, limits_k, truncates = limits_of(
-        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB
+    temperature, top_k, top_p, reach, limits_k, truncates = limits_of(
+        limits_ptr, top_k_ptr, row, VOCAB
     )
     part = tl.arange(0, PADDED)
     held = part < PARTS
@@ -231,7 +226,7 @@ def _combine_kernel(
     enough_count = tl.full([], 0, tl.int32)
     enough_mass = tl.full([], 0.0, tl.float32)
     if truncates & (token >= 0):
-        by_mass = (top_p < 1.0) & (limits_k == 0) & (min_p == 0.0)
+        by_mass = (top_p < 1.0) & (limits_k == 0) & (reach == float("-inf"))
         cut = tl.full([], MINUS_INF_KEY, tl.int32)
         if limits_k | by_mass:
             count = tl.minimum(tl.where(limits_k, top_k, FULL), FULL)
@@ -240,10 +235,10 @@ def _combine_kernel(
         is_open = cut == MINUS_INF_KEY  # all ids become candidates
         enough_count = tl.where(limits_k & (is_open == 0), top_k, 0)
         enough_mass = tl.where(by_mass & (is_open == 0), top_p * total, 0.0)
-        if min_p > 0.0:
-            reach = temperature * tl.log(tl.maximum(min_p, LEAST_SHARE))
+        if reach > float("-inf"):
+            scaled_reach = temperature * reach
             # Lower the bound by more than the rounding errors of this line and of the division by the temperature.
-            lowest = highest + reach - (tl.abs(highest) + tl.abs(reach)) * 1e-6
+            lowest = highest + scaled_reach - (tl.abs(highest) + tl.abs(scaled_reach)) * 1e-6
             least = order_key(tl.maximum(lowest, -FLOAT_MAX))
             # Above this bound min-p removes all other ids, so that fewer candidates than k are enough.
             enough_count = tl.where(least >= cut, 0, enough_count)
@@ -329,7 +324,9 @@ def survey_rows(
         [rows] int64, output: the id with the best score of each row, -1 if all values are -inf. For greedy rows and for
         rows without top-k, top-p and min-p this is the sampled token.
     """
-    count, vocab = len(rows.top_k), rows.logits.shape[1]
+    limits = (rows.limits, rows.top_k)
+    count = max(len(given) for given in limits if given is not None)
+    vocab = rows.logits.shape[1]
     parts, chunks = config.num_parts(vocab), config.part_chunks
     shape = dict(VOCAB=vocab, PARTS=parts, CHUNKS=chunks)
     arch = device_arch(rows.logits.device)
@@ -337,7 +334,6 @@ def survey_rows(
     def options(resident: int) -> dict[str, int | bool]:
         return launch_options(arch, config.num_warps, 1, resident)
 
-    limits = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
     noise = None if rows.noise_keys is None else rows.noise_keys.view(torch.int32)
     stride = rows.logits.stride(0)
     _survey_kernel[(count * parts,)](

@@ -3,7 +3,7 @@
 For a row of logits x, in this order (as vLLM documents it)::
 
     y = x / temperature                                       temperature 0: greedy, the argmax of x
-    min-p    keep y >= max y + log(min_p)
+    min-p    keep y >= max y + log(min-p)
     top-k    keep the k largest
     top-p    keep the smallest set of the largest whose share of sum(exp y) reaches p, at least one
     token = argmax over the kept ids of y + Gumbel noise      a sample from their softmax
@@ -47,7 +47,7 @@ from quire.kernels.sampling.row_survey import (
     survey_rows,
 )
 from quire.kernels.sampling.sampling_tile import (
-    LEAST_SHARE,
+    LIMITS,
     MINUS_INF_KEY,
     best_of,
     find_candidates,
@@ -171,15 +171,13 @@ def _sample_kept(
 @triton.jit(do_not_specialize_on_alignment=("tokens_ptr", *UNALIGNED))
 def _sample_kernel(
     tokens_ptr, ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, edited_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, noise_ptr, stride_logits,
+    limits_ptr, noise_ptr, stride_logits,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr,
     PART_SLOTS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Sample one row that has top-k, top-p or min-p; other rows are done."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, min_p, limits_k, truncates = limits_of(
-        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB
-    )
+    temperature, top_k, top_p, reach, limits_k, truncates = limits_of(limits_ptr, None, row, VOCAB)
     marks_ptr += row * (2 * PARTS + 4) + PARTS
     if truncates & (tl.load(marks_ptr + PARTS + 1) >= 0):
         ids_ptr += row * 2 * PARTS * PART_SLOTS
@@ -188,8 +186,7 @@ def _sample_kernel(
         source = tl.load(marks_ptr + PARTS + 3).to(tl.int64)
         highest = scaled(tl.load(stats_ptr), temperature)
         total = tl.load(stats_ptr + 1)
-        lowest = highest + tl.log(tl.maximum(min_p, LEAST_SHARE))
-        lowest = tl.where(min_p > 0.0, lowest, float("-inf"))
+        lowest = highest + reach
         count, listed = find_candidates(
             ids_ptr, values_ptr, marks_ptr, tl.load(marks_ptr + PARTS + 2), tl.load(stats_ptr + 2),
             logits_ptr, edited_ptr, source, stride_logits,
@@ -200,14 +197,14 @@ def _sample_kernel(
         values_ptr += PARTS * PART_SLOTS
         threshold = tl.full([], MINUS_INF_KEY, tl.int32)
         ties = tl.full([], 0, tl.int32)
-        if min_p > 0.0:
+        if reach > float("-inf"):
             threshold = tl.maximum(threshold, order_key(lowest) - 1)
         # Top-k, then top-p: a loop, so that the compiled code has the search once.
         for step in range(2):
             by_mass = step == 1
             if tl.where(by_mass, top_p < 1.0, limits_k):
                 bottom = threshold
-                if by_mass & (limits_k | (min_p > 0.0)):
+                if by_mass & (limits_k | (reach > float("-inf"))):
                     total = _kept_mass(
                         threshold, ties, highest,
                         ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
@@ -231,10 +228,7 @@ def _sample_kernel(
 
 def sample_tokens(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    limits: torch.Tensor,
     noise_keys: torch.Tensor,
     *,
     edited: torch.Tensor | None = None,
@@ -249,10 +243,10 @@ def sample_tokens(
     ----------
     logits
         [rows, vocab] bfloat16, float16 or float32.
-    temperature, top_p, min_p
-        [rows] float32: temperature 0 is greedy; top_p in (0, 1], 1 is off; min_p in [0, 1], 0 is off.
-    top_k
-        [rows] int32; 0, or the vocabulary size and above, is off.
+    limits
+        [rows, NUM_LIMITS] int32, contiguous, words of `sampling_tile.LIMITS`: temperature float32, 0 is greedy; top-k
+        int32, 0 or the vocabulary size and above is off; top-p float32 in (0, 1], 1 is off; min-p float32 in [0, 1], 0
+        is off.
     noise_keys
         [rows] int64, the bits of `quire.kernels.sampling.noise.noise_keys`.
     edited, source
@@ -278,14 +272,10 @@ def sample_tokens(
     check_matrix("logits", logits, (None, None), FLOATS, device)
     rows, vocab = logits.shape
     check_bounds("vocab", vocab, 1, MAX_VOCAB)
-    for name, x, dtype in (
-        ("temperature", temperature, torch.float32),
-        ("top_k", top_k, torch.int32),
-        ("top_p", top_p, torch.float32),
-        ("min_p", min_p, torch.float32),
-        ("noise_keys", noise_keys, torch.int64),
-    ):
-        check_vector(name, x, rows, (dtype,), device)
+    check_matrix("limits", limits, (rows, len(LIMITS)), (torch.int32,), device)
+    if not limits.is_contiguous():
+        raise ValueError(f"limits: must be contiguous, got strides {limits.stride()}")
+    check_vector("noise_keys", noise_keys, rows, (torch.int64,), device)
     if (edited is None) != (source is None):
         raise ValueError("edited, source: must be given together, got one")
     if edited is not None:
@@ -298,13 +288,13 @@ def sample_tokens(
     work = Workspace.allocate(rows, vocab, device, config) if workspace is None else workspace
     work.check(rows, vocab, device, config)
     parts = config.num_parts(vocab)
-    given = Rows(logits, edited, source, temperature, top_k, top_p, min_p, noise_keys)
+    given = Rows(logits, edited, source, limits, noise_keys)
     survey_rows(given, work, config, out)
     # The survey has copied `source` into the workspace, so one variant of this kernel serves with and without edits.
     # fmt: off
     _sample_kernel[(rows,)](
         out, work.ids, work.values, work.stats, work.marks, logits, work.values if edited is None else edited,
-        temperature, top_k, top_p, min_p, noise_keys.view(torch.int32), logits.stride(0),
+        limits, noise_keys.view(torch.int32), logits.stride(0),
         VOCAB=vocab, PARTS=parts, PADDED=triton.next_power_of_2(parts), CHUNKS=config.part_chunks,
         PART_SLOTS=config.part_slots, TILE=config.tile, PIVOTS=config.pivots,
         **launch_options(device_arch(device), config.num_warps, 1, RESIDENT),

@@ -16,6 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# The limits of a row in the order of its words, float32 or int32.
+LIMITS = ("temperature", "top_k", "top_p", "min_p")
+NUM_LIMITS = tl.constexpr(len(LIMITS))
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 BINS = tl.constexpr(1024)
@@ -84,24 +87,29 @@ def likelihood(y, highest):
 
 
 @triton.jit
-def limits_of(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB: tl.constexpr):
-    """Load (temperature, top_k, top_p, min_p, top-k is in effect, the row is sampled from a subset of its ids).
+def limits_of(limits_ptr, top_k_ptr, row, VOCAB: tl.constexpr):
+    """Load (temperature, top_k, top_p, reach, top-k is in effect, the row is sampled from a subset of its ids).
 
-    Without `temperature_ptr` the row is not sampled: the caller wants its `top_k` largest values.
+    `reach` is the logarithm of min-p, -inf without it: min-p keeps y >= max y + reach. Without `limits_ptr` the row is
+    not sampled: the caller wants its `top_k` largest values.
     """
-    top_k = tl.load(top_k_ptr + row)
-    limits_k = (top_k > 0) & (top_k < VOCAB)
-    if temperature_ptr is None:
+    reach = tl.full([], float("-inf"), tl.float32)
+    if limits_ptr is None:
         temperature = tl.full([], 1.0, tl.float32)
+        top_k = tl.load(top_k_ptr + row)
         top_p = tl.full([], 1.0, tl.float32)
-        min_p = tl.full([], 0.0, tl.float32)
+        limits_k = (top_k > 0) & (top_k < VOCAB)
         truncates = top_k > 0
     else:
-        temperature = tl.load(temperature_ptr + row)
-        top_p = tl.load(top_p_ptr + row)
-        min_p = tl.load(min_p_ptr + row)
+        limits_ptr += row * NUM_LIMITS
+        temperature = tl.load(limits_ptr).to(tl.float32, bitcast=True)
+        top_k = tl.load(limits_ptr + 1)
+        top_p = tl.load(limits_ptr + 2).to(tl.float32, bitcast=True)
+        min_p = tl.load(limits_ptr + 3).to(tl.float32, bitcast=True)
+        limits_k = (top_k > 0) & (top_k < VOCAB)
         truncates = (temperature > 0.0) & (limits_k | (top_p < 1.0) | (min_p > 0.0))
-    return temperature, top_k, top_p, min_p, limits_k, truncates
+        reach = tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, LEAST_SHARE)), reach)
+    return temperature, top_k, top_p, reach, limits_k, truncates
 
 
 @triton.jit

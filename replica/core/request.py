@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, QuireError
-from quire.protos.field_checks import Range, invalid
-from quire.protos.sampling_bounds import INT32_MAX, PRIORITY
+from quire.protos.field_checks import INT32_MAX, Range, invalid
+from quire.protos.sampling_bounds import PRIORITY
 from quire.protos.wire import Facts, SamplingParams, TokenDelta
 from quire.replica.config import EngineConfig
 from quire.replica.core.sampling_checks import check_params

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.field_checks import Range, at_most, check_ids, invalid
+from quire.protos.field_checks import at_most, check_ids, invalid
 from quire.protos.sampling_bounds import (
-    INT32_MAX,
     MAX_BAD_WORD_SEQUENCES,
     MAX_BAD_WORD_TOKENS,
+    RANGES,
     check_sampling,
 )
 from quire.protos.wire import POOLINGS, SamplingParams
 
-_CHOICE = Range(0, INT32_MAX, is_integer=True)
-_PROMPT_LOGPROBS_START = Range(1, INT32_MAX, is_integer=True)
+# Numbers that must not be None.
+_REQUIRED = [name for name in RANGES if getattr(SamplingParams(), name) is not None]
 
 
 def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -29,9 +29,9 @@ def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Sequenc
     InvalidRequest
         Names the field, the bound and the value.
     """
+    for name in _REQUIRED:
+        RANGES[name].check(name, getattr(params, name))
     check_sampling(params, vocab_size)
-    _CHOICE.check("choice", params.choice)
-    _PROMPT_LOGPROBS_START.check("prompt_logprobs_start", params.prompt_logprobs_start)
     if params.pooling not in ("", *POOLINGS):
         raise invalid("pooling", f"one of {', '.join(POOLINGS)}, or empty", params.pooling)
     if params.pooling and params.prompt_logprobs is not None:

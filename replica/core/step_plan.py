@@ -1,13 +1,14 @@
 """Input and output of one step: pure data between the scheduler and the runner.
 
-A step is one forward pass over a ragged batch. The tokens of all rows are concatenated along one axis without padding:
-first the decode rows with one token each, then the prefill chunks.
+A step is one forward pass over a ragged batch. A row has `num_scheduled` tokens, and a token is sampled after each of
+the last `num_sampled` of them. The tokens of all rows are concatenated along one axis without padding.
 
 ```
- row          0    1    2        3              4
- token_ids  [ a ][ b ][ c ][ d d d d d d ][ e e e e ]     T tokens
- cu_q       0    1    2    3             9          13
-              decode rows     prefill chunks
+ row             0    1    2        3              4
+ token_ids     [ a ][ b ][ c ][ d d d d d d ][ e e e e ]     T tokens
+ cu_q          0    1    2    3             9          13
+ num_scheduled   1    1    1        6              4
+ num_sampled     1    1    1        0              1         rows 0 to 2 decode, 3 and 4 are chunks of prompts
 ```
 """
 
@@ -37,7 +38,7 @@ class TokenRules:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of P rows, which depend on how often each token has occurred.
+    """P rows with penalties, which depend on how often each token has occurred.
 
     The sampler keeps the counts on its device (`TokenCounts`) and adds each sampled token. The plan only has the tokens
     of rows that sample for the first time.
@@ -45,9 +46,6 @@ class Penalties:
 
     index: np.ndarray  # [P] int64, index among the S rows that sample
     row: np.ndarray  # [P] int64, rows in the request table
-    repetition: np.ndarray  # [P] float32, 1 = off
-    presence: np.ndarray  # [P] float32
-    frequency: np.ndarray  # [P] float32
     # (row, prompt ids, output ids) of each row that has sampled nothing since its request got it
     begun: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
 
@@ -68,17 +66,12 @@ class SamplingBatch(NamedTuple):
     """Sampling parameters of the S rows that sample a token in this step, in the order of the rows."""
 
     token_index: np.ndarray  # [S] int32, flat index in [0, T) of the hidden state to sample from
-    temperature: np.ndarray  # [S] float32, 0 = greedy
-    top_k: np.ndarray  # [S] int32, 0 = off
-    top_p: np.ndarray  # [S] float32, 1 = off
-    seed: np.ndarray  # [S] uint64
-    choice: np.ndarray  # [S] int32
+    columns: np.ndarray  # [S] `sampling_record.RECORD`
     # [S] int64, absolute position of the token to be sampled (prompt + output)
     position: np.ndarray
     # (index in [0, S), token ids that must not be sampled): EOS and stop ids before min_tokens, bad words of one token,
     # and the last token of each longer bad word if the output ends with the other tokens of the bad word
     suppressed: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    min_p: np.ndarray | None = None  # [S] float32, 0 = off
     rules: tuple[tuple[int, TokenRules], ...] = ()  # (index in [0, S), its rules)
     penalties: Penalties | None = None
     # (index in [0, S), its grammar); the sampler computes the masks after the forward pass is launched
@@ -89,8 +82,13 @@ class SamplingBatch(NamedTuple):
     rows: np.ndarray = _NO_ROWS
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes its most likely token."""
+        return not self.columns["temperature"].any()
+
+    @property
     def is_plain(self) -> bool:
-        """Whether no row needs more than temperature, top-k, top-p, min-p and noise."""
+        """Whether no row needs more than its limits (`sampling_record.LIMITS`) and noise."""
         return not (
             self.suppressed
             or self.rules
@@ -136,25 +134,43 @@ class PoolTargets:
     is_last: bool
 
 
-class StepPlan(NamedTuple):
-    """One step for the runner: n rows, T tokens.
+class BlockTables(NamedTuple):
+    """The block tables of a step's rows, in a larger array; 0 where a row has no block.
 
-    `block_tables` is one of two buffers, and is valid until the second plan after this one is made.
+    A step on the CPU copies them. A GPU has a table of its own, which `StepPlan.changes` keep up to date.
     """
+
+    tables: (
+        np.ndarray
+    )  # [G, R, max blocks] int32, for G layer groups: the request table's own array
+    rows: np.ndarray  # [n] int64 in [0, R)
+    width: int  # number of blocks of the longest row
+
+    @classmethod
+    def of(cls, tables: np.ndarray) -> BlockTables:
+        """All of [G, n, width] int32, for a plan made without a request table."""
+        return cls(tables, np.arange(tables.shape[1]), tables.shape[2])
+
+    def gather(self) -> np.ndarray:
+        """Copy the rows' tables, [G, n, width] int32."""
+        return np.ascontiguousarray(self.tables[:, self.rows, : self.width])
+
+
+class StepPlan(NamedTuple):
+    """One step for the runner: n rows, T tokens. `block_tables` is valid until the request table changes."""
 
     # Number of the step, counted from 1.
     step: int
-    # Number of decode rows, which are the first rows and have one token each.
-    num_decode_rows: int
-    token_ids: (
-        np.ndarray
-    )  # [T] int32; not valid for `decode_rows`, whose tokens may not be known yet
+    # [T] int32. -1 - r stands for the token that was last sampled for row r of the request table. The device keeps it;
+    # the host may not know it yet.
+    token_ids: np.ndarray
     positions: np.ndarray  # [T] int32, absolute position of each token in its sequence
     cu_q: np.ndarray  # [n + 1] int32, row i owns tokens [cu_q[i], cu_q[i + 1])
+    num_sampled: (
+        np.ndarray
+    )  # [n] int32, a token is sampled after each of the row's last `num_sampled` tokens
     kv_len: np.ndarray  # [n] int32, tokens in the cache after this step
-    # [G, n, max blocks of the batch] int32, for G layer groups; 0 where a row has no block (beyond its last block and
-    # before its window)
-    block_tables: np.ndarray
+    block_tables: BlockTables
     # [G, T] int64, block_id * block_size + offset: where each token's KV is written
     slots: np.ndarray
     sampling: SamplingBatch
@@ -172,9 +188,9 @@ class StepPlan(NamedTuple):
     state_saves: np.ndarray = _NO_SAVES
     # Whether the step uses blocks restored by this step or an earlier one that may not have arrived.
     uses_restores: bool = True
-    # [D] int64, request-table rows of the step's first D rows. The input of each is the token that was last sampled for
-    # it, which the device keeps. D is `num_decode_rows`, or 0 if `token_ids` has all tokens.
-    decode_rows: np.ndarray = _NO_ROWS
+    # A hint for graphs, and for measuring speed: the first rows of the step have one token each, which is the one that
+    # was last sampled for them.
+    num_decode_rows: int = 0
     # [n] int64, rows of the request table; empty: the plan was made without a request table
     rows: np.ndarray = _NO_ROWS
     # Changes of the request table since the plan before.
@@ -191,6 +207,11 @@ class StepPlan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_scheduled(self) -> np.ndarray:
+        """[n] int32, number of tokens of each row."""
+        return np.diff(self.cu_q)
 
     def written_blocks(self, block_size: int) -> np.ndarray:
         """The blocks that the step's tokens and `copies` write to, [m] int64, each once."""

@@ -11,25 +11,15 @@ Block-table entries that a row gives up are not reported, because they are writt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from quire.replica.core.sampling_record import RECORD
+
 _NO_PLACES = np.empty(0, np.int64)
 _NO_BLOCKS = np.empty(0, np.int32)
-
-
-class ClaimedRows(NamedTuple):
-    """c rows that were given to a request, and the request's sampling parameters."""
-
-    rows: np.ndarray  # [c] int64
-    temperature: np.ndarray  # [c] float32
-    top_p: np.ndarray  # [c] float32
-    min_p: np.ndarray  # [c] float32
-    top_k: np.ndarray  # [c] int32
-    seed: np.ndarray  # [c] uint64
-    choice: np.ndarray  # [c] int32
+_NO_RECORDS = np.empty(0, RECORD)
 
 
 class TableChanges(NamedTuple):
@@ -38,7 +28,10 @@ class TableChanges(NamedTuple):
     # (first layer group, [k] int64 indices into one group's flattened table, blocks). The blocks are [k] int32 for the
     # first group, or [G - first group, k] int32 for that group and all later ones.
     blocks: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
-    claimed: ClaimedRows | None = None
+    claimed: np.ndarray = _NO_PLACES  # [c] int64, unique rows that were given to a request
+    sampling: np.ndarray = (
+        _NO_RECORDS  # [c] `sampling_record.RECORD`, the sampling parameters of these rows
+    )
 
     def flat(self, group_stride: int) -> tuple[np.ndarray, np.ndarray]:
         """Unique indices into the flattened table [G, rows, max blocks] ([k] int64), and their blocks ([k] int32).
@@ -90,17 +83,17 @@ class TableJournal:
         """Record that the row was given to a request."""
         self._claimed.append(row)
 
-    def take(self, columns_of: Callable[[Sequence[int]], ClaimedRows]) -> TableChanges:
+    def take(self, sampling: np.ndarray) -> TableChanges:
         """Take all changes since the last call.
 
         Parameters
         ----------
-        columns_of
-            Returns the sampling parameters of the given rows.
+        sampling
+            [R] `sampling_record.RECORD` of all rows.
         """
         if not self._blocks and not self._claimed:
             return NO_CHANGES
-        claimed = columns_of(sorted(set(self._claimed))) if self._claimed else None
-        changes = TableChanges(tuple(self._blocks), claimed)
+        claimed = np.unique(np.array(self._claimed, np.int64))
+        changes = TableChanges(tuple(self._blocks), claimed, sampling.take(claimed))
         self._blocks, self._claimed = [], []
         return changes

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from quire.replica.config import EngineConfig
+from quire.replica.core.sampling_record import records
 from quire.replica.core.step_plan import (
+    BlockTables,
     Penalties,
     PromptTargets,
     SamplingBatch,
@@ -38,32 +40,35 @@ class TrashPlans:
         positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
         rows = np.full(num_rows, self._config.num_rows)  # the padding row
         decodes = max(lengths) == 1
-        columns = SamplingBatch(
+        batch = SamplingBatch(
             token_index=cu_q[1:] - 1,
-            temperature=np.full(num_rows, temperature, np.float32),
-            top_k=np.full(num_rows, min(20, self._config.vocab_size), np.int32),
-            top_p=np.full(num_rows, 0.9, np.float32),
-            seed=np.zeros(num_rows, np.uint64),
-            choice=np.zeros(num_rows, np.int32),
+            columns=records(
+                num_rows,
+                temperature=temperature,
+                top_k=min(20, self._config.vocab_size),
+                top_p=0.9,
+            ),
             position=np.asarray(lengths, np.int64),
             rows=rows,
         )
         return StepPlan(
             step=0,
-            num_decode_rows=sum(n == 1 for n in lengths),
-            token_ids=np.zeros(num_tokens, np.int32),
+            token_ids=(-1 - rows if decodes else np.zeros(num_tokens)).astype(np.int32),
             positions=positions,
             cu_q=cu_q,
+            num_sampled=np.ones(num_rows, np.int32),
             kv_len=np.asarray(lengths, np.int32),
-            block_tables=np.full(
-                (self._num_groups, num_rows, -(-max(lengths) // block_size)), trash, np.int32
+            block_tables=BlockTables.of(
+                np.full(
+                    (self._num_groups, num_rows, -(-max(lengths) // block_size)), trash, np.int32
+                )
             ),
             slots=np.tile(
                 trash * block_size + positions.astype(np.int64) % block_size, (self._num_groups, 1)
             ),
-            sampling=columns,
-            decode_rows=rows if decodes else rows[:0],
+            sampling=batch,
             rows=rows,
+            num_decode_rows=num_rows if decodes else 0,
         )
 
     def special_plan(self, num_rows: int) -> StepPlan:
@@ -72,15 +77,15 @@ class TrashPlans:
         The penalties leave token counts in row 0. The first request with penalties in that row resets them.
         """
         plan = self.plan([1] * num_rows, 0.0)
-        one, zero = np.ones(1, np.float32), np.zeros(1, np.int64)
+        zero = np.zeros(1, np.int64)
         two_ids = TokenRules(allowed_ids=np.arange(2))
         return plan._replace(
             sampling=plan.sampling._replace(
                 suppressed=tuple((i, (1,)) for i in range(num_rows)),
                 rules=tuple((i, two_ids) for i in range(num_rows)),
-                penalties=Penalties(zero, zero, one, one, one, ((0, zero, zero),)),
+                penalties=Penalties(zero, zero, ((0, zero, zero),)),
                 logprobs=tuple((i, 1) for i in range(num_rows)),
             ),
             prompts=(PromptTargets(self._config.num_rows, 0, 1, zero, 1),),
-            decode_rows=plan.decode_rows[:0],
+            num_decode_rows=0,
         )

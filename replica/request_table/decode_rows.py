@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.replica.request_table.row_columns import RowColumns
+
 _NONE = np.empty(0, np.int64)
 _MANY = np.iinfo(np.int32).max
 # Constants as numpy arrays: numpy adds an array in half the time of a Python number.
@@ -31,20 +33,14 @@ class DecodeRows:
 
     block_size: int
     ids: np.ndarray  # [D] int64
-    owners: np.ndarray  # [D] int64, `RowTable.owners`: number of the row's request
+    columns: RowColumns  # those with `in_decodes`, [D] each
+    token_ids: (
+        np.ndarray
+    )  # [D] int32, -1 - row: the token is the one that was last sampled for the row
     cu_q: np.ndarray  # [D + 1] int32
-    keys: np.ndarray  # [D] object
-    sources: np.ndarray  # [D] int32
-    stream_ids: np.ndarray  # [D] int64
-    num_prompt_tokens: np.ndarray  # [D] int32
-    run_length: np.ndarray  # [D] int32
-    temperature: np.ndarray  # [D] float32
-    top_k: np.ndarray  # [D] int32
-    top_p: np.ndarray  # [D] float32
-    seed: np.ndarray  # [D] uint64
-    choice: np.ndarray  # [D] int32
+    num_sampled: np.ndarray  # [D] int32, 1 each
     table_begin: np.ndarray  # [D] int64, offset of the row in the flattened tables of a group
-    # Whether no row has a minimum of tokens, a constraint, a penalty, min_p or log-probabilities.
+    # Whether no row has a minimum of tokens, a constraint, a penalty or log-probabilities.
     is_plain: bool
 
     # The fields below describe the token that each row computes in the next step.
@@ -87,7 +83,7 @@ class DecodeRows:
         self.begun_index = block_index[self.begun]
         self.filling = (self.offset == self.block_size - 1).nonzero()[0]
         self.num_blocks = int(block_index.max(initial=-1)) + 1
-        self.num_left = int((self.run_length - self.length).min(initial=_MANY))
+        self.num_left = int((self.columns.run_length - self.length).min(initial=_MANY))
         self.slots = None
         self.is_located = True
 

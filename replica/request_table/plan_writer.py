@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.replica.core.step_plan import PoolTargets, PromptTargets, SamplingBatch, StepPlan
+from quire.replica.core.step_plan import (
+    BlockTables,
+    PoolTargets,
+    PromptTargets,
+    SamplingBatch,
+    StepPlan,
+)
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.request_table.rows import RowTable
+from quire.replica.request_table.sampling_batches import gather_batch
 
 
 class PlanWriter:
@@ -32,13 +39,11 @@ class PlanWriter:
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
         """Write the plan of a step, and count its tokens as computed.
 
-        The plan's block tables are valid until the second plan after this one is written.
-
         Parameters
         ----------
         decodes
-            Rows that compute one token, as the row table has just returned them. Without chunks they move on by one
-            token.
+            Rows with one token, as the row table has just returned them. In a step of only such rows, which is most
+            steps, their arrays are those of the step before, moved on by one token.
         chunks
             (row, number of tokens) of each prefill.
         copies
@@ -49,92 +54,94 @@ class PlanWriter:
         The plan, its rows ([n] int64), and its rows that sample ([S] int64).
         """
         if chunks:
-            return self._write_mixed(step, decodes.ids, chunks, copies)
+            return self._write_ragged(step, decodes, chunks, copies)
         table = self._table
         rows, kv_len = decodes.ids, decodes.length
         if decodes.is_plain:
             sampling = SamplingBatch(
                 token_index=decodes.cu_q[:-1],
-                temperature=decodes.temperature,
-                top_k=decodes.top_k,
-                top_p=decodes.top_p,
-                seed=decodes.seed,
-                choice=decodes.choice,
+                columns=decodes.columns.sampling,
                 position=kv_len.astype(np.int64),
                 rows=rows,
             )
         else:
-            sampling = table.sampling.batch(table, rows, decodes.cu_q[:-1], kv_len)
+            sampling = gather_batch(table, rows, decodes.cu_q[:-1], kv_len)
         plan = StepPlan(
             step=step,
-            num_decode_rows=len(rows),
-            token_ids=table.last_token[rows],
+            token_ids=decodes.token_ids,
             positions=decodes.position,
             cu_q=decodes.cu_q,
+            num_sampled=decodes.num_sampled,
             kv_len=kv_len,
-            block_tables=table.planned.take(rows, decodes.num_blocks, decodes),
+            block_tables=BlockTables(table.block_tables, rows, decodes.num_blocks),
             slots=decodes.take_slots(table.flat_tables),
             sampling=sampling,
-            decode_rows=rows,
             rows=rows,
-            changes=table.journal.take(table.sampling.claimed),
+            changes=table.journal.take(table.sampling),
+            num_decode_rows=len(rows),
         )
         table.count_computed(rows, kv_len, len(rows), 0)
         decodes.advance()
         return plan, rows, rows
 
-    def _write_mixed(
+    def _write_ragged(
         self,
         step: int,
-        decode_rows: np.ndarray,
+        decodes: DecodeRows,
         chunks: Sequence[tuple[int, int]],
         copies: Sequence[tuple[int, int]],
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
-        table = self._table
-        rows = np.concatenate([decode_rows, np.array([row for row, _ in chunks], np.int64)])
-        num_q = np.ones(len(rows), np.int32)
-        num_q[len(decode_rows) :] = [count for _, count in chunks]
+        """Write the plan of rows with any numbers of tokens."""
+        table, num_decodes = self._table, len(decodes)
+        rows = np.concatenate([decodes.ids, np.array([row for row, _ in chunks], np.int64)])
+        num_scheduled = np.ones(len(rows), np.int32)
+        num_scheduled[num_decodes:] = [count for _, count in chunks]
         cu_q = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(num_q, out=cu_q[1:])
+        np.cumsum(num_scheduled, out=cu_q[1:])
         start = table.num_computed[rows]
-        kv_len = start + num_q
-        positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
-        # Every decoding row samples. Its newest token may not be recorded yet, so only chunks compare lengths.
-        samples = np.ones(len(rows), bool)
-        chunked = slice(len(decode_rows), None)
-        samples[chunked] = kv_len[chunked] == table.length[rows[chunked]]
-        samples[chunked] &= ~table.sampling.pooled[rows[chunked]]
-        samples = np.flatnonzero(samples)
-        sample_rows = rows[samples]
-        block_size = table.block_size
-        block_index = positions // block_size
-        slots = table.block_tables[:, np.repeat(rows, num_q), block_index].astype(
-            np.int64, order="C"
+        kv_len = start + num_scheduled
+        positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(
+            cu_q[:-1] - start, num_scheduled
         )
-        slots *= block_size
-        slots += positions - block_index * block_size
+        # A chunk samples if it ends at the row's last token. The newest token of a decoding row may not be recorded
+        # yet, so its length is not compared.
+        num_sampled = np.ones(len(rows), np.int32)
+        chunked = rows[num_decodes:]
+        is_last = kv_len[num_decodes:] == table.length[chunked]
+        num_sampled[num_decodes:] = is_last & ~table.is_pooled[chunked]
+        sample_rows = np.repeat(rows, num_sampled)
+        token_index = sampled_tokens(cu_q, num_sampled)
+        begins = cu_q[num_decodes:].tolist()
         plan = StepPlan(
             step=step,
-            num_decode_rows=len(decode_rows),
-            token_ids=self._chunk_tokens(decode_rows, chunks, cu_q),
+            token_ids=self._token_ids(decodes, chunks),
             positions=positions,
             cu_q=cu_q,
+            num_sampled=num_sampled,
             kv_len=kv_len,
-            block_tables=table.planned.take(rows, -(-int(kv_len.max()) // block_size)),
-            slots=slots,
-            sampling=table.sampling.batch(
-                table, sample_rows, cu_q[samples + 1] - 1, kv_len[samples]
+            block_tables=BlockTables(
+                table.block_tables, rows, -(-int(kv_len.max()) // table.block_size)
             ),
+            slots=self._slots(np.repeat(rows, num_scheduled), positions),
+            sampling=gather_batch(table, sample_rows, token_index, positions[token_index] + 1),
             copies=tuple(copies),
-            prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
-            pooling=self._pool_targets(chunks, cu_q[len(decode_rows) :].tolist()),
-            decode_rows=decode_rows,
+            prompts=self._prompt_targets(chunks, begins),
+            pooling=self._pool_targets(chunks, begins),
             rows=rows,
-            changes=table.journal.take(table.sampling.claimed),
+            changes=table.journal.take(table.sampling),
+            num_decode_rows=num_decodes,
         )
-        num_decode_rows = len(decode_rows)
-        table.count_computed(rows, kv_len, num_decode_rows, int(cu_q[-1]) - num_decode_rows)
+        table.count_computed(rows, kv_len, num_decodes, int(cu_q[-1]) - num_decodes)
         return plan, rows, sample_rows
+
+    def _slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[G, T] int64, the slots of tokens [T] at these positions of their rows."""
+        table, block_size = self._table, self._table.block_size
+        index = positions // block_size
+        slots: np.ndarray = table.block_tables[:, rows, index].astype(np.int64, order="C")
+        slots *= block_size
+        slots += positions - index * block_size
+        return slots
 
     def _prompt_targets(
         self, chunks: Sequence[tuple[int, int]], begins: Sequence[int]
@@ -164,7 +171,7 @@ class PlanWriter:
         """The tokens in these chunks with hidden states that are pooled; the parameters are those above."""
         table, targets = self._table, []
         for (row, count), begin in zip(chunks, begins[:-1], strict=True):
-            if not table.sampling.pooled[row]:
+            if not table.is_pooled[row]:
                 continue
             request = table.request(row)
             start = int(table.num_computed[row])
@@ -176,15 +183,17 @@ class PlanWriter:
                 targets.append(PoolTargets(row, begin, begin + end - first, end, is_last))
         return tuple(targets)
 
-    def _chunk_tokens(
-        self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray
-    ) -> np.ndarray:
-        table = self._table
-        token_ids = np.empty(cu_q[-1], np.int32)
-        token_ids[: len(decode_rows)] = table.last_token[decode_rows]
-        begin = len(decode_rows)
+    def _token_ids(self, decodes: DecodeRows, chunks: Sequence[tuple[int, int]]) -> np.ndarray:
+        parts = [decodes.token_ids]
         for row, count in chunks:
-            start = int(table.num_computed[row])
-            token_ids[begin : begin + count] = table.request(row).token_ids[start : start + count]
-            begin += count
-        return token_ids
+            start = int(self._table.num_computed[row])
+            parts.append(self._table.request(row).token_ids[start : start + count])
+        return np.concatenate(parts)
+
+
+def sampled_tokens(cu_q: np.ndarray, num_sampled: np.ndarray) -> np.ndarray:
+    """[S] int32, flat indices of the last `num_sampled` tokens of each row, in the order of the rows."""
+    end = np.cumsum(num_sampled)
+    offset = np.arange(int(end[-1]), dtype=np.int32) - np.repeat(end, num_sampled)
+    index: np.ndarray = np.repeat(cu_q[1:], num_sampled) + offset
+    return index.astype(np.int32)

@@ -20,7 +20,6 @@ later query could see them. Later blocks are allocated when their tokens are sch
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,14 +27,13 @@ from quire.replica.core.request import FinishReason, Request
 from quire.replica.core.table_changes import TableJournal
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.request_table.decode_rows import DecodeRows
-from quire.replica.request_table.planned_tables import PlannedTables
-from quire.replica.request_table.sampling_columns import SamplingColumns
+from quire.replica.request_table.row_columns import RowColumns
 
 _MAX_INT32 = 2**31 - 1
 
 
-class RowTable:
-    """Rows of running requests, as numpy columns.
+class RowTable(RowColumns):
+    """Rows of running requests, as numpy columns (`RowColumns`).
 
     Parameters
     ----------
@@ -59,30 +57,13 @@ class RowTable:
         vocab_size: int,
         groups: Sequence[LayerGroup] = (FULL_ATTENTION,),
     ):
+        super().__init__(max_rows)
         self.block_size = block_size
         self.groups = tuple(groups)
         # Indices of the groups that give blocks back when these fall out of the window or the attention chunk.
         self.sliding = [g for g, group in enumerate(groups) if not group.is_full]
         self.requests: list[Request | None] = [None] * max_rows
-        self.keys = np.empty(max_rows, dtype=object)  # [R] `Request.key`
-        self.sources = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.source`
-        self.stream_ids = np.zeros(max_rows, dtype=np.int64)  # [R] `Request.stream_id`
-        self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
-        # [R] number of the row's request (`claim` counts over all rows); 0: no request. A step keeps the owners of its
-        # rows, and compares them to find out whether a row still belongs to the same request.
-        self.owners = np.zeros(max_rows, dtype=np.int64)
         self._num_owners = 0
-        self.decoding = np.zeros(max_rows, dtype=bool)  # [R] the request's phase is DECODING
-        self.paused = np.zeros(max_rows, dtype=bool)  # [R] keeps its blocks, computes nothing
-        self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
-        self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
-        self.num_computed = np.zeros(max_rows, dtype=np.int32)  # [R] with KV, planned steps too
-        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)  # [R] the client's prompt
-        self.run_length = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.run_length`
-        self.min_length = np.zeros(max_rows, dtype=np.int32)  # [R] no EOS or stop id before it
-        self.last_token = np.zeros(max_rows, dtype=np.int32)  # [R]
-        self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
-        self.sampling = SamplingColumns(max_rows)
         num_groups = len(self.groups)
         self.first_block = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
         self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
@@ -96,9 +77,7 @@ class RowTable:
         self._free = list(range(max_rows - 1, -1, -1))
         # Last result of `decode_rows`; None: the set of decoding rows has changed since.
         self._decode_rows: DecodeRows | None = None
-        # For `PlanWriter`: tables of the last plans, and changes since the last plan.
-        self.planned = PlannedTables(self.block_tables)
-        self.journal = TableJournal()
+        self.journal = TableJournal()  # changes since the last plan
         self.num_decode_tokens = 0  # total number of computed tokens of the decoding rows
         self.num_missing_tokens = 0  # total number of tokens that the prefilling rows still lack
 
@@ -119,25 +98,12 @@ class RowTable:
             For each group the request's blocks, starting with the first one that the next token sees.
         """
         row = self._free.pop()
-        params = request.params
         request.row = row
         self.requests[row] = request
-        self.keys[row] = request.key
-        self.sources[row] = request.source
-        self.stream_ids[row] = request.stream_id
-        self.active[row] = True
+        self.write(row, request)
         self._num_owners += 1
         self.owners[row] = self._num_owners
-        self.decoding[row] = False
-        self.paused[row] = request.is_paused
-        self.arrival_index[row] = request.arrival_index
-        self.length[row] = request.num_tokens
         self.num_computed[row] = num_computed
-        self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.run_length[row] = request.run_length
-        self.min_length[row] = request.num_prompt_tokens + params.min_tokens
-        self.sampling.claim(row, request)
-        self.stop_ids[row] = tuple(sorted(request.stop_ids))
         self._num_enders[list(request.stop_ids)] += 1
         for g, (group, own) in enumerate(zip(self.groups, blocks, strict=True)):
             first = int(group.first_key(num_computed)) // self.block_size
@@ -235,7 +201,10 @@ class RowTable:
         """The rows that are decoding and not paused, with their current positions."""
         decodes = self._decode_rows
         if decodes is None or (decodes.is_located and decodes.num_left <= 0):
-            decodes = self._decode_rows = self._gather(np.flatnonzero(self._decodes(slice(None))))
+            # Not after their last token, even if it is in flight.
+            is_short = self.num_computed + 1 < self.run_length
+            ids = np.flatnonzero(self.decoding & ~self.paused & is_short)
+            decodes = self._decode_rows = self._gather(ids)
         if not decodes.is_located:
             decodes.locate(self.num_computed[decodes.ids])
         return decodes
@@ -253,32 +222,19 @@ class RowTable:
         return decodes
 
     def _gather(self, ids: np.ndarray) -> DecodeRows:
-        num_prompt_tokens = self.num_prompt_tokens[ids]
+        columns = self.gather(ids)
         return DecodeRows(
             block_size=self.block_size,
             ids=ids,
-            owners=self.owners[ids],
+            columns=columns,
+            token_ids=(-1 - ids).astype(np.int32),
             cu_q=np.arange(len(ids) + 1, dtype=np.int32),
-            keys=self.keys[ids],
-            sources=self.sources[ids],
-            stream_ids=self.stream_ids[ids],
-            num_prompt_tokens=num_prompt_tokens,
-            run_length=self.run_length[ids],
-            temperature=self.sampling.temperature[ids],
-            top_k=self.sampling.top_k[ids],
-            top_p=self.sampling.top_p[ids],
-            seed=self.sampling.seed[ids],
-            choice=self.sampling.choice[ids],
+            num_sampled=np.ones(len(ids), np.int32),
             table_begin=ids * self.block_tables.shape[2],
             is_plain=not (
-                self.sampling.special[ids] | (self.min_length[ids] > num_prompt_tokens)
+                self.is_special[ids] | (self.min_length[ids] > columns.num_prompt_tokens)
             ).any(),
         )
-
-    def _decodes(self, rows: Any) -> Any:
-        """[n] bool, whether these rows decode in the next step; not after their last token, even if it is in flight."""
-        is_short = self.num_computed[rows] + 1 < self.run_length[rows]
-        return self.decoding[rows] & ~self.paused[rows] & is_short
 
     @property
     def current_decodes(self) -> DecodeRows | None:
@@ -345,10 +301,6 @@ class RowTable:
         self.flat_tables[:, at] = own
         self.journal.write(at, own)
         self.num_blocks[:, decodes.ids[lacking]] = index + 1
-        if decodes is self._decode_rows:
-            self.planned.append(lacking, index, own)
-        else:
-            self.planned.mark_changed(decodes.ids[lacking])
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append the same number of blocks to the row's table in each sliding-window group."""
@@ -383,18 +335,15 @@ class RowTable:
                 freed += table.tolist()
                 table[:] = 0
                 self.first_block[g, row] = end
-            self.planned.mark_changed(rows[stale][self._decodes(rows[stale])])
         return freed
 
     def replace_block(self, g: int, row: int, i: int, block: int) -> None:
         """Replace the block at index i in the row's table of group g by another one with the same content."""
         self.block_tables[g, row, i] = block
         self._journal_span(g, row, i, i + 1)
-        if self._decodes(row):
-            self.planned.mark_changed(np.array([row]))
-            if self._decode_rows is not None:
-                # The block may be the one of the next token.
-                self._decode_rows.slots = None
+        if self._decode_rows is not None:
+            # The block may be the one of the next token.
+            self._decode_rows.slots = None
 
     def _journal_span(self, g: int, row: int, begin: int, end: int) -> None:
         """Record a change of the entries [begin, end) in the row's table of group g."""
@@ -441,7 +390,6 @@ class RowTable:
         if cu is None:
             owners, position = rows, begin
             length: np.ndarray = begin + 1
-            self.last_token[rows] = token_ids
         else:
             count = np.diff(cu)
             owners, length = np.repeat(rows, count), begin + count
@@ -450,7 +398,6 @@ class RowTable:
             for i in (begin % self.block_size + count > self.block_size).nonzero()[0].tolist():
                 self.flush(rows[i])
                 self.request(rows[i]).append(token_ids[cu[i] : cu[i + 1]].tobytes())
-            self.last_token[rows[count > 0]] = token_ids[cu[1:][count > 0] - 1]
         self._flat_tail[owners * self.block_size + position % self.block_size] = token_ids
         self.length[rows] = length
         return length
@@ -458,7 +405,6 @@ class RowTable:
     def record_decodes(self, decodes: DecodeRows, token_ids: np.ndarray) -> np.ndarray:
         """Fast path of `record` for a step of these decoding rows only, if each still belongs to its request."""
         self._flat_tail[decodes.tail_index] = token_ids
-        self.last_token[decodes.ids] = token_ids
         self.length[decodes.ids] = decodes.length
         return decodes.length
 
@@ -490,7 +436,7 @@ class RowTable:
         for i in reasons:
             ends[int(rows[i])] = min(i, ends.get(int(rows[i]), i))
         if decodes is None or not decodes.is_plain:
-            for i in self.sampling.has_grammar[rows].nonzero()[0].tolist():
+            for i in self.has_grammar[rows].nonzero()[0].tolist():
                 row = int(rows[i])
                 grammar, has_ended = self.request(row).grammar, ends.get(row, i) < i
                 if grammar is not None and not has_ended and grammar.advance(int(token_ids[i])):

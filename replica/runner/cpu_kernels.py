@@ -13,6 +13,7 @@ from quire.kernels.cpu import cpu_attention_native, native_library
 from quire.kernels.cpu.cpu_attention_torch import choose_query_tokens
 from quire.kernels.cpu.cpu_call_sequence import Workspace
 from quire.replica.config import EngineConfig
+from quire.replica.core.sampling_record import LIMITS
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup
@@ -23,10 +24,9 @@ from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.output_head import split_model
 from quire.replica.model.own_attention import attends_itself
 from quire.replica.runner.cpu_forward import CpuForward
-from quire.replica.runner.device_table import SamplerArguments
 from quire.replica.runner.model_kernels import ModelKernels
 from quire.replica.runner.step_outputs import StepOutputs, TokenSlot
-from quire.replica.sampling.sampler import SamplingOptions, sample_tokens
+from quire.replica.sampling.sampler import sample_tokens
 
 
 class CpuStepOutputs(StepOutputs):
@@ -117,9 +117,10 @@ class CpuKernels(ModelKernels):
         """See `ModelKernels.outputs`."""
         return CpuStepOutputs(device, max_rows)
 
-    def sample(self, logits: torch.Tensor, columns: SamplerArguments) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, limits: torch.Tensor, noise_keys: torch.Tensor
+    ) -> torch.Tensor:
         """See `ModelKernels.sample`."""
-        keys = columns.noise_keys.numpy().view(np.uint64)
-        temperature, top_k, top_p, min_p, _ = (column.numpy() for column in columns)
-        limits = (temperature, top_k, top_p, min_p)
-        return sample_tokens(logits.float(), SamplingOptions(*limits, lambda random: keys[random]))
+        keys = noise_keys.numpy().view(np.uint64)
+        columns = limits.numpy().view(LIMITS)[:, 0]
+        return sample_tokens(logits.float(), columns, lambda random: keys[random])

@@ -58,7 +58,7 @@ class CpuSteps:
 
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Sample:
         """Compute the forward pass; the returned function samples."""
-        inputs, tables = direct_inputs(plan), torch.from_numpy(plan.block_tables)
+        inputs, tables = direct_inputs(plan), torch.from_numpy(plan.block_tables.gather())
         logits: list[torch.Tensor] = []
 
         def compute() -> None:
@@ -92,7 +92,7 @@ class CpuSteps:
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """See `DeviceSteps.logits`."""
-        tables = torch.from_numpy(plan.block_tables)
+        tables = torch.from_numpy(plan.block_tables.gather())
         with torch.inference_mode():
             return self._ragged.logits(plan, direct_inputs(plan), tables).float()
 

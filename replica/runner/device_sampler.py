@@ -19,7 +19,6 @@ import torch
 from quire.replica.core.step_plan import NO_TOKEN, SamplingBatch
 from quire.replica.device.device import Device
 from quire.replica.device.staging import Staged, Staging
-from quire.replica.runner.device_table import SamplerArguments
 from quire.replica.sampling.sampling_arrays import EditArrays, SamplingArrays
 from quire.replica.sampling.step_sampler import Masks
 from quire.replica.sampling.token_counts import TokenCounts
@@ -32,8 +31,6 @@ class StagedSampling:
     arrays: Staged
     # One more than the last table row with a new token history here; 0: there is none.
     num_rows: int
-    # Whether the sampling columns are here; otherwise the request table on the device has them.
-    has_columns: bool
 
 
 class DeviceSampler:
@@ -50,21 +47,21 @@ class DeviceSampler:
         self._staging = Staging(device)
         self._counts = TokenCounts(vocab_size, device.torch_device)
 
-    def stage(self, batch: SamplingBatch, masks: Masks, *, has_columns: bool) -> StagedSampling:
+    def stage(self, batch: SamplingBatch, masks: Masks, *, has_limits: bool) -> StagedSampling:
         """Copy the sampling options of a batch to pinned memory. Call `queued` after `sample` is queued.
 
         Parameters
         ----------
         masks
             Future of the masks of the batch's grammars, or None.
-        has_columns
-            Whether the request table on the device has the sampling columns; otherwise they are staged too.
+        has_limits
+            Whether the request table on the device has the rows' limits; otherwise they are staged, with noise keys.
         """
         filled = None if masks is None else masks.result()
         edits = EditArrays.of(batch, filled, self._vocab_size)
-        other = SamplingArrays.of(batch, edits, self._vocab_size, has_columns=has_columns)
+        other = SamplingArrays.of(batch, edits, self._vocab_size, has_limits=has_limits)
         staged = self._staging.write([(array, array.dtype.type) for array in (*edits, *other)])
-        return StagedSampling(staged, 1 + int(other.begun.max(initial=-1)), not has_columns)
+        return StagedSampling(staged, 1 + int(other.begun.max(initial=-1)))
 
     def queued(self) -> None:
         """Record that the sampling with the last staged options is queued; their memory is reused after it has run."""
@@ -74,7 +71,8 @@ class DeviceSampler:
         self,
         logits: torch.Tensor,
         staged: StagedSampling,
-        columns: SamplerArguments | None,
+        limits: torch.Tensor | None,
+        noise_keys: torch.Tensor | None,
         scores: torch.Tensor,
     ) -> torch.Tensor:
         """Sample one token per row. Part of a step's queued work.
@@ -83,8 +81,8 @@ class DeviceSampler:
         ----------
         logits
             [S, vocab] of any dtype.
-        columns
-            Sampling columns of the rows; None if they were staged.
+        limits, noise_keys
+            [S, NUM_LIMITS] int32 and [S] int64; None if they were staged.
         scores
             [max rows, 1 + 2 width] float32. Entry i receives the log-probs of the i-th row that asked for them.
 
@@ -105,10 +103,9 @@ class DeviceSampler:
         if len(edits.rows):
             edited = edit_logits(logits, Edits(**edits._asdict(), counts=self._counts.table))
             source = other.source
-        if staged.has_columns:
-            columns = SamplerArguments(*other[-len(SamplerArguments._fields) :])
-        assert columns is not None
-        tokens = sample_tokens(logits, *columns, edited=edited, source=source)
+        if limits is None or noise_keys is None:
+            limits, noise_keys = other.limits, other.noise_keys
+        tokens = sample_tokens(logits, limits, noise_keys, edited=edited, source=source)
         if len(other.constrained):
             found = tokens.index_select(0, other.constrained)
             tokens.index_copy_(0, other.constrained, found.masked_fill(found < 0, NO_TOKEN))

@@ -2,7 +2,7 @@
 
 ```
  blocks    [G, R + 1, max blocks]   row r: block table of its request, by layer group
- columns   [4, R + 1]               row r: temperature, top_p, min_p, top_k
+ limits    [R + 1, NUM_LIMITS]      row r: temperature, top_k, ... (`core/sampling_record.py`)
            row R is the padding row: greedy, all blocks are the trash block
 ```
 
@@ -20,14 +20,13 @@ import numpy as np
 import torch
 
 from quire.kernels.sampling.noise import keys_at, noise_bases
+from quire.replica.core.sampling_record import NUM_LIMITS, limits_of, records
 from quire.replica.core.step_plan import StepPlan
-from quire.replica.core.table_changes import ClaimedRows, TableChanges
+from quire.replica.core.table_changes import TableChanges
 from quire.replica.device.device import Device
 
-_NUM_WORDS = 4
-_ONE_BITS = int(np.float32(1.0).view(np.int32))
-_NO_ROWS = np.empty(0, np.int64)
-_NO_COLUMNS = np.empty((_NUM_WORDS, 0), np.int32)
+# Samples tokens [S] int64. Arguments: logits [S, vocab], limits [S, NUM_LIMITS] int32, noise keys [S] int64.
+Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Differences(NamedTuple):
@@ -36,21 +35,11 @@ class Differences(NamedTuple):
     at: np.ndarray | torch.Tensor  # [k] int64, unique positions in the flattened `blocks`
     blocks: np.ndarray | torch.Tensor  # [k] int32
     rows: np.ndarray | torch.Tensor  # [c] int64, unique
-    columns: np.ndarray | torch.Tensor  # [4, c] int32
-
-
-class SamplerArguments(NamedTuple):
-    """Sampling options of S rows, as arguments of `quire.kernels.sampling.sampling_kernel.sample_tokens`."""
-
-    temperature: torch.Tensor  # [S] float32
-    top_k: torch.Tensor  # [S] int32
-    top_p: torch.Tensor  # [S] float32
-    min_p: torch.Tensor  # [S] float32
-    noise_keys: torch.Tensor  # [S] int64
+    limits: np.ndarray | torch.Tensor  # [c, NUM_LIMITS] int32
 
 
 class DeviceTable:
-    """Owns the device's copy of block tables and sampling columns.
+    """Owns the device's copy of block tables and sampling limits.
 
     Parameters
     ----------
@@ -61,7 +50,7 @@ class DeviceTable:
     trash_block
         Id of the block that padding writes to.
     sample
-        Samples tokens with the given options: `ModelKernels.sample`.
+        `ModelKernels.sample`.
     """
 
     def __init__(
@@ -71,16 +60,16 @@ class DeviceTable:
         num_rows: int,
         max_blocks: int,
         trash_block: int,
-        sample: Callable[[torch.Tensor, SamplerArguments], torch.Tensor],
+        sample: Sampler,
     ):
         self.padding_row = num_rows
         self._sample = sample
         self.blocks = device.empty((num_groups, num_rows + 1, max_blocks), torch.int32)
         # Entries that are read before they are written must be valid: trash block, greedy.
         self.blocks.fill_(trash_block)
-        self.columns = device.empty((_NUM_WORDS, num_rows + 1), torch.int32)
-        self.columns.zero_()
-        self.columns[1] = _ONE_BITS
+        self.limits = device.empty((num_rows + 1, NUM_LIMITS), torch.int32)
+        for i, word in enumerate(limits_of(records(1, temperature=0.0))[0].tolist()):
+            self.limits[:, i] = word
         self._noise_bases = np.zeros(num_rows + 1, np.uint64)  # [R + 1], on the host
 
     # -- on the host -------------------------------------------------------------------------------------
@@ -88,11 +77,10 @@ class DeviceTable:
     def differences(self, changes: TableChanges) -> Differences:
         """Return the arrays to upload for a plan's changes."""
         at, blocks = changes.flat(self.blocks[0].numel())
-        claimed = changes.claimed
-        if claimed is None:
-            return Differences(at, blocks, _NO_ROWS, _NO_COLUMNS)
-        self._noise_bases[claimed.rows] = noise_bases(claimed.seed, claimed.choice)
-        return Differences(at, blocks, claimed.rows, _words(claimed))
+        new = changes.sampling
+        if len(new):
+            self._noise_bases[changes.claimed] = noise_bases(new["seed"], new["choice"])
+        return Differences(at, blocks, changes.claimed, limits_of(new))
 
     def noise_keys(self, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Return noise keys [n] int64 (bits of uint64) of rows [n] at token positions [n]."""
@@ -100,7 +88,8 @@ class DeviceTable:
 
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Give a plan without table rows the first rows of this table, with the changes that fill these rows."""
-        num_groups, num_rows, width = plan.block_tables.shape
+        tables = plan.block_tables.gather()
+        num_groups, num_rows, width = tables.shape
         if num_rows > self.padding_row or width > self.blocks.shape[2]:
             raise ValueError(
                 f"step {plan.step} has {num_rows} rows of {width} blocks, the bounds are {self.padding_row} and "
@@ -108,7 +97,7 @@ class DeviceTable:
             )
         rows = np.arange(num_rows)
         at = (rows[:, None] * self.blocks.shape[2] + np.arange(width)).ravel()
-        entries = plan.block_tables.reshape(num_groups, -1).astype(np.int32)
+        entries = tables.reshape(num_groups, -1).astype(np.int32)
         return plan._replace(rows=rows, changes=TableChanges(((0, at, entries),)))
 
     # -- a step's queued work: device operations on its stream -------------------------------------------
@@ -118,17 +107,11 @@ class DeviceTable:
         if len(new.at):
             self.blocks.view(-1).index_copy_(0, new.at, new.blocks)
         if len(new.rows):
-            self.columns.index_copy_(1, new.rows, new.columns)
+            self.limits.index_copy_(0, new.rows, new.limits)
 
     def tables(self, rows: torch.Tensor, width: int) -> torch.Tensor:
         """Gather block tables [G, n, width] int32 of rows [n] int64."""
         return self.blocks[:, :, :width].index_select(1, rows)
-
-    def sampler_arguments(self, rows: torch.Tensor, noise_keys: torch.Tensor) -> SamplerArguments:
-        """Gather the sampling options of rows [S] int64, with noise keys [S] int64."""
-        words = self.columns.index_select(1, rows)
-        temperature, top_p, min_p = words[:3].view(torch.float32)
-        return SamplerArguments(temperature, words[3], top_p, min_p, noise_keys)
 
     def choose(
         self, logits: torch.Tensor, rows: torch.Tensor, noise_keys: torch.Tensor
@@ -146,10 +129,4 @@ class DeviceTable:
         -------
         [S] int64.
         """
-        return self._sample(logits, self.sampler_arguments(rows, noise_keys))
-
-
-def _words(claimed: ClaimedRows) -> np.ndarray:
-    """Pack the sampling columns as [4, c] int32."""
-    floats = np.stack([claimed.temperature, claimed.top_p, claimed.min_p])
-    return np.concatenate([floats.view(np.int32), claimed.top_k[None]])
+        return self._sample(logits, self.limits.index_select(0, rows), noise_keys)

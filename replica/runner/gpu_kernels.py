@@ -16,7 +16,6 @@ from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.fusion.gpu_fusion import GpuFusion
 from quire.replica.model.output_head import split_model
 from quire.replica.runner.device_sampler import DeviceSampler
-from quire.replica.runner.device_table import SamplerArguments
 from quire.replica.runner.model_kernels import ModelKernels
 
 
@@ -47,6 +46,8 @@ class GpuKernels(ModelKernels):
         """See `ModelKernels.sampler`."""
         return DeviceSampler(device, vocab_size)
 
-    def sample(self, logits: torch.Tensor, columns: SamplerArguments) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, limits: torch.Tensor, noise_keys: torch.Tensor
+    ) -> torch.Tensor:
         """See `ModelKernels.sample`."""
-        return sample_tokens(logits, *columns)
+        return sample_tokens(logits, limits, noise_keys)

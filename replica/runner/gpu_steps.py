@@ -121,7 +121,7 @@ class GpuSteps:
         return {
             "the step's inputs": self.inputs.inputs,
             "block tables": self.table.blocks,
-            "sampling columns": self.table.columns,
+            "sampling limits": self.table.limits,
             "last tokens": self._outputs.last_token,
             **self._fixed.buffers(),
             **self._pool.buffers(),
@@ -135,7 +135,7 @@ class GpuSteps:
         """See `DeviceSteps.forward`."""
         if self._has_states:
             return self._queue_ragged(plan, in_flight)
-        is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
+        is_decode = plan.num_decode_rows == plan.num_rows and not plan.copies
         is_plain = plan.sampling.is_plain and not plan.awaits_tokens
         part = GraphPart.WHOLE if is_plain else GraphPart.FORWARD
         if is_decode:
@@ -235,7 +235,7 @@ class GpuSteps:
 
         def compute() -> None:
             self.table.apply(new)
-            tables = self.table.tables(inputs.rows, plan.block_tables.shape[2])
+            tables = self.table.tables(inputs.rows, plan.block_tables.width)
             logits.append(self._ragged.logits(plan, inputs, tables).float())
 
         self._device.run(Stream.COMPUTE, compute, name="forward", reads=(*inputs, *new))
@@ -245,11 +245,11 @@ class GpuSteps:
     # -- any step ----------------------------------------------------------------------------------------
 
     def _stage(self, plan: StepPlan) -> tuple[StepPlan, StepInputs, Differences]:
-        has_columns = len(plan.rows) > 0
-        plan = plan if has_columns else self.table.adopt(plan)
+        has_limits = len(plan.rows) > 0
+        plan = plan if has_limits else self.table.adopt(plan)
         new = self._differences(plan)
         sampling = plan.sampling
-        if has_columns:
+        if has_limits:
             keys = self.table.noise_keys(sampling.rows, sampling.position)
         else:
             keys = np.zeros(len(sampling.token_index), np.int64)  # never read
@@ -270,20 +270,20 @@ class GpuSteps:
             self._device.run(Stream.COMPUTE, work, name="differences", reads=new)
 
     def _queue_ragged(self, plan: StepPlan, in_flight: InFlight) -> Sample:
-        has_columns = len(plan.sampling.rows) == len(plan.sampling.token_index)
+        has_limits = len(plan.sampling.rows) == len(plan.sampling.token_index)
         plan, inputs, new = self._stage(plan)
         self._begin(in_flight)
         logits: list[torch.Tensor] = []
 
         def compute() -> None:
             self.table.apply(new)
-            tables = self.table.tables(inputs.rows, plan.block_tables.shape[2])
+            tables = self.table.tables(inputs.rows, plan.block_tables.width)
             logits.append(self._ragged.logits(plan, inputs, tables, in_flight))
 
         self._device.run(Stream.COMPUTE, compute, name=f"step {plan.step}", reads=(*inputs, *new))
         rows = inputs.sample_rows
         return self._sample(
-            plan, in_flight, logits.pop, rows, inputs.noise_keys if has_columns else None
+            plan, in_flight, logits.pop, rows, inputs.noise_keys if has_limits else None
         )
 
     def _sample(
@@ -311,7 +311,7 @@ class GpuSteps:
         def queue(sampling: SamplingBatch, masks: Masks) -> None:
             staged = None
             if sampler is not None and not (sampling.is_plain and choose is not None):
-                staged = sampler.stage(sampling, masks, has_columns=choose is not None)
+                staged = sampler.stage(sampling, masks, has_limits=choose is not None)
 
             def compute() -> None:
                 if staged is None:
@@ -319,11 +319,9 @@ class GpuSteps:
                         logits()[:count], rows, sampling, in_flight, masks, choose
                     )
                     return
-                columns = (
-                    None if noise_keys is None else self.table.sampler_arguments(rows, noise_keys)
-                )
+                limits = None if noise_keys is None else self.table.limits.index_select(0, rows)
                 assert sampler is not None
-                tokens = sampler.sample(logits()[:count], staged, columns, slot.scores)
+                tokens = sampler.sample(logits()[:count], staged, limits, noise_keys, slot.scores)
                 self._outputs.keep(slot, tokens, rows)
 
             self._device.run(

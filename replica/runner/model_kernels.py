@@ -15,7 +15,6 @@ from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.runner.device_sampler import DeviceSampler
-from quire.replica.runner.device_table import SamplerArguments
 from quire.replica.runner.forward import Forward
 from quire.replica.runner.step_outputs import StepOutputs
 
@@ -60,5 +59,17 @@ class ModelKernels(ABC):
         return None
 
     @abstractmethod
-    def sample(self, logits: torch.Tensor, columns: SamplerArguments) -> torch.Tensor:
-        """Sample one token per row, [S] int64, from logits [S, vocab] of any dtype; may overwrite the logits."""
+    def sample(
+        self, logits: torch.Tensor, limits: torch.Tensor, noise_keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Sample one token per row, [S] int64.
+
+        Parameters
+        ----------
+        logits
+            [S, vocab] of any dtype; may be overwritten.
+        limits
+            [S, NUM_LIMITS] int32, words of `sampling_record.LIMITS`.
+        noise_keys
+            [S] int64.
+        """

@@ -2,7 +2,7 @@
 
 ```
  every row decodes   rows ─▶ last_token[rows] ──────┐
- mixed               token_ids, -1 - r: of row r ───┴─▶ model ─▶ logits ─▶ sample, columns[rows] ─▶ sampled, last_token
+ mixed               token_ids, -1 - r: of row r ───┴─▶ model ─▶ logits ─▶ sample, limits[rows] ─▶ sampled, last_token
                      blocks[rows], slots, lengths ──────┘           │
                                                                     FORWARD ends here: the host prepares masks,
                                                                     penalties and log-probs
@@ -20,10 +20,10 @@ import torch
 from quire.replica.device.device import Device
 from quire.replica.runner.device_table import DeviceTable
 from quire.replica.runner.forward import Forward
-from quire.replica.runner.step_inputs import DecodeInputs, MixedInputs
+from quire.replica.runner.step_inputs import DecodeInputs, StepInputs
 from quire.replica.runner.step_outputs import StepOutputs
 
-FixedInputs = DecodeInputs | MixedInputs
+FixedInputs = DecodeInputs | StepInputs
 
 
 class PaddedStep:
@@ -113,7 +113,7 @@ class PaddedStep:
             np.ones(n, np.int64),
         )
 
-    def _mixed(self, inputs: MixedInputs, num_blocks: int | None) -> torch.Tensor:
+    def _mixed(self, inputs: StepInputs, num_blocks: int | None) -> torch.Tensor:
         """Hidden states [T, hidden size] of a mixed step."""
         num_rows, num_tokens = len(inputs.rows), len(inputs.positions)
         # One graph serves rows of any length, so it must contain both attention kernels: the one for rows of one token

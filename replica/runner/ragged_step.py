@@ -68,7 +68,7 @@ class RaggedStep:
             Receives the log-probabilities of prompts and the sums of hidden states, if given.
         """
         self._pool.copy_blocks(plan.copies)
-        num_query = np.diff(plan.cu_q)
+        num_query = plan.num_scheduled
         cache = None
         if self._states is not None:
             # Without a request table, the rows of all steps are the same requests.
@@ -114,7 +114,7 @@ class RaggedStep:
             Samples with the options in the device's request table; None: torch samples with the options of the plan.
         """
         is_plain = sampling.is_plain
-        if choose is None and is_plain and not sampling.temperature.any():
+        if choose is None and is_plain and sampling.is_greedy:
             choose = likeliest  # in the model's dtype: float32 would have the same order
         if choose is not None and is_plain:
             tokens = choose(logits)

@@ -9,7 +9,7 @@
 The device has one input buffer, because captured graphs read fixed addresses; only the staging buffer is doubled. The
 arrays of a step are packed one after the other. Their offsets depend only on their lengths, so steps of equal lengths
 use equal addresses. The changes of the request table (*differences*) follow at the end; that table holds block tables
-and sampling columns. An id -1 - r stands for the last token of table row r, which is unknown when the step is planned.
+and sampling limits. An id -1 - r stands for the last token of table row r, which is unknown when the step is planned.
 
 ```
  a step of n rows that decode   rows, positions, kv_len, slots, noise keys of n or more rows │ differences
@@ -22,12 +22,14 @@ On the CPU, steps read the plan's arrays directly (`direct_inputs`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from quire.replica.core.sampling_record import NUM_LIMITS
 from quire.replica.core.step_plan import StepPlan
 from quire.replica.device.device import Device, Event, Stream
 from quire.replica.device.staging import Layout, Typed
@@ -37,96 +39,75 @@ from quire.replica.runner.graphs.graph_key import GraphKey
 _NO_IDS = np.empty(0, np.int64)
 
 
-class StepInputs(NamedTuple):
-    """Inputs of any step, on the device: n rows, T tokens, S rows that sample."""
+# Dimensions and dtype of each input: n rows, T tokens, S rows that sample, P tokens of prompts, G layer groups.
+_FIELDS: Mapping[str, tuple[tuple[str, ...], type]] = {
+    # -1 - r stands for the last token of table row r.
+    "token_ids": (("T",), np.int64),
+    "positions": (("T",), np.int64),
+    "cu_q": (("n + 1",), np.int32),
+    "kv_len": (("n",), np.int32),
+    # Rows of the request table.
+    "rows": (("n",), np.int64),
+    "slots": (("G", "T"), np.int64),
+    "token_index": (("S",), np.int64),
+    # Rows of the request table.
+    "sample_rows": (("S",), np.int64),
+    # Empty on the CPU.
+    "noise_keys": (("S",), np.int64),
+    # Tokens to score, of all prompts.
+    "target_ids": (("P",), np.int64),
+}
 
-    # [T] int64; -1 - r stands for the last token of table row r
+
+class StepInputs(NamedTuple):
+    """Inputs of any step, on the device (`_FIELDS`).
+
+    Mixed steps in a graph are padded, with S = n and P = 0. Padding rows may have no token. The rows that sample come
+    first in `token_index`, `sample_rows` and `noise_keys`, then padding.
+    """
+
     token_ids: torch.Tensor
-    positions: torch.Tensor  # [T] int64
-    cu_q: torch.Tensor  # [n + 1] int32
-    kv_len: torch.Tensor  # [n] int32
-    token_index: torch.Tensor  # [S] int64
-    sample_rows: torch.Tensor  # [S] int64 table rows
-    slots: torch.Tensor  # [G, T] int64
-    rows: torch.Tensor  # [n] int64, in the request table
-    noise_keys: torch.Tensor  # [S] int64; empty on the CPU
-    # [P] int64, prompt tokens to score, prompts concatenated
+    positions: torch.Tensor
+    cu_q: torch.Tensor
+    kv_len: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    token_index: torch.Tensor
+    sample_rows: torch.Tensor
+    noise_keys: torch.Tensor
     target_ids: torch.Tensor
 
 
 class DecodeInputs(NamedTuple):
-    """Inputs of a step in which every row decodes, on the device: n rows, with padding."""
+    """Inputs of a step in which every row decodes, on the device, with padding; S = T = n."""
 
-    rows: torch.Tensor  # [n] int64, in the request table
-    positions: torch.Tensor  # [n] int64
-    kv_len: torch.Tensor  # [n] int32
-    slots: torch.Tensor  # [G, n] int64
-    noise_keys: torch.Tensor  # [n] int64
-
-
-class MixedInputs(NamedTuple):
-    """Inputs of a padded mixed step, on the device: n rows, T tokens. Padding rows may have no token."""
-
-    # [T] int64; -1 - r stands for the last token of table row r
-    token_ids: torch.Tensor
-    positions: torch.Tensor  # [T] int64
-    cu_q: torch.Tensor  # [n + 1] int32
-    kv_len: torch.Tensor  # [n] int32
-    rows: torch.Tensor  # [n] int64, in the request table
-    slots: torch.Tensor  # [G, T] int64
-    # The rows that sample come first, then padding:
-    token_index: torch.Tensor  # [n] int64
-    sample_rows: torch.Tensor  # [n] int64, in the request table
-    noise_keys: torch.Tensor  # [n] int64
+    rows: torch.Tensor
+    positions: torch.Tensor
+    kv_len: torch.Tensor
+    slots: torch.Tensor
+    noise_keys: torch.Tensor
 
 
-def _token_ids(plan: StepPlan) -> np.ndarray:
-    """`StepInputs.token_ids` of a plan."""
-    token_ids = plan.token_ids.astype(np.int64)
-    token_ids[: len(plan.decode_rows)] = -1 - plan.decode_rows
-    return token_ids
+_Inputs = TypeVar("_Inputs", StepInputs, DecodeInputs)
+_Shapes = tuple[tuple[tuple[int, ...], type], ...]
 
 
-def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[Typed, ...]:
-    """The plan's arrays in the order of `StepInputs`, with their dtypes on the device."""
-    sampling = plan.sampling
+@lru_cache(maxsize=256)
+def _shapes(
+    fields: tuple[str, ...], num_groups: int, num_rows: int, num_tokens: int, num_targets: int = 0
+) -> _Shapes:
+    """Shapes and dtypes of padded inputs; every row may sample."""
+    sizes = {"G": num_groups, "n": num_rows, "n + 1": num_rows + 1, "S": num_rows}
+    sizes |= {"T": num_tokens, "P": num_targets}
+    return tuple((tuple(sizes[i] for i in _FIELDS[name][0]), _FIELDS[name][1]) for name in fields)
+
+
+def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The plan's arrays in the order of `StepInputs`."""
     return (
-        (_token_ids(plan), np.int64),
-        (plan.positions, np.int64),
-        (plan.cu_q, np.int32),
-        (plan.kv_len, np.int32),
-        (sampling.token_index, np.int64),
-        (sampling.rows, np.int64),
-        (plan.slots, np.int64),
-        (plan.rows, np.int64),
-        (noise_keys, np.int64),
-        (np.concatenate([_NO_IDS, *(targets.token_ids for targets in plan.prompts)]), np.int64),
-    )
-
-
-def _decode_shapes(num_groups: int, n: int) -> tuple[tuple[tuple[int, ...], type], ...]:
-    """Shapes and dtypes of `DecodeInputs`."""
-    return (
-        ((n,), np.int64),
-        ((n,), np.int64),
-        ((n,), np.int32),
-        ((num_groups, n), np.int64),
-        ((n,), np.int64),
-    )
-
-
-def _mixed_shapes(num_groups: int, n: int, t: int) -> tuple[tuple[tuple[int, ...], type], ...]:
-    """Shapes and dtypes of `MixedInputs`."""
-    return (
-        ((t,), np.int64),
-        ((t,), np.int64),
-        ((n + 1,), np.int32),
-        ((n,), np.int32),
-        ((n,), np.int64),
-        ((num_groups, t), np.int64),
-        ((n,), np.int64),
-        ((n,), np.int64),
-        ((n,), np.int64),
+        *(plan.token_ids, plan.positions, plan.cu_q, plan.kv_len, plan.rows, plan.slots),
+        *(plan.sampling.token_index, plan.sampling.rows, noise_keys),
+        np.concatenate([_NO_IDS, *(targets.token_ids for targets in plan.prompts)]),
     )
 
 
@@ -135,7 +116,7 @@ def _difference_arrays(new: Differences) -> tuple[Typed, ...]:
         (new.at, np.int64),
         (new.blocks, np.int32),
         (new.rows, np.int64),
-        (new.columns, np.int32),
+        (new.limits, np.int32),
     )
 
 
@@ -172,13 +153,13 @@ class InputRing:
         self.num_bytes = 0  # of all copies
         self._device = device
         self._num_groups = num_groups
-        self._padding = (
-            padding_row,
-            0,
-            1,
-            padding_slot,
-            0,
-        )  # fill value of each field of `DecodeInputs`
+        # Values of a padding row with one token; 0 in the other fields.
+        self._padding = {
+            "rows": padding_row,
+            "sample_rows": padding_row,
+            "kv_len": 1,
+            "slots": padding_slot,
+        }
         self._staging = [device.pinned((max_bytes,), torch.uint8) for _ in range(depth)]
         self._copied: list[Event | None] = [None] * depth
         self._read: Event | None = None  # end of the step that reads the inputs
@@ -197,23 +178,18 @@ class InputRing:
         ValueError
             The inputs are larger than `max_bytes`.
         """
-        arrays = _step_arrays(plan, noise_keys)
-        views = self._upload(f"inputs of step {plan.step}", (*arrays, *_difference_arrays(new)))
-        return StepInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
+        return self._send(StepInputs, plan, _step_arrays(plan, noise_keys), new)
 
     def send_decode(
         self, plan: StepPlan, num_rows: int, noise_keys: np.ndarray, new: Differences
     ) -> tuple[DecodeInputs, Differences]:
         """Like `send`, for a step in which every row decodes, padded to `num_rows`."""
-        shapes = _decode_shapes(self._num_groups, num_rows)
-        own: tuple[np.ndarray, ...] = (
+        own: Sequence[np.ndarray] = (
             *(plan.rows, plan.positions, plan.kv_len, plan.slots, noise_keys),
         )
         if num_rows > plan.num_rows:
-            own = tuple(map(_padded, own, shapes, self._padding))
-        arrays = tuple((array, dtype) for array, (_, dtype) in zip(own, shapes, strict=True))
-        views = self._upload(f"inputs of step {plan.step}", (*arrays, *_difference_arrays(new)))
-        return DecodeInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
+            own = _written(self._decode_padding(num_rows), own)
+        return self._send(DecodeInputs, plan, own, new)
 
     def send_differences(self, new: Differences) -> Differences:
         """Like `send`, for table changes that do not fit into a step's upload."""
@@ -221,48 +197,52 @@ class InputRing:
 
     def send_mixed(
         self, plan: StepPlan, key: GraphKey, noise_keys: np.ndarray, new: Differences
-    ) -> tuple[MixedInputs, Differences]:
+    ) -> tuple[StepInputs, Differences]:
         """Like `send`, padded to the shape of a graph; `MixedShapes.fits` must hold for graph and step."""
-        sampling = plan.sampling
         lengths = np.zeros(key.num_rows, np.int64)
         lengths[plan.num_rows] = key.num_tokens - plan.num_tokens
-        arrays = self._mixed_padding(key, lengths)
-        own = (
-            *(_token_ids(plan), plan.positions, None, plan.kv_len, plan.rows, plan.slots),
-            *(sampling.token_index, sampling.rows, noise_keys),
-        )
-        for (array, _), real in zip(arrays, own, strict=True):
-            if real is not None:
-                array[..., : real.shape[-1]] = real
-        cu_q = arrays[2][0]
-        cu_q += plan.num_tokens
-        cu_q[: len(plan.cu_q)] = plan.cu_q
-        views = self._upload(f"inputs of step {plan.step}", (*arrays, *_difference_arrays(new)))
-        return MixedInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
+        padding = self._mixed_padding(key, lengths)
+        padding[StepInputs._fields.index("cu_q")] += np.int32(plan.num_tokens)
+        arrays = _written(padding, _step_arrays(plan, noise_keys))
+        return self._send(StepInputs, plan, arrays, new)
 
-    def _mixed_padding(self, key: GraphKey, lengths: np.ndarray) -> list[Typed]:
-        """Return inputs of a mixed step in which every row is padding; row i has `lengths[i]` tokens."""
-        row, position, _, slot, noise_key = self._padding
-        shapes = _mixed_shapes(self._num_groups, key.num_rows, key.num_tokens)
-        cu_q = np.concatenate([[0], np.cumsum(lengths)])
-        values: tuple[Any, ...] = (0, position, cu_q, lengths, row, slot, 0, row, noise_key)
+    def _send(
+        self, kind: type[_Inputs], plan: StepPlan, arrays: Sequence[np.ndarray], new: Differences
+    ) -> tuple[_Inputs, Differences]:
+        """Upload the inputs and the table changes of a step."""
+        typed: list[Typed] = _typed(kind, arrays)
+        views = self._upload(f"inputs of step {plan.step}", (*typed, *_difference_arrays(new)))
+        return kind(*views[: len(typed)]), Differences(*views[len(typed) :])
+
+    def _decode_padding(self, num_rows: int) -> list[np.ndarray]:
+        """Return inputs of a step in which every row decodes and is padding."""
+        fields = DecodeInputs._fields
+        shapes = _shapes(fields, self._num_groups, num_rows, num_rows)
         return [
-            (np.broadcast_to(value, shape).astype(dtype), dtype)
-            for (shape, dtype), value in zip(shapes, values, strict=True)
+            np.full(shape, self._padding.get(name, 0), dtype)
+            for name, (shape, dtype) in zip(fields, shapes, strict=True)
         ]
 
-    def send_padding(self, key: GraphKey) -> DecodeInputs | MixedInputs:
+    def _mixed_padding(self, key: GraphKey, lengths: np.ndarray) -> list[np.ndarray]:
+        """Return inputs of a mixed step in which every row is padding; row i has `lengths[i]` tokens."""
+        fields = StepInputs._fields
+        shapes = _shapes(fields, self._num_groups, key.num_rows, key.num_tokens)
+        own = {"kv_len": lengths, "cu_q": np.concatenate([[0], np.cumsum(lengths)])}
+        values: dict[str, Any] = {**self._padding, **own}
+        return [
+            np.broadcast_to(values.get(name, 0), shape).astype(dtype)
+            for name, (shape, dtype) in zip(fields, shapes, strict=True)
+        ]
+
+    def send_padding(self, key: GraphKey) -> DecodeInputs | StepInputs:
         """Upload inputs of a graph's shape in which every row is padding."""
         if key.is_mixed:
             # Padding rows share the trash block, but no row may be longer than its block table.
             before = np.arange(key.num_rows) * key.kv_tokens
             lengths = np.clip(key.num_tokens - before, 0, key.kv_tokens)
-            return MixedInputs(*self._upload(f"{key}, padding", self._mixed_padding(key, lengths)))
-        shapes = _decode_shapes(self._num_groups, key.num_rows)
-        arrays: list[Typed] = [
-            (np.full(shape, value, dtype), dtype)
-            for (shape, dtype), value in zip(shapes, self._padding, strict=True)
-        ]
+            mixed = _typed(StepInputs, self._mixed_padding(key, lengths))
+            return StepInputs(*self._upload(f"{key}, padding", mixed))
+        arrays = _typed(DecodeInputs, self._decode_padding(key.num_rows))
         return DecodeInputs(*self._upload(f"{key}, padding", arrays))
 
     def _upload(self, name: str, arrays: Sequence[Typed]) -> list[torch.Tensor]:
@@ -293,15 +273,22 @@ class InputRing:
         self._read = read
 
 
-def _padded(array: np.ndarray, shape: tuple[tuple[int, ...], type], value: int) -> np.ndarray:
-    padded: np.ndarray = np.full(shape[0], value, shape[1])
-    padded[..., : array.shape[-1]] = array
-    return padded
+def _typed(kind: type[_Inputs], arrays: Sequence[np.ndarray]) -> list[Typed]:
+    """Add the dtypes on the device."""
+    return [(array, _FIELDS[name][1]) for name, array in zip(kind._fields, arrays, strict=True)]
+
+
+def _written(padding: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """Write the inputs of a step to the begin of those of padding."""
+    for target, array in zip(padding, arrays, strict=True):
+        target[..., : array.shape[-1]] = array
+    return padding
 
 
 def direct_inputs(plan: StepPlan) -> StepInputs:
     """Return the plan's arrays without copying, for steps on the CPU."""
-    return StepInputs(*(_as_tensor(array, dtype) for array, dtype in _step_arrays(plan, _NO_IDS)))
+    typed = _typed(StepInputs, _step_arrays(plan, _NO_IDS))
+    return StepInputs(*(_as_tensor(array, dtype) for array, dtype in typed))
 
 
 def _as_tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
@@ -312,29 +299,20 @@ def _as_tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
 
 
 def pieces(new: Differences, max_changes: int) -> Iterable[Differences]:
-    """Split table changes into parts of at most `max_changes` block entries; the first part has all changed columns."""
+    """Split table changes into parts of at most `max_changes` block entries; the first part has all changed limits."""
     for begin in range(0, max(len(new.at), 1), max_changes):
         part = slice(begin, begin + max_changes)
         few = new._replace(at=new.at[part], blocks=new.blocks[part])
-        yield few if not begin else few._replace(rows=few.rows[:0], columns=few.columns[:, :0])
+        yield few if not begin else few._replace(rows=few.rows[:0], limits=few.limits[:0])
 
 
 def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_changes: int) -> int:
     """Bytes of the largest upload: inputs of the largest step, and `max_changes` table changes."""
-    shapes = (
-        ((max_tokens,), np.int64),
-        ((max_tokens,), np.int64),
-        ((max_rows + 1,), np.int32),
-        ((max_rows,), np.int32),
-        ((max_rows,), np.int64),
-        ((max_rows,), np.int64),
-        ((num_groups, max_tokens), np.int64),
-        ((max_rows,), np.int64),
-        ((max_rows,), np.int64),
-        ((max_tokens,), np.int64),
+    differences = (
         ((max_changes,), np.int64),
         ((max_changes,), np.int32),
         ((max_rows,), np.int64),
-        ((4, max_rows), np.int32),
+        ((max_rows, NUM_LIMITS), np.int32),
     )
-    return Layout.of(shapes).num_bytes
+    shapes = _shapes(StepInputs._fields, num_groups, max_rows, max_tokens, max_tokens)
+    return Layout.of((*shapes, *differences)).num_bytes

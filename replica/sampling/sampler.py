@@ -10,38 +10,17 @@ greedy batch is one argmax, and a batch without top-k and top-p is not sorted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quire.kernels.sampling.noise import gumbel, noise_keys
 from quire.replica.core.step_plan import NO_TOKEN, Penalties, SamplingBatch, TokenMask, TokenRules
-from quire.replica.sampling.sampling_arrays import HistoryArrays
+from quire.replica.sampling.sampling_arrays import PENALTY_COLUMNS, HistoryArrays
 from quire.replica.sampling.token_counts import TokenCounts
 
 _NEVER = float("-inf")
 _NO_ROWS = np.empty(0, np.int64)
-
-
-class SamplingOptions(NamedTuple):
-    """Options of sampling after masks, bias and penalties, for S rows."""
-
-    temperature: np.ndarray  # [S] float32, 0 = greedy
-    top_k: np.ndarray  # [S] int32, 0 = off
-    top_p: np.ndarray  # [S] float32, 1 = off
-    min_p: np.ndarray | None  # [S] float32, 0 = off
-    noise_keys: Callable[[np.ndarray], np.ndarray]  # rows [r] to noise keys [r] uint64
-
-    @classmethod
-    def of(cls, batch: SamplingBatch) -> SamplingOptions:
-        return cls(
-            batch.temperature,
-            batch.top_k,
-            batch.top_p,
-            batch.min_p,
-            lambda rows: noise_keys(batch.seed[rows], batch.choice[rows], batch.position[rows]),
-        )
 
 
 def sample(
@@ -76,8 +55,11 @@ def sample(
     if batch.penalties is not None:
         if counts is None:
             raise ValueError("the batch has penalties, so counts must not be None")
-        _penalise(logits, batch.penalties, counts)
-    tokens = sample_tokens(logits, SamplingOptions.of(batch)) if choose is None else choose(logits)
+        _penalise(logits, batch, batch.penalties, counts)
+    if choose is None:
+        tokens = sample_tokens(logits, batch.columns, lambda rows: _noise_keys(batch, rows))
+    else:
+        tokens = choose(logits)
     if len(constrained):
         rows = torch.from_numpy(constrained)
         # Sampling works on copies of the logits, so masked logits are still -inf here.
@@ -89,18 +71,21 @@ def sample(
     return tokens
 
 
-def _penalise(logits: torch.Tensor, penalties: Penalties, counts: TokenCounts) -> None:
+def _noise_keys(batch: SamplingBatch, rows: np.ndarray) -> np.ndarray:
+    """Noise keys [r] uint64 of rows [r]."""
+    seed, choice = batch.columns["seed"], batch.columns["choice"]
+    return noise_keys(seed[rows], choice[rows], batch.position[rows])
+
+
+def _penalise(
+    logits: torch.Tensor, batch: SamplingBatch, penalties: Penalties, counts: TokenCounts
+) -> None:
     """Add new histories to the counts, and apply penalties to the logits in place."""
     history = HistoryArrays.of(penalties, logits.shape[1])
     if len(history.rows):
         counts.write(int(history.rows.max()) + 1, *map(torch.from_numpy, history))
-    index, rows, *columns = (
-        torch.from_numpy(x)
-        for x in (
-            *(penalties.index, penalties.row),
-            *(penalties.repetition, penalties.presence, penalties.frequency),
-        )
-    )
+    columns = [torch.from_numpy(batch.columns[name][penalties.index]) for name in PENALTY_COLUMNS]
+    index, rows = torch.from_numpy(penalties.index), torch.from_numpy(penalties.row)
     logits[index] = counts.apply(logits[index], rows, *columns)
 
 
@@ -161,12 +146,25 @@ def _index(
     return tuple(torch.from_numpy(x) for x in (rows, ids))
 
 
-def sample_tokens(logits: torch.Tensor, how: SamplingOptions) -> torch.Tensor:
-    """Sample one token per row, [S] int64, from logits [S, vocab] float32, which are not changed."""
-    if not how.temperature.any():
+def sample_tokens(
+    logits: torch.Tensor, columns: np.ndarray, keys_of: Callable[[np.ndarray], np.ndarray]
+) -> torch.Tensor:
+    """Sample one token per row, [S] int64, after masks, bias and penalties.
+
+    Parameters
+    ----------
+    logits
+        [S, vocab] float32, which are not changed.
+    columns
+        [S] records with the fields of `sampling_record.LIMITS`.
+    keys_of
+        Returns the noise keys [r] uint64 of rows [r].
+    """
+    temperature = columns["temperature"]
+    if not temperature.any():
         return likeliest(logits)
-    random = np.flatnonzero(how.temperature > 0)
-    sampled = _sample_random(_rows(logits, random), how, random)
+    random = np.flatnonzero(temperature > 0)
+    sampled = _sample_random(_rows(logits, random), columns.take(random), keys_of(random))
     if len(random) == len(logits):
         return sampled
     tokens = likeliest(logits)
@@ -183,24 +181,21 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return logits.max(dim=-1).indices
 
 
-def _sample_random(logits: torch.Tensor, how: SamplingOptions, random: np.ndarray) -> torch.Tensor:
-    """Sample the R rows with a temperature above 0: apply temperature, min-p, top-k, top-p and noise.
+def _sample_random(logits: torch.Tensor, columns: np.ndarray, keys: np.ndarray) -> torch.Tensor:
+    """Sample rows with a temperature above 0: apply temperature, min-p, top-k, top-p and noise.
 
-    `random` [R] are their indices in `how`; their logits [R, vocab] are overwritten.
+    The logits [R, vocab] are overwritten; `columns` [R] and `keys` [R] belong to them.
     """
     vocab_size = logits.shape[1]
-    temperature = torch.from_numpy(how.temperature[random])
-    logits = logits.div_(temperature[:, None])
-    if how.min_p is not None:
-        _leave_out_unlikely(logits, how.min_p[random])
-    top_k, top_p = how.top_k[random], how.top_p[random]
+    logits = logits.div_(torch.from_numpy(columns["temperature"].copy())[:, None])
+    _leave_out_unlikely(logits, columns["min_p"])
+    top_k, top_p = columns["top_k"], columns["top_p"]
     cut = np.flatnonzero(((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0))
     if len(cut):
         limited = _truncate(
             logits if len(cut) == len(logits) else _rows(logits, cut), top_k[cut], top_p[cut]
         )
         logits.index_copy_(0, torch.from_numpy(cut), limited)
-    keys = how.noise_keys(random)
     return likeliest(logits.add_(gumbel(keys, vocab_size)))
 
 

@@ -13,8 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.kernels.sampling.noise import noise_keys
+from quire.replica.core.sampling_record import limits_of
 from quire.replica.core.step_plan import Penalties, SamplingBatch
 
+# The penalties, in the order of the arguments of `TokenCounts.apply`.
+PENALTY_COLUMNS = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _NEVER = np.float32(-np.inf)
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -56,17 +59,8 @@ class EditArrays(NamedTuple):
         ids = [listed[i][0] for i in rows if i in listed]
         bias = [listed[i][1] for i in rows if i in listed]
         lengths = [len(listed[i][0]) if i in listed else 0 for i in rows]
-
-        def column(values: np.ndarray | None, default: float) -> np.ndarray:
-            """Spread `values` [P] of rows with penalties to [E]; other rows get `default`."""
-            every = [] if values is None else values.tolist()
-            return np.array([*every, default])[penalty_at]
-
-        columns = (
-            (None,) * 4
-            if penalties is None
-            else (penalties.row, penalties.repetition, penalties.presence, penalties.frequency)
-        )
+        table_rows = [-1] if penalties is None else [*penalties.row.tolist(), -1]
+        edited = batch.columns.take(np.array(rows, np.int64))
         return cls(
             np.array(rows, np.int32),
             np.array(list(allowed.values()), np.int32).reshape(-1, -(-vocab_size // 32)),
@@ -74,15 +68,8 @@ class EditArrays(NamedTuple):
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
             np.concatenate([np.empty(0, np.int32), *ids]).astype(np.int32),
             np.concatenate([np.empty(0, np.float32), *bias]).astype(np.float32),
-            *(
-                column(values, default).astype(dtype)
-                for values, default, dtype in zip(
-                    columns,
-                    (-1, 1, 0, 0),
-                    (np.int32, np.float32, np.float32, np.float32),
-                    strict=True,
-                )
-            ),
+            np.array([table_rows[place] for place in penalty_at], np.int32),
+            *(edited[name] for name in PENALTY_COLUMNS),
         )
 
 
@@ -176,16 +163,13 @@ class SamplingArrays(NamedTuple):
     # Rows that asked for log-probs: index in [0, S), and number of likeliest ids.
     scored: np.ndarray  # [L] int32
     num_top: np.ndarray  # [L] int32
-    # Sampling columns of the S rows, [S] each; empty if the request table on the device has them.
-    temperature: np.ndarray  # float32
-    top_k: np.ndarray  # int32
-    top_p: np.ndarray  # float32
-    min_p: np.ndarray  # float32
-    noise_keys: np.ndarray  # int64
+    # The S rows' limits and noise keys; empty if the request table on the device has the limits.
+    limits: np.ndarray  # [S, NUM_LIMITS] int32
+    noise_keys: np.ndarray  # [S] int64
 
     @classmethod
     def of(
-        cls, batch: SamplingBatch, edits: EditArrays, vocab_size: int, *, has_columns: bool
+        cls, batch: SamplingBatch, edits: EditArrays, vocab_size: int, *, has_limits: bool
     ) -> SamplingArrays:
         source = np.arange(len(batch.token_index), dtype=np.int32)
         source[edits.rows] = -1 - np.arange(len(edits.rows), dtype=np.int32)
@@ -196,22 +180,9 @@ class SamplingArrays(NamedTuple):
             counted = penalties.index.astype(np.int64), penalties.row.astype(np.int64)
             history = HistoryArrays.of(penalties, vocab_size)
         scored = np.array(batch.logprobs, np.int32).reshape(-1, 2)
-        columns = _columns(batch)
-        if has_columns:
-            columns = tuple(column[:0] for column in columns)
-        return cls(
-            source, _constrained(batch), *history, *counted, scored[:, 0], scored[:, 1], *columns
-        )
-
-
-def _columns(batch: SamplingBatch) -> tuple[np.ndarray, ...]:
-    """Sampling columns of all rows: the last fields of `SamplingArrays`."""
-    min_p = np.zeros(len(batch.token_index)) if batch.min_p is None else batch.min_p
-    keys = noise_keys(batch.seed, batch.choice, batch.position).view(np.int64)
-    return (
-        batch.temperature.astype(np.float32),
-        batch.top_k.astype(np.int32),
-        batch.top_p.astype(np.float32),
-        min_p.astype(np.float32),
-        keys,
-    )
+        chosen, position = batch.columns, batch.position
+        if has_limits:
+            chosen, position = chosen[:0], position[:0]
+        keys = noise_keys(chosen["seed"], chosen["choice"], position).view(np.int64)
+        asked = (scored[:, 0], scored[:, 1])
+        return cls(source, _constrained(batch), *history, *counted, *asked, limits_of(chosen), keys)

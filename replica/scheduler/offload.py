@@ -273,7 +273,7 @@ class PendingRestores:
         restored: set[int] = set()
         restored = restored.union(*(blocks for _, blocks in self._copying))
         copied = any(not restored.isdisjoint(pair) for pair in plan.copies)
-        return copied or bool(np.isin(plan.block_tables, list(restored)).any())
+        return copied or bool(np.isin(plan.block_tables.gather(), list(restored)).any())
 
     def land(self, through: int) -> None:
         """Record that the copies of step `through` and of earlier steps have arrived."""

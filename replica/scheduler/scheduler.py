@@ -35,9 +35,10 @@ from quire.protos.wire import Load, TokenDelta
 from quire.replica.config import EngineConfig
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.request import FinishReason, Request, validate
-from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.step_plan import BlockTables, SamplingBatch, StepPlan, StepResult
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.request_table import table_checks
+from quire.replica.request_table.sampling_batches import complete_batch
 from quire.replica.scheduler.chunking import Chunking
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.request_book import RequestBook
@@ -238,14 +239,17 @@ class Scheduler:
         step, plan = composed
         self.steps.launch(step)
         self.memory.launch(step.number)
-        self._indexer.adopt(step)
+        if step.duplicates:
+            # `adopt` replaces the duplicates in the table; this step still reads and writes them.
+            plan = plan._replace(block_tables=BlockTables.of(plan.block_tables.gather()))
+            self._indexer.adopt(step)
         return plan
 
     def complete(self, plan: StepPlan) -> SamplingBatch:
         """The complete sampling parameters of a plan with `awaits_tokens`, once the step before is committed."""
         step = self.steps.oldest(plan)
         alive = step.is_alive(self.rows, step.sample_rows)
-        return self.rows.sampling.complete(self.rows, plan.sampling, alive)
+        return complete_batch(self.rows, plan.sampling, alive)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
         """Record the sampled tokens, and end and release finished requests.

@@ -233,9 +233,11 @@ class StepCommitter:
         """Fast path of `_record` for a step of decoding rows only, if no row is gone: their columns are gathered."""
         rows, tokens = step.sample_rows, tokens.astype(np.int32, copy=False)
         ends = self._rows.ended(rows, tokens, self._rows.record_decodes(decodes, tokens), decodes)
-        index = decodes.position - decodes.num_prompt_tokens
-        record = TokenRecord(decodes.stream_ids, index, tokens)
-        return _Recorded(rows, DeltaBatch([], record, decodes.keys, decodes.sources), ends)
+        columns = decodes.columns
+        record = TokenRecord(
+            columns.stream_ids, decodes.position - columns.num_prompt_tokens, tokens
+        )
+        return _Recorded(rows, DeltaBatch([], record, columns.keys, columns.sources), ends)
 
     def _columns(
         self, rows: np.ndarray, index: np.ndarray, tokens: np.ndarray, cu: np.ndarray | None = None

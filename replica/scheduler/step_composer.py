@@ -396,7 +396,7 @@ class StepComposer:
         plan, step.rows, step.sample_rows = self._writer.write(
             step.number, decodes, step.chunks, step.copies
         )
-        step.owners = decodes.owners if not step.chunks else self._rows.owners[step.rows]
+        step.owners = decodes.columns.owners if not step.chunks else self._rows.owners[step.rows]
         step.decodes = None if step.chunks else decodes
         if self._steps and self._needs_tokens(decodes):
             plan = plan._replace(awaits_tokens=True)
@@ -406,7 +406,7 @@ class StepComposer:
         """Whether some row's allowed token ids depend on the token that the step in flight samples for it."""
         if decodes.is_plain:
             return False
-        return bool(self._rows.sampling.needs_history[decodes.ids].any())
+        return bool(self._rows.needs_history[decodes.ids].any())
 
     def _add_transfers(self, step: Step, plan: StepPlan) -> StepPlan:
         """Add the copies between device and host tier that are planned by now to the step."""

@@ -148,7 +148,7 @@ class StepIndexer:
         if are_known:
             self._register_fills(step, rows, index)
         else:
-            step.fills = (rows, index, decodes.owners[decodes.filling])
+            step.fills = (rows, index, decodes.columns.owners[decodes.filling])
 
     def register_known(self, step: Step) -> None:
         """Index the blocks that `register_decodes` postponed. Call it once the step before this one is committed."""

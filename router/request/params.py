@@ -9,21 +9,28 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.protos.column_schema import Column, annotated
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, shown
-from quire.protos.field_checks import Range, at_most, check_ids, invalid, utf8_len
+from quire.protos.field_checks import (
+    INT32_MAX,
+    UINT64_MAX,
+    Range,
+    at_most,
+    check_ids,
+    invalid,
+    utf8_len,
+)
 from quire.protos.sampling_bounds import (
     CLIENT_RANGES,
-    INT32_MAX,
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORDS,
     MAX_STOP_TOKEN_IDS,
     PRIORITY,
-    UINT64_MAX,
     check_sampling,
 )
 from quire.protos.wire import GREEDY_TEMPERATURE, Grammar, SamplingParams
@@ -56,21 +63,24 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
+# Parameters with a default that a checkpoint may replace.
+_IN_CHECKPOINT = [
+    name for name, column in annotated(SamplingParams, Column).items() if column.in_checkpoint
+]
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Values for fields that the client does not give."""
+    """Values for fields that the client does not give, where they differ from those of `SamplingParams`."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    numbers: Mapping[str, float] = field(default_factory=dict)
     max_tokens: int | None = None  # None: up to the model's length
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) is not None:
-                CLIENT_RANGES[field.name].check(field.name, value)
+        for name, value in self.numbers.items():
+            CLIENT_RANGES[name].check(name, value)
+        if self.max_tokens is not None:
+            CLIENT_RANGES["max_tokens"].check("max_tokens", self.max_tokens)
 
     @classmethod
     def load(cls, folder: str | Path) -> GenerationDefaults:
@@ -83,10 +93,9 @@ class GenerationDefaults:
         """
         path = Path(folder) / "generation_config.json"
         config = read_json_object(path)
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        values = {name: config[name] for name in names if config.get(name) is not None}
+        given = {name: config.get(name) for name in _IN_CHECKPOINT}
         try:
-            return cls(**values)
+            return cls({name: value for name, value in given.items() if value is not None})
         except InvalidRequest as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -196,28 +205,34 @@ def resolve(
             f" got {min_tokens}",
             field="min_tokens",
         )
-    temperature = _first(request.temperature, defaults.temperature)
-    seed = secrets.randbits(63) if request.seed is None else request.seed
+    numbers = _resolve_numbers(request, defaults)
+    numbers |= {"max_tokens": max_tokens, "min_tokens": min_tokens}
     return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=0.0 if temperature < GREEDY_TEMPERATURE else float(temperature),
-        top_k=max(0, _first(request.top_k, defaults.top_k)),
-        top_p=float(_first(request.top_p, defaults.top_p)),
-        seed=seed & UINT64_MAX,
+        **numbers,
         stop_token_ids=stop_ids,
         ignore_eos=request.ignore_eos,
-        min_p=float(_first(request.min_p, defaults.min_p)),
-        repetition_penalty=float(_first(request.repetition_penalty, defaults.repetition_penalty)),
-        presence_penalty=float(request.presence_penalty or 0.0),
-        frequency_penalty=float(request.frequency_penalty or 0.0),
         logit_bias=tuple((i, float(bias)) for i, bias in request.logit_bias),
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids))),
         bad_words=bad_word_ids,
-        logprobs=request.logprobs,
-        prompt_logprobs=request.prompt_logprobs,
         grammar=request.grammar,
     )
+
+
+def _resolve_numbers(request: GenerationRequest, defaults: GenerationDefaults) -> dict[str, Any]:
+    """Return the parameters that are numbers, by name: the client's, else the model's, else `SamplingParams`'."""
+    given = {name: getattr(request, name) for name in CLIENT_RANGES}
+    numbers: dict[str, Any] = {
+        **defaults.numbers,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    for name, value in numbers.items():
+        numbers[name] = value if CLIENT_RANGES[name].is_integer else float(value)
+    numbers["top_k"] = max(0, numbers.get("top_k", 0))
+    if numbers.get("temperature", 1.0) < GREEDY_TEMPERATURE:
+        numbers["temperature"] = 0.0
+    seed = numbers.get("seed")
+    numbers["seed"] = (secrets.randbits(63) if seed is None else seed) & UINT64_MAX
+    return numbers
 
 
 def with_grammar(request: GenerationRequest, grammar: Grammar | None) -> GenerationRequest:
@@ -386,7 +401,3 @@ def _check_deadline(deadline_s: Any) -> None:
         raise invalid("deadline_s", "a number of seconds", deadline_s)
     if deadline_s <= 0:
         raise DeadlineExceeded(f"the deadline passed {abs(deadline_s):.3f} s ago", field="timeout")
-
-
-def _first(value: Any, default: Any) -> Any:
-    return default if value is None else value

@@ -186,3 +186,8 @@ def kept_ids(
         margin = float((before / top_p - 1).abs().min())
         count = min(int((before < top_p).sum()) + 1, count)
     return order[:count].tolist(), margin
+
+
+def pack_limits(*columns: torch.Tensor) -> torch.Tensor:
+    """[rows, 4] int32 of columns [rows] in the order of `sampling_tile.LIMITS`."""
+    return torch.stack([column.view(torch.int32) for column in columns], 1)

@@ -10,6 +10,7 @@ from quire.kernels.sampling.noise import noise_keys
 from quire.kernels.sampling.row_survey import SamplingConfig
 from quire.kernels.sampling.sampling_kernel import sample_tokens
 from tests.kernels.compile.interpreter import kernel_device
+from tests.kernels.reference import pack_limits
 
 DEVICE = kernel_device()
 # Small parts, and lists that are often too short, so that small vocabularies take every path.
@@ -43,10 +44,12 @@ def choose(
         return torch.tensor(values, dtype=dtype, device=DEVICE)
 
     keys = keys_of(rows) if keys is None else keys
-    return sample_tokens(
-        logits, column(temperature, torch.float32), column(top_k, torch.int32), column(top_p, torch.float32),
-        column(min_p, torch.float32), torch.from_numpy(keys.view(np.int64)).to(DEVICE), config=config, **options,
+    limits = pack_limits(
+        column(temperature, torch.float32), column(top_k, torch.int32),
+        column(top_p, torch.float32), column(min_p, torch.float32),
     )  # fmt: skip
+    keys = torch.from_numpy(keys.view(np.int64)).to(DEVICE)
+    return sample_tokens(logits, limits, keys, config=config, **options)
 
 
 def ids(*values):

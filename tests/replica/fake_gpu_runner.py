@@ -164,7 +164,7 @@ class Watched:
 
         def watch(plan: StepPlan) -> InFlight:
             self.rows.add(plan.num_rows)
-            self.widths.add(plan.block_tables.shape[2])
+            self.widths.add(plan.block_tables.width)
             self.num_chunks += plan.num_rows > len(plan.sampling.token_index)
             return launch(plan)
 

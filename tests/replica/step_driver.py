@@ -10,7 +10,8 @@ import torch
 
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
-from quire.replica.core.step_plan import SamplingBatch, StepPlan
+from quire.replica.core.sampling_record import records
+from quire.replica.core.step_plan import BlockTables, SamplingBatch, StepPlan
 from quire.replica.runner.runner import Runner
 from quire.replica.sampling.sampler import sample
 
@@ -103,20 +104,22 @@ class Driver:
         self.step += 1
         plan = StepPlan(
             step=self.step,
-            num_decode_rows=sum(count == 1 for count in counts),
             token_ids=np.concatenate(token_ids).astype(np.int32),
             positions=np.concatenate(positions).astype(np.int32),
             cu_q=cu_q,
+            num_sampled=np.isin(np.arange(len(work)), done).astype(np.int32),
             kv_len=np.array([s.computed + count for s, count in work], np.int32),
-            block_tables=tables,
+            block_tables=BlockTables.of(tables),
             slots=np.ascontiguousarray(np.concatenate(slots, axis=1)),
             sampling=SamplingBatch(
                 token_index=np.array([cu_q[i + 1] - 1 for i in done], np.int32),
-                temperature=np.array([s.temperature for s in sampling], np.float32),
-                top_k=np.array([s.top_k for s in sampling], np.int32),
-                top_p=np.array([s.top_p for s in sampling], np.float32),
-                seed=np.array([s.seed for s in sampling], np.uint64),
-                choice=np.zeros(len(sampling), np.int32),
+                columns=records(
+                    len(sampling),
+                    temperature=[s.temperature for s in sampling],
+                    top_k=[s.top_k for s in sampling],
+                    top_p=[s.top_p for s in sampling],
+                    seed=np.array([s.seed for s in sampling], np.uint64),
+                ),
                 position=np.array([len(s.tokens) for s in sampling], np.int64),
             ),
         )

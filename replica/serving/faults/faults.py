@@ -83,8 +83,8 @@ class Fault:
 
     def is_in(self, plan: StepPlan) -> bool:
         """Whether the step computes the fault's token, or, for `slow`, this token or a later one of the request."""
-        sampling = plan.sampling
-        mine = (sampling.seed == np.uint64(self.seed)) & (sampling.choice == 0)
+        sampling, columns = plan.sampling, plan.sampling.columns
+        mine = (columns["seed"] == np.uint64(self.seed)) & (columns["choice"] == 0)
         if self.kind == "slow":
             return bool((mine & (sampling.position >= self.position)).any())
         return bool((mine & (sampling.position == self.position)).any())

@@ -16,7 +16,8 @@ from quire.kernels.attention.paged_attention import PagedAttention
 from quire.kernels.cpu.cpu_attention import has_native
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
-from quire.replica.core.step_plan import SamplingBatch, StepPlan
+from quire.replica.core.sampling_record import records
+from quire.replica.core.step_plan import BlockTables, SamplingBatch, StepPlan
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.loader import load_model
 from quire.replica.runner.runner import Runner
@@ -237,20 +238,16 @@ def chunk(ids: np.ndarray, begin: int, end: int, num_groups: int) -> StepPlan:
     tables = np.tile(np.arange(4, 8, dtype=np.int32), (num_groups, 1, 1))
     return StepPlan(
         step=1,
-        num_decode_rows=int(end - begin == 1),
         token_ids=ids[begin:end],
         positions=positions,
         cu_q=np.array([0, end - begin], np.int32),
+        num_sampled=np.ones(1, np.int32),
         kv_len=np.array([end], np.int32),
-        block_tables=tables,
+        block_tables=BlockTables.of(tables),
         slots=np.tile(4 * 16 + positions.astype(np.int64), (num_groups, 1)),
         sampling=SamplingBatch(
             token_index=np.array([end - begin - 1], np.int32),
-            temperature=np.zeros(1, np.float32),
-            top_k=np.zeros(1, np.int32),
-            top_p=np.ones(1, np.float32),
-            seed=np.zeros(1, np.uint64),
-            choice=np.zeros(1, np.int32),
+            columns=records(1, temperature=0.0),
             position=np.array([end], np.int64),
         ),
     )

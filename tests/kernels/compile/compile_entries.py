@@ -248,11 +248,7 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
         rows |= _pointers("fp32", "edited")
     limits = _pointers("i32", "top_k")
     if kind != "/top":
-        limits |= {
-            **_pointers("fp32", "temperature", "top_p", "min_p"),
-            **_pointers("i32", "noise"),
-        }
-        limits |= _pointers("i64", "tokens")
+        limits = {**_pointers("i32", "limits", "noise"), **_pointers("i64", "tokens")}
     resident = row_survey.SURVEY_RESIDENT, row_survey.GATHER_RESIDENT
     wide = [launch_options(arch, config.num_warps, 1, count) for count in resident]
     name = f"{value}{kind}"

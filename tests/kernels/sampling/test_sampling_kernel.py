@@ -169,14 +169,15 @@ def test_unusual_logits_never_give_an_id_that_is_not_allowed():
 
 
 def test_bad_arguments_are_named():
-    logits, column = torch.zeros(2, 40), torch.zeros(2)
-    good = dict(logits=logits, temperature=column, top_k=column.int(), top_p=column, min_p=column,
-                noise_keys=column.long())  # fmt: skip
+    logits, limits = torch.zeros(2, 40), torch.zeros(2, 4).int()
+    good = dict(logits=logits, limits=limits, noise_keys=torch.zeros(2).long())
     for change, message in (
         (dict(logits=torch.zeros(2, 0)), "vocab: must be between 1"),
         (dict(logits=torch.zeros(40, 2).T), "logits: rows must be contiguous"),
-        (dict(top_k=column), "top_k: must be one of int32, got torch.float32"),
-        (dict(top_p=torch.ones(3)), r"top_p: must have shape \[2\], got \[3\]"),
+        (dict(limits=limits.float()), "limits: must be one of int32, got torch.float32"),
+        (dict(limits=limits[:, :3]), r"limits: must have shape \[2, 4\], got \[2, 3\]"),
+        (dict(limits=torch.zeros(2, 8).int()[:, ::2]), "limits: rows must be contiguous"),
+        (dict(noise_keys=torch.ones(3).long()), r"noise_keys: must have shape \[2\], got \[3\]"),
         (dict(edited=torch.zeros(1, 40)), "edited, source: must be given together, got one"),
         (
             dict(edited=torch.zeros(1, 41), source=torch.zeros(2).int()),

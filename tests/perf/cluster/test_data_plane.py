@@ -22,7 +22,7 @@ from tests.perf.cluster.token_streams import StreamFailed, TokenStream, parse_gr
 
 def plan(positions: list[int]) -> StepPlan:
     fields = dict.fromkeys(StepPlan._fields[:9])
-    columns = dict.fromkeys(SamplingBatch._fields[:7])
+    columns = dict.fromkeys(SamplingBatch._fields[:3])
     sampling = SamplingBatch(**{**columns, "position": np.array(positions, np.int64)})
     one_each = {"num_decode_rows": len(positions), "token_ids": np.zeros(len(positions), np.int32)}
     return StepPlan(**{**fields, **one_each, "step": 1, "sampling": sampling})

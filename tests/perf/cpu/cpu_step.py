@@ -21,7 +21,8 @@ import torch
 from quire.cluster.bench.results import report
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
-from quire.replica.core.step_plan import SamplingBatch, StepPlan
+from quire.replica.core.sampling_record import records
+from quire.replica.core.step_plan import BlockTables, SamplingBatch, StepPlan
 from quire.replica.runner.runner import Runner
 from tests.perf.cpu.cpu_linear import CLOCKS
 
@@ -95,20 +96,16 @@ def make_plan(computed: int, new: int, rows: int) -> StepPlan:
     cu_q = np.arange(rows + 1, dtype=np.int32) * new
     return StepPlan(
         step=0,
-        num_decode_rows=rows if new == 1 else 0,
         token_ids=rng.integers(3, 32_000, rows * new).astype(np.int32),
         positions=positions,
         cu_q=cu_q,
+        num_sampled=np.ones(rows, np.int32),
         kv_len=np.full(rows, computed + new, np.int32),
-        block_tables=tables,
+        block_tables=BlockTables.of(tables),
         slots=slots[None],
         sampling=SamplingBatch(
             token_index=cu_q[1:] - 1,
-            temperature=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            top_p=np.ones(rows, np.float32),
-            seed=np.zeros(rows, np.uint64),
-            choice=np.zeros(rows, np.int32),
+            columns=records(rows, temperature=0.0),
             position=np.full(rows, computed + new, np.int64),
         ),
     )
@@ -164,7 +161,7 @@ def measure(
             )
         )
         rows = len(plan.cu_q) - 1
-        if rows in GOAL_OF_FLOOR and plan.num_decode_rows:
+        if rows in GOAL_OF_FLOOR and plan.num_tokens == plan.num_rows:
             bars.append(
                 report.Bar(
                     f"cpu/step_{dtype}_{name}_of_floor",

@@ -15,6 +15,7 @@ from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unsuppo
 from quire.protos.wire import Grammar, SamplingParams
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.request import Request
+from quire.replica.core.sampling_record import records
 from quire.replica.core.step_plan import NO_TOKEN, SamplingBatch
 from quire.replica.engine import Engine
 from quire.replica.grammar.compiler import GrammarCompiler
@@ -83,14 +84,9 @@ def test_the_mask_is_what_the_sampler_allows(compiler):
     states = [compiled(compiler, YES, []), compiled(compiler, YES, [])]
     ids = allowed(states[0])
     for temperature in (0.0, 1.0):
-        column = np.full(400, temperature, np.float32)
         batch = SamplingBatch(
             token_index=np.arange(400, dtype=np.int32),
-            temperature=column,
-            top_k=np.zeros(400, np.int32),
-            top_p=np.ones(400, np.float32),
-            seed=np.arange(400, dtype=np.uint64),
-            choice=np.zeros(400, np.int32),
+            columns=records(400, temperature=temperature, seed=np.arange(400)),
             position=np.ones(400, np.int64),
             grammars=tuple((i, states[i % 2]) for i in range(0, 400, 2)),
         )
@@ -104,9 +100,9 @@ def test_a_failed_matcher_allows_nothing(compiler):
     assert not state.advance(500)
     assert state.error and not allowed(state)
     batch = SamplingBatch(
-        *(np.zeros(1, t) for t in (np.int32, np.float32, np.int32)),
-        np.ones(1, np.float32),
-        *(np.zeros(1, t) for t in (np.uint64, np.int32, np.int64)),
+        np.zeros(1, np.int32),
+        records(1, temperature=0.0),
+        np.zeros(1, np.int64),
         grammars=((0, state),),
     )
     assert sample(torch.zeros(1, VOCAB), batch).tolist() == [NO_TOKEN]

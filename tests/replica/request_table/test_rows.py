@@ -43,7 +43,6 @@ def test_a_ragged_step_is_written_down_token_by_token():
         num_computed=5,
     )
     decode(table, decoder)
-    table.last_token[decoder] = 15
     whole = table.claim(make_request("w", range(20, 25)), [[3, 1]], num_computed=0)
     part = table.claim(make_request("p", range(30, 40)), [[7, 5, 6]], num_computed=4)
     plan, rows, sample_rows = PlanWriter(table).write(
@@ -52,25 +51,26 @@ def test_a_ragged_step_is_written_down_token_by_token():
     assert (plan.step, plan.num_decode_rows, plan.num_rows, plan.num_tokens) == (9, 1, 3, 9)
     assert rows.tolist() == [decoder, whole, part]
     assert plan.cu_q.tolist() == [0, 1, 6, 9]
-    assert plan.token_ids.tolist() == [15, 20, 21, 22, 23, 24, 34, 35, 36]
+    assert plan.token_ids.tolist() == [-1 - decoder, 20, 21, 22, 23, 24, 34, 35, 36]
+    assert plan.num_scheduled.tolist() == [1, 5, 3]
+    assert plan.num_sampled.tolist() == [1, 1, 0]
     assert plan.positions.tolist() == [5, 0, 1, 2, 3, 4, 4, 5, 6]
     assert plan.kv_len.tolist() == [6, 5, 7]
-    assert plan.block_tables.tolist() == [[[8, 9], [3, 1], [7, 5]]]
+    assert plan.block_tables.gather().tolist() == [[[8, 9], [3, 1], [7, 5]]]
     assert plan.slots.tolist() == [[37, 12, 13, 14, 15, 4, 20, 21, 22]]
     assert sample_rows.tolist() == [decoder, whole]
     sampling = plan.sampling
     assert sampling.token_index.tolist() == [0, 5]
     assert sampling.position.tolist() == [6, 5]
-    assert (sampling.temperature[0], sampling.top_k[0], sampling.choice[0]) == (0.5, 7, 3)
-    assert sampling.top_p[0] == np.float32(0.9)
-    assert int(sampling.seed[0]) == 2**64 - 1
+    assert [sampling.columns[name][0] for name in ("temperature", "top_k", "choice")] == [0.5, 7, 3]
+    assert sampling.columns["top_p"][0] == np.float32(0.9)
+    assert int(sampling.columns["seed"][0]) == 2**64 - 1
     assert sampling.suppressed == ()
     dtypes = {
         "token_ids": np.int32,
         "positions": np.int32,
         "cu_q": np.int32,
         "kv_len": np.int32,
-        "block_tables": np.int32,
         "slots": np.int64,
     }
     assert {name: getattr(plan, name).dtype for name in dtypes} == dtypes
@@ -83,14 +83,12 @@ def test_a_plan_does_not_change_with_the_table():
     row = table.claim(make_request(prompt=range(10, 14)), [[0, 1]], num_computed=3)
     decode(table, row)
     plan, _, _ = PlanWriter(table).write(1, table.decode_rows(), [])
-    before = [array.copy() for array in (plan.kv_len, plan.block_tables, plan.cu_q)]
+    before = [array.copy() for array in (plan.kv_len, plan.cu_q)]
     positions = plan.positions.copy()
     table.record(np.array([row]), np.array([9]))
     PlanWriter(table).write(2, table.decode_rows(), [])
     table.vacate(row)
-    assert [a.tolist() for a in (plan.kv_len, plan.block_tables, plan.cu_q)] == [
-        a.tolist() for a in before
-    ]
+    assert [a.tolist() for a in (plan.kv_len, plan.cu_q)] == [a.tolist() for a in before]
     assert plan.positions.tolist() == positions.tolist()
 
 
@@ -143,10 +141,10 @@ def test_planned_tables_are_those_of_the_rows_whatever_changed_between_plans(gro
         if chunks and table.num_computed[prefilling[0]] > 4:
             chunks = []
         plan, rows, _ = PlanWriter(table).write(step, decodes, chunks)
-        width = plan.block_tables.shape[2]
-        assert plan.block_tables.tolist() == table.block_tables[:, rows, :width].tolist()
+        width, tables = plan.block_tables.width, plan.block_tables.gather()
+        assert tables.tolist() == table.block_tables[:, rows, :width].tolist()
         newest = plan.cu_q[1:] - 1
-        own = plan.block_tables[:, np.arange(len(rows)), plan.positions[newest] // size]
+        own = tables[:, np.arange(len(rows)), plan.positions[newest] // size]
         assert (plan.slots[:, newest] == own * size + plan.positions[newest] % size).all()
         assert width * size >= plan.kv_len.max() > (width - 1) * size
         table.record(decodes.ids, np.full(len(decodes), 7, np.int32))
@@ -251,8 +249,8 @@ def test_blocks_are_asked_for_only_when_the_next_token_has_none():
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature, column):
     table = RowTable(1, 1, 4, vocab_size=50)
     row = table.claim(make_request(temperature=temperature, top_p=1e-60), [[0]], 0)
-    assert table.sampling.temperature[row] == np.float32(column)
-    assert table.sampling.top_p[row] > 0
+    assert table.sampling["temperature"][row] == np.float32(column)
+    assert table.sampling["top_p"][row] > 0
 
 
 def test_the_check_sees_a_shared_block_that_would_be_written():
@@ -270,7 +268,7 @@ def test_a_plan_tells_what_has_changed_and_only_that():
     changes = PlanWriter(table).write(1, table.decode_rows(), [(row, 7)])[0].changes
     at, blocks = changes.flat(table.block_tables[0].size)
     assert (at.tolist(), blocks.tolist()) == ([4 * row, 4 * row + 1], [8, 9])
-    assert (changes.claimed.rows.tolist(), changes.claimed.seed.tolist()) == ([row], [5])
+    assert (changes.claimed.tolist(), changes.sampling["seed"].tolist()) == ([row], [5])
     decode(table, row)
     assert PlanWriter(table).write(2, table.decode_rows(), [])[0].changes.flat(16)[0].tolist() == []
     decodes = table.decode_rows()
@@ -278,7 +276,7 @@ def test_a_plan_tells_what_has_changed_and_only_that():
     table.replace_block(0, row, 2, 7)  # of a place that changes twice the last counts
     changes = PlanWriter(table).write(3, decodes, [])[0].changes
     at, blocks = changes.flat(table.block_tables[0].size)
-    assert (at.tolist(), blocks.tolist(), changes.claimed) == ([4 * row + 2], [7], None)
+    assert (at.tolist(), blocks.tolist(), len(changes.claimed)) == ([4 * row + 2], [7], 0)
 
 
 def test_a_block_in_every_group_is_told_for_every_group():
@@ -306,4 +304,4 @@ def test_after_a_plan_that_did_not_arrive_the_next_tells_all_rows():
     changes = PlanWriter(table).write(2, table.decode_rows(), [(other, 4)])[0].changes
     at, blocks = changes.flat(table.block_tables[0].size)
     assert (at.tolist(), blocks.tolist()) == ([4 * other], [5])
-    assert (changes.claimed.rows.tolist(), changes.claimed.seed.tolist()) == ([other], [3])
+    assert (changes.claimed.tolist(), changes.sampling["seed"].tolist()) == ([other], [3])

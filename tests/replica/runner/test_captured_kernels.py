@@ -76,7 +76,7 @@ def captured(runner: Runner, key: GraphKey) -> Counter[str]:
 
 # Kernels of a decode step outside the layers.
 OUTSIDE = {
-    "index_select": 3,  # last tokens, block tables, sampling columns
+    "index_select": 3,  # last tokens, block tables, sampling limits
     "embedding": 1,
     "arange": 1,
     "_find_runs_kernel": 1,

@@ -77,10 +77,10 @@ def filled(batch: SamplingBatch) -> Future | None:
 def queue(device, sampler: DeviceSampler, logits, batch: SamplingBatch, found: list) -> None:
     """Stage a draw and queue it."""
     scores = device.empty((len(logits), SCORE_COLUMNS), torch.float32)
-    staged = sampler.stage(batch, filled(batch), has_columns=False)
+    staged = sampler.stage(batch, filled(batch), has_limits=False)
     device.run(
         Stream.COMPUTE,
-        lambda: found.append((sampler.sample(logits, staged, None, scores), scores)),
+        lambda: found.append((sampler.sample(logits, staged, None, None, scores), scores)),
         name="draw",
     )
     sampler.queued()
@@ -375,12 +375,13 @@ def test_no_array_of_a_step_is_copied_from_memory_that_is_not_pinned(monkeypatch
         sampler = DeviceSampler(device, VOCAB)
         logits = device.empty((4, VOCAB), torch.bfloat16)
         places = device.empty((4,), torch.int64)
-        for has_columns in (True, False):
+        for has_limits in (True, False):
             slot = outputs.take(4)
             slot.asked = batch.logprobs
-            staged = sampler.stage(batch, filled(batch), has_columns=has_columns)
-            own = table.sampler_arguments(places, places) if has_columns else None
-            tokens = sampler.sample(logits, staged, own, slot.scores)
+            staged = sampler.stage(batch, filled(batch), has_limits=has_limits)
+            limits = table.limits.index_select(0, places) if has_limits else None
+            keys = places if has_limits else None
+            tokens = sampler.sample(logits, staged, limits, keys, slot.scores)
             sampler.queued()
             outputs.keep(slot, tokens, places)
             outputs.send(slot, device.record(Stream.COMPUTE, "step done"))

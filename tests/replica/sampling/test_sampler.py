@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.sampling.noise import gumbel, noise_keys
+from quire.replica.core.sampling_record import RECORD, records
 from quire.replica.core.step_plan import NO_TOKEN, Penalties, SamplingBatch, TokenRules
 from quire.replica.sampling.sampler import likeliest, sample
 from quire.replica.sampling.token_counts import TokenCounts
@@ -17,20 +18,21 @@ torch.set_num_threads(1)
 VOCAB = 97
 
 
-def columns(rows: list[dict], suppressed=()) -> SamplingBatch:
-    def column(name, default, dtype):
-        return np.array([row.get(name, default) for row in rows], dtype)
+# Names of the rows' dictionaries that differ from those of the parameters.
+SHORT = {name: f"{name}_penalty" for name in ("repetition", "presence", "frequency")}
 
+
+def columns(rows: list[dict], suppressed=()) -> SamplingBatch:
+    given = [{SHORT.get(name, name): value for name, value in row.items()} for row in rows]
+    batch = records(len(rows))
+    for record, row in zip(batch, given, strict=True):
+        for name in row.keys() & set(RECORD.names):
+            record[name] = row[name]
     return SamplingBatch(
         token_index=np.arange(len(rows), dtype=np.int32),
-        temperature=column("temperature", 1.0, np.float32),
-        top_k=column("top_k", 0, np.int32),
-        top_p=column("top_p", 1.0, np.float32),
-        seed=column("seed", 0, np.uint64),
-        choice=column("choice", 0, np.int32),
-        position=column("position", 1, np.int64),
+        columns=batch,
+        position=np.array([row.get("position", 1) for row in rows], np.int64),
         suppressed=suppressed,
-        min_p=column("min_p", 0.0, np.float32),
         rules=tuple(
             (i, rules(row)) for i, row in enumerate(rows) if {"allow", "bias"} & row.keys()
         ),
@@ -53,13 +55,9 @@ def penalties(rows: list[dict]) -> Penalties | None:
     if not index:
         return None
 
-    def column(name, default):
-        return np.array([rows[i].get(name, default) for i in index], np.float32)
-
     begun = [(i, np.array(rows[i]["prompt"], int), np.array(rows[i]["output"], int)) for i in index]
     places = np.array(index, np.int64)
-    columns = (column("repetition", 1.0), column("presence", 0.0), column("frequency", 0.0))
-    return Penalties(places, places, *columns, tuple(begun))
+    return Penalties(places, places, tuple(begun))
 
 
 def penalised(logits: torch.Tensor, row: dict) -> torch.Tensor:

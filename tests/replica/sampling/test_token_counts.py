@@ -18,8 +18,7 @@ LOGITS = torch.linspace(-3, 4, VOCAB)
 
 def penalties(rows, begun=()):
     places = np.array(rows, np.int64)
-    column = np.ones(len(rows), np.float32)
-    return Penalties(np.arange(len(rows)), places, 2 * column, column, 0.25 * column, tuple(begun))
+    return Penalties(np.arange(len(rows)), places, tuple(begun))
 
 
 def begin(counts, batch):
@@ -55,8 +54,9 @@ def test_counts_follow_the_samples(histories, steps):
             continue
         batch = penalties(rows, begun)
         begin(counts, batch)
-        columns = (batch.row, batch.repetition, batch.presence, batch.frequency)
-        logits = counts.apply(LOGITS.repeat(len(rows), 1), *map(torch.from_numpy, columns))
+        one = torch.ones(len(rows))
+        columns = (torch.from_numpy(batch.row), 2 * one, one, 0.25 * one)
+        logits = counts.apply(LOGITS.repeat(len(rows), 1), *columns)
         for i, row in enumerate(rows):
             torch.testing.assert_close(logits[i], expected(prompts[row], outputs[row]))
         counts.add(torch.tensor(rows), torch.tensor(tokens[: len(rows)]))

@@ -381,7 +381,7 @@ def test_whoever_gets_a_block_that_is_still_copied_to_waits_for_that():
         scheduler.abort(key)
     submit(scheduler, "new", range(900, 960), 4)  # needs the whole cache
     plan = scheduler.plan(0.0)
-    assert copied & set(plan.block_tables.ravel().tolist()) and plan.uses_restores
+    assert copied & set(plan.block_tables.gather().ravel().tolist()) and plan.uses_restores
     commit(scheduler, plan, plan.step)
     assert not scheduler.plan(0.0).restores.size
 

@@ -33,7 +33,7 @@ from quire.protos.routing_hash import tier_digest
 from quire.protos.wire import POOLINGS, SamplingParams
 from quire.replica.config import DemotionOrder, EngineConfig, SchedulerName
 from quire.replica.core.request import Request
-from quire.replica.core.step_plan import StepPlan, StepResult
+from quire.replica.core.step_plan import BlockTables, StepPlan, StepResult
 from quire.replica.kv_cache import prefix_entries
 from quire.replica.kv_cache.cache_events import Tier
 from quire.replica.kv_cache.groups import LayerGroup, sequence_blocks
@@ -161,7 +161,8 @@ class ModelDevice:
 
     def run(self, plan: StepPlan) -> StepResult:
         token_ids = plan.token_ids.copy()
-        token_ids[: len(plan.decode_rows)] = self.last_token[plan.decode_rows]
+        is_last = token_ids < 0
+        token_ids[is_last] = self.last_token[-1 - token_ids[is_last]]
         num_written = plan.num_tokens * len(self.groups)
         assert len(set(plan.slots.ravel().tolist())) == num_written, "a slot is written twice"
         size = self.block_size
@@ -173,7 +174,7 @@ class ModelDevice:
                 chains[target * size : (target + 1) * size] = chains[
                     source * size : (source + 1) * size
                 ]
-        tables = plan.block_tables
+        tables = plan.block_tables.gather()
         assert tables.shape[:2] == (len(self.groups), plan.num_rows)
         starts = plan.kv_len - np.diff(plan.cu_q)
         self.take_changes(plan, starts)
@@ -221,7 +222,9 @@ class ModelDevice:
         for i, index in enumerate(sampling.token_index.tolist()):
             row, position = row_of[index], int(sampling.position[i])
             assert position == plan.kv_len[row]
-            tokens.append(choose(heads[row], int(sampling.seed[i]), position, banned.get(i, ())))
+            tokens.append(
+                choose(heads[row], int(sampling.columns["seed"][i]), position, banned.get(i, ()))
+            )
         self.last_token[sampling.rows] = tokens
         if self.late and self.late[0][0] + plan.step % 4 <= plan.step:  # after up to three steps
             self.restore_late(1)
@@ -240,15 +243,14 @@ class ModelDevice:
         places, blocks = plan.changes.flat(self.tables[0].size)
         assert len(set(places.tolist())) == len(places), "a place is written twice"
         self.tables.reshape(-1)[places] = blocks
-        if plan.changes.claimed is not None:
-            self.seeds[plan.changes.claimed.rows] = plan.changes.claimed.seed
+        self.seeds[plan.changes.claimed] = plan.changes.sampling["seed"]
         for i, row in enumerate(plan.rows.tolist()):
             end = -(-int(plan.kv_len[i]) // self.block_size)
             for g, group in enumerate(self.groups):
                 first = int(group.first_key(int(starts[i]))) // self.block_size
                 told = self.tables[g, row, first:end].tolist()
-                assert told == plan.block_tables[g, i, first:end].tolist()
-        assert self.seeds[plan.sampling.rows].tolist() == plan.sampling.seed.tolist()
+                assert told == plan.block_tables.gather()[g, i, first:end].tolist()
+        assert self.seeds[plan.sampling.rows].tolist() == plan.sampling.columns["seed"].tolist()
 
     def read(self, tables, start, length):
         """What a row's new queries see in all groups: the ends of one and the same unbroken chain."""
@@ -580,7 +582,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_tokens <= self.config.max_batch_tokens
         assert plan.num_rows <= self.config.max_running_requests
         assert (np.diff(plan.cu_q)[: plan.num_decode_rows] == 1).all()
-        assert len(plan.decode_rows) == plan.num_decode_rows
+        single = slice(plan.num_decode_rows)
+        assert (plan.num_sampled[single] == 1).all()
+        assert plan.token_ids[single].tolist() == (-1 - plan.rows[single]).tolist()
+        assert (plan.token_ids[plan.num_decode_rows :] >= 0).all()
+        assert (plan.num_sampled <= plan.num_scheduled).all()
+        ends = zip(plan.cu_q[1:].tolist(), plan.num_sampled.tolist(), strict=True)
+        sampled = [i for end, count in ends for i in range(end - count, end)]
+        assert plan.sampling.token_index.tolist() == sampled
         rows = self.scheduler.rows
         planned = {rows.requests[row].key for row in self.scheduler.steps.newest.rows.tolist()}
         assert not planned & self.paused
@@ -589,7 +598,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.config.scheduler == "prefill_first"
             assert plan.num_decode_rows == 0, "the decoding rows go together"
             assert started >= set(self.scheduler.book.prefilling), "a new prompt kept them waiting"
-        self.plans.append(plan)
+        tables = BlockTables.of(plan.block_tables.gather())  # as a runner does at the launch
+        self.plans.append(plan._replace(block_tables=tables))
         self.spoil_what_nobody_may_read()
         self.device.transfer(plan)
 

@@ -30,7 +30,7 @@ class Device:
         for i, row in enumerate(plan.rows.tolist()):
             end = -(-int(plan.kv_len[i]) // BLOCK_SIZE)
             seen = self.tables[:, row, :end].tolist()
-            assert seen == plan.block_tables[:, i, :end].tolist(), f"row {row}"
+            assert seen == plan.block_tables.gather()[:, i, :end].tolist(), f"row {row}"
 
 
 def submit(scheduler: Scheduler, key: str, max_tokens: int = 40) -> None:
@@ -94,4 +94,4 @@ def test_how_tokens_are_chosen_is_told_again_too():
     scheduler.fail_step(lost, EngineError("the device is gone"))
     scheduler.resume("a")
     plan = scheduler.plan(0.0)
-    assert row in plan.changes.claimed.rows.tolist()
+    assert row in plan.changes.claimed.tolist()

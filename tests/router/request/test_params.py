@@ -160,7 +160,7 @@ def test_prompt_or_messages_and_not_both():
 
 def test_missing_values_come_from_the_defaults():
     assert resolved(seed=1) == SamplingParams(max_tokens=ROOM, seed=1)
-    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=16)
+    defaults = GenerationDefaults({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, max_tokens=16)
     params = resolved(defaults, seed=1)
     assert params == SamplingParams(16, temperature=0.6, top_p=0.9, top_k=20, seed=1)
     assert resolved(defaults, num_prompt_tokens=MAX_MODEL_LEN - 5).max_tokens == 5
@@ -227,11 +227,13 @@ def test_defaults_come_from_the_checkpoint(tmp_path):
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults()
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"temperature": 0.6, "top_k": 50, "top_p": None, "eos_token_id": 2}))
-    assert GenerationDefaults.load(tmp_path) == GenerationDefaults(temperature=0.6, top_k=50)
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults(
+        {"temperature": 0.6, "top_k": 50}
+    )
     numbers = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
     path.write_text(json.dumps({**numbers, "repetition_penalty": 1.1, "max_length": 20}))
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults(
-        **numbers, repetition_penalty=1.1
+        {**numbers, "repetition_penalty": 1.1}
     )
     for name, value in (
         *(("top_p", 1.5), ("temperature", "hot"), ("top_k", 2.5), ("top_k", True)),

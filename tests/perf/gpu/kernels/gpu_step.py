@@ -17,6 +17,7 @@ from quire.kernels.sampling.noise import noise_keys
 from quire.kernels.sampling.row_survey import Workspace
 from quire.kernels.sampling.sampling_kernel import sample_tokens
 from quire.kernels.tuning import BLOCK_SIZE
+from tests.kernels.reference import pack_limits
 from tests.perf.gpu.gpu_session import Part, Point, Row, Session, significant, worst
 from tests.perf.gpu.gpu_timing import Call
 from tests.perf.gpu.kernels.gpu_shapes import model_of
@@ -85,13 +86,16 @@ def _sampling_call(session: Session, logits: torch.Tensor, mode: str) -> Call:
         )
     keys = noise_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, int), np.arange(rows))
     temperature, top_k, top_p, min_p = MODES[mode]
-    return partial(
-        sample_tokens,
-        logits,
+    limits = pack_limits(
         torch.full((rows,), temperature, device=device),
         session.ids([top_k] * rows),
         torch.full((rows,), top_p, device=device),
         torch.full((rows,), min_p, device=device),
+    )
+    return partial(
+        sample_tokens,
+        logits,
+        limits,
         torch.from_numpy(keys.view(np.int64)).to(device),
         workspace=workspace,
         out=torch.empty(rows, dtype=torch.int64, device=device),

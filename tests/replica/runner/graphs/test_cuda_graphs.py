@@ -474,9 +474,8 @@ def test_padding_that_writes_to_a_live_block_is_found(harness):
     def prepare(runner: Runner) -> None:
         capture_all(runner)
         ring = runner.steps.inputs
-        row, position, kv_len, slot, key = ring._padding
-        assert slot == runner.pool.trash_block * BLOCK_SIZE
-        ring._padding = (row, position, kv_len, 3 * BLOCK_SIZE, key)
+        assert ring._padding["slots"] == runner.pool.trash_block * BLOCK_SIZE
+        ring._padding["slots"] = 3 * BLOCK_SIZE
 
     model = harness("llama")
     assert shows(model, config_of(model.spec, num_blocks=60), prepare, plain)
@@ -488,8 +487,8 @@ def test_padding_that_answers_for_a_live_row_is_found(harness):
     def prepare(runner: Runner) -> None:
         capture_all(runner)
         ring = runner.steps.inputs
-        assert ring._padding[0] == runner.config.num_rows
-        ring._padding = (0, *ring._padding[1:])
+        assert ring._padding["rows"] == runner.config.num_rows
+        ring._padding["rows"] = 0
 
     model = harness("llama")
     assert shows(model, config_of(model.spec), prepare, plain)
@@ -524,13 +523,13 @@ def raise_if_freed_in_flight(runner: Runner, cached) -> None:
     device.release(cached.graph)
 
 
-@pytest.mark.parametrize("lost", ["blocks", "columns"])
+@pytest.mark.parametrize("lost", ["blocks", "limits"])
 def test_differences_that_do_not_arrive_are_found(harness, monkeypatch, lost):
     real = DeviceTable.apply
 
     def apply(self, new):
         none = {"blocks": dict(at=new.at[:0], blocks=new.blocks[:0])}
-        none["columns"] = dict(rows=new.rows[:0], columns=new.columns[:, :0])
+        none["limits"] = dict(rows=new.rows[:0], limits=new.limits[:0])
         real(self, new._replace(**none[lost]))
 
     monkeypatch.setattr(DeviceTable, "apply", apply)
@@ -561,7 +560,7 @@ def test_a_step_that_fails_before_it_is_queued_loses_no_difference(harness, monk
 
 
 def test_drawing_on_the_device_equals_drawing_from_the_plan(harness):
-    """The same keys from the table's columns as from seed, choice and position."""
+    """The same keys from the table's limits as from seed, choice and position."""
     model = harness("llama")
     config = config_of(model.spec)
     seeds = [0, 1, 2**63, 2**64 - 1]

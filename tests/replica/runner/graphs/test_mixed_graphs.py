@@ -227,11 +227,10 @@ def test_padding_that_is_not_out_of_the_way_is_found(harness, what):
     def prepare(runner: Runner) -> None:
         capture_mixed(runner)
         ring = runner.steps.inputs
-        row, position, kv_len, slot, key = ring._padding
         if what == "answers for a live row":
-            ring._padding = (0, position, kv_len, slot, key)
+            ring._padding |= {"rows": 0, "sample_rows": 0}
         else:
-            ring._padding = (row, position, kv_len, 3 * BLOCK_SIZE, key)
+            ring._padding["slots"] = 3 * BLOCK_SIZE
 
     model = harness("llama")
     assert shows(model, mixed_config(model, num_blocks=60), prepare, plain)
