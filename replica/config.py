@@ -137,11 +137,11 @@ class EngineOptions:
     weights: Literal["auto", "int8", "fp8"] = option(
         "auto",
         "Storage format of the weights of linear layers, without the output head and without the experts of a "
-        "mixture, which stay in `dtype`. auto: `dtype`, or FP8 if the checkpoint is stored in it. int8: 8 bits with "
-        "one scale per output feature, on a CPU with dtype bfloat16; loading needs the memory of bfloat16. fp8: E4M3 "
-        "with one scale per output feature, and activations with one scale per token, with dtype bfloat16 on a GPU of "
-        "compute capability 8.9 or later; weights are quantized while they are read, so loading needs no further "
-        "memory.",
+        "mixture, which stay in `dtype`. auto: `dtype`, or FP8 if the checkpoint is stored in it. int8: 8 bits, and "
+        "a scale for 64 input features of each output feature, on a CPU with dtype bfloat16; loading needs the memory "
+        "of bfloat16. fp8: E4M3 with one scale per output feature, and activations with one scale per token, with "
+        "dtype bfloat16 on a GPU of compute capability 8.9 or later; weights are quantized while they are read, so "
+        "loading needs no further memory.",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto",

@@ -13,8 +13,9 @@ are stored only once.
 bfloat16 weights are stored in 12 bits each, without loss, if nearly all weights allow it (`weight_code.py`): three
 quarters of the bytes, and the same bits of every result.
 
-With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), with one scale for each output feature:
-the largest |w| divided by 127. This is half the bytes. Activations stay bfloat16 and sums float32.
+With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale). 64 input features of an output feature
+share a scale: their largest |w| divided by 127. This is 53% of the bytes. The kernel multiplies numbers by scales and
+rounds to bfloat16 before it uses them: the result has the bits of the bfloat16 weight that `unpack` returns.
 
 `PackedWeight.of_numbers` packs weights of 4 bits with a scale and a zero point for each group of input features
 (`native/linear_groups.h`). Number minus zero point is exact in bfloat16, and a group's sum is scaled in float32: the
@@ -47,6 +48,9 @@ from quire.kernels.huge_pages import ask_for_huge_pages
 _DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attention.h
 # Columns at a time in which a weight is decoded and packed again if coding does not pay.
 _DECODED_COLUMNS = 1024
+# Input features that share a scale in int8. With 128, or one scale for each output feature, trained models lose more
+# (docs/models.md); with 32 the scales take 11% of the bytes.
+SCALE_SIZE = 64
 # Input features that share a scale, in weights of 4 bits; a group may also have all of them.
 GROUP_SIZES = (32, 64, 128)
 LIMITS = "float32, or bfloat16 with an even number of input features"
@@ -65,6 +69,7 @@ class LinearCall(ctypes.Structure):
         ("groups", ctypes.POINTER(GroupArrays)),
         ("in_strips", ctypes.c_int64),
         ("scales", ctypes.c_void_p),
+        ("scale_steps", ctypes.c_int64),
         ("bias", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("residual_stride", ctypes.c_int64),
@@ -95,6 +100,7 @@ class LinearCall(ctypes.Structure):
             groups=weight.groups and ctypes.pointer(weight.groups.arrays),
             in_strips=weight.in_strips,
             scales=None if weight.scales is None else weight.scales.data_ptr(),
+            scale_steps=weight.scale_size // 2,
             bias=None if bias is None else bias.data_ptr(),
             steps=weight.depth * weight.dtype.itemsize // 4,
             columns=weight.columns,
@@ -124,7 +130,8 @@ class PackedWeight:
     depth: int  # input features
     dtype: torch.dtype  # dtype of the activations, and of the weights unless they are int8
     in_strips: bool
-    scales: torch.Tensor | None = None  # [panels * 64] float32 of int8 weights
+    scales: torch.Tensor | None = None  # [panels, groups, 64] float32 of int8 weights
+    scale_size: int = 0  # input features that share a scale of int8 weights
     code: WeightCode | None = None
     groups: WeightGroups | None = None  # of 4-bit weights
 
@@ -174,7 +181,15 @@ class PackedWeight:
         if target is None or done != columns:
             raise ValueError(f"parts: must have {columns} columns in all, got {done}")
         if isinstance(target, _Panels):
-            return cls(target.data, columns, depth, dtype, target.in_strips, target.scales)
+            return cls(
+                target.data,
+                columns,
+                depth,
+                dtype,
+                target.in_strips,
+                target.scales,
+                target.scale_size,
+            )
         saves = target.finish()
         packed = cls(target.coded, columns, depth, dtype, in_strips=False, code=target.code)
         if saves:
@@ -229,11 +244,9 @@ class PackedWeight:
                 f"codes: must be int8 with a multiple of 4 input features and one scale per row, got {codes.dtype} "
                 f"{list(codes.shape)} and scales {list(scales.shape)}"
             )
-        target = _Panels(columns, codes, int8=True)
-        assert target.scales is not None
-        target.scales[:columns] = scales
-        pack_rows(target.data, _aligned(codes), 0, target.in_strips)
-        return cls(target.data, columns, depth, torch.bfloat16, False, target.scales)
+        target = _Panels(columns, codes, int8=True, scale_size=depth)
+        target.add_codes(codes, scales[:, None])
+        return cls(target.data, columns, depth, torch.bfloat16, False, target.scales, depth)
 
     @property
     def num_bytes(self) -> int:
@@ -271,7 +284,10 @@ class PackedWeight:
             raise IndexError(f"ids: must be between 0 and {self.columns - 1}, got {low} to {high}")
         if self.scales is None:
             return out
-        return (out.float() * self.scales[ids][..., None]).to(self.dtype)
+        scales = self.scales[ids // PANEL_COLUMNS, :, ids % PANEL_COLUMNS]
+        scaled = out * scales.repeat_interleave(self.scale_size, -1)[..., : self.depth]
+        # As the library rounds: ties away from zero.
+        return (scaled.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(self.dtype)
 
     def unpack(self) -> torch.Tensor:
         """Return the weight [columns, depth] in `dtype`: as it was packed, or the dequantised weights."""
@@ -315,33 +331,45 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
 class _Panels:
     """Packs a weight that arrives in parts and is not coded."""
 
-    def __init__(self, columns: int, like: torch.Tensor, int8: bool):
+    def __init__(self, columns: int, like: torch.Tensor, int8: bool, scale_size: int = SCALE_SIZE):
         depth = like.shape[1]
         words = depth // 4 if int8 else depth * like.element_size() // 4
-        self.data = torch.empty(
-            -(-columns // PANEL_COLUMNS), words, PANEL_COLUMNS, dtype=torch.int32
-        )
+        panels = -(-columns // PANEL_COLUMNS)
+        self.data = torch.empty(panels, words, PANEL_COLUMNS, dtype=torch.int32)
         ask_for_huge_pages(self.data)
         if columns % PANEL_COLUMNS:
             self.data[-1].zero_()
-        self.scales = torch.zeros(len(self.data) * PANEL_COLUMNS) if int8 else None
+        self.scale_size = scale_size if int8 else 0
+        self.scales = torch.zeros(panels, -(-depth // scale_size), PANEL_COLUMNS) if int8 else None
         self.in_strips = _in_strips(like.dtype) and not int8
         self._done = 0
 
     def add(self, rows: torch.Tensor) -> None:
         """Pack the next columns."""
         if self.scales is not None:
-            rows, self.scales[self._done : self._done + len(rows)] = _quantized(rows)
+            self.add_codes(*_quantized(rows))
+            return
         pack_rows(self.data, rows, self._done, self.in_strips)
         self._done += len(rows)
 
+    def add_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Pack the next columns of an int8 weight: [columns, depth] int8 and [columns, groups] float32."""
+        assert self.scales is not None
+        pack_rows(self.data, _aligned(codes), self._done, self.in_strips)
+        ids = torch.arange(self._done, self._done + len(codes))
+        self.scales[ids // PANEL_COLUMNS, :, ids % PANEL_COLUMNS] = scales
+        self._done += len(codes)
+
 
 def _quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row: [rows, depth] int8 and one scale per row, [rows] float32."""
-    rows = rows.float()
-    scales = rows.abs().amax(dim=1) / 127.0
-    # A row of zeros has the scale 0; the clamp avoids a division by zero.
-    return (rows / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8), scales
+    """Quantise a bfloat16 weight [columns, depth]: the same shape in int8, and scales [columns, groups] float32."""
+    depth = rows.shape[1]
+    groups = torch.nn.functional.pad(rows.float(), (0, -depth % SCALE_SIZE))
+    groups = groups.unflatten(1, (-1, SCALE_SIZE))
+    scales = groups.abs().amax(dim=2) / 127.0
+    # A group of zeros has the scale 0; the clamp avoids a division by zero.
+    codes = (groups / scales.clamp_min(1e-30)[..., None]).round_().to(torch.int8)
+    return codes.flatten(1)[:, :depth], scales
 
 
 def packed_linear(

@@ -17,7 +17,7 @@ import torch
 
 from quire.kernels.library_loader import open_library
 
-ABI = 17  # QUIRE_ABI of native/attention.h
+ABI = 18  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c
 
 

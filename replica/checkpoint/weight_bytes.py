@@ -35,7 +35,10 @@ _WORD_BYTES = 4
 # A linear layer is quantised only if its features are multiples of these numbers.
 _MULTIPLE = {"int8": (4, 1), "fp8": (16, 16)}  # of input and output features
 _CODES = ("F8_E4M3", "I8")
-_SCALE_BYTES = 4  # one float32 scale per output feature
+_SCALE_BYTES = (
+    4  # float32; one for each output feature, of `weights: int8` one for each group of it
+)
+_INT8_GROUP = 64  # `SCALE_SIZE` of kernels/cpu/cpu_linear.py
 
 
 def weight_bytes(
@@ -63,8 +66,11 @@ def weight_bytes(
             total += elements * _WORD_BYTES
         elif name.endswith((".scales", ".weight_scale")):
             total += elements * _GROUP_BYTES
-        elif (is_kept and _is_linear(name, shape, "fp8")) or _is_narrowed(name, shape, weights):
+        elif is_kept and _is_linear(name, shape, "fp8"):
             total += elements + _SCALE_BYTES * shape[0]
+        elif _is_narrowed(name, shape, weights):
+            groups = -(-shape[1] // _INT8_GROUP) if weights == "int8" else 1
+            total += elements + _SCALE_BYTES * shape[0] * groups
         else:
             total += elements * ELEMENT_BYTES[dtype]
     return total

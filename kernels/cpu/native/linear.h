@@ -31,7 +31,8 @@ struct linear_call {
     const struct weight_code *code; /* for coded bfloat16, where panels are [steps, CODED_STEP_BYTES]; or NULL */
     const struct weight_groups *groups; /* for weights of 4 bits, where panels are [steps, NUMBER_BYTES]; or NULL */
     int64_t in_strips;      /* whether a panel is [strips, steps, LANES] instead; only for weights in the dtype of x */
-    const float *scales;    /* [panels * PANEL_COLUMNS] for int8 weights; NULL: weights in the dtype of x */
+    const float *scales;    /* [panels][groups][PANEL_COLUMNS] for int8 weights; NULL: weights in the dtype of x */
+    int64_t scale_steps;    /* steps of a group of int8 weights, even */
     const float *bias;      /* [panels * PANEL_COLUMNS] or NULL */
     const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
     int64_t residual_stride; /* bytes between rows */
@@ -75,7 +76,7 @@ static inline void linear_pack_panel(uint32_t *panel, int64_t in_strips, int64_t
     }
 }
 
-/* A step of the sum over depth is 32 bits: one float32 or a pair of bfloat16. int8 weights have two steps in 32 bits and are widened to
+/* A step of the sum over depth is 32 bits: one float32 or a pair of bfloat16. int8 weights have two steps in 32 bits and are converted to
  * pairs of bfloat16, one chunk at a time. */
 
 /* Set the counters of a call and choose the worker for `isa`. */

@@ -8,8 +8,8 @@
  *     panel  | chunk 0 | chunk 1 | chunk 2 | chunk 3 | ...          STREAM_STEPS steps at each arrow, then the next of each
  *              ^         ^         ^         ^
  *
- * An element of y is a sum in one lane: the steps of a chunk in order, then the chunks in order; then it is multiplied by the scale, and bias
- * and residual are added. The other rows, columns and threads do not change it: a row's bits depend on that row alone. In float32 they are
+ * An element of y is a sum in one lane: the steps of a chunk in order, then the chunks in order; then bias and
+ * residual are added. The other rows, columns and threads do not change it: a row's bits depend on that row alone. In float32 they are
  * the same on every instruction set with a fused multiply-add.
  *
  * Without an instruction for pairs of bfloat16 both factors are widened to float32, which changes no bit. x is widened one chunk at a time,

@@ -16,8 +16,8 @@
  * Weights of 4 bits (linear_groups.h) are decoded like coded ones. A chunk is one group, or 128 steps of the only group; its sums are multiplied
  * by the group's scales before they are added to the total.
  *
- * int8 weights are widened to pairs of bfloat16, which represent them exactly, 32 KiB at a time. At the end the sums are multiplied by the
- * scales of their columns; then the bias and the residual are added, and the result is rounded once.
+ * int8 weights have a scale for each column and group of steps. They are scaled and rounded to pairs of bfloat16, 32 KiB at a time, so they give
+ * the same bits as bfloat16 weights of these values.
  *
  * The including file includes its simd_*.h before and defines: FN, TARGETED (function attributes); LINEAR_WORKER (name of the function);
  * MOST_ROWS of a unit; ONLY_BF16, whether only bfloat16 is supported, with the processor's instructions for it; READS_STRIPS, whether weights
@@ -55,7 +55,7 @@ FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t ro
 
 FN void end_multiplying(struct multiplier *m);
 
-/* Finish rows of the unit whose sums are complete: scale, add the bias and the residual, round, store. */
+/* Finish rows of the unit whose sums are complete: add the bias and the residual, round, store. */
 FN void store_rows(const struct product *p, int64_t row, int64_t rows, int dtype) {
     const struct linear_call *c = p->call;
     int64_t end = p->column + PANEL_COLUMNS < c->columns ? p->column + PANEL_COLUMNS : c->columns;
@@ -68,7 +68,6 @@ FN void store_rows(const struct product *p, int64_t row, int64_t rows, int dtype
 #pragma GCC unroll 2
             for (int j = 0; j < 2; j++) {
                 int64_t column = i + j * LANES;
-                if (c->scales) y[j] = v_mul(y[j], v_load(c->scales + column));
                 if (c->bias) y[j] = v_add(y[j], v_load(c->bias + column));
                 if (c->residual) y[j] = v_add(y[j], v_load_elements(c->residual + (p->row + r) * c->residual_stride + column * 2, BFLOAT16, LANES));
             }
@@ -77,7 +76,6 @@ FN void store_rows(const struct product *p, int64_t row, int64_t rows, int dtype
 #endif
         for (; i < end; i += LANES) {
             v16 y = v_load(total + i);
-            if (c->scales) y = v_mul(y, v_load(c->scales + i));
             if (c->bias) y = v_add(y, v_load(c->bias + i));
             if (c->residual) y = v_add(y, load_part(c->residual + (p->row + r) * c->residual_stride, i, end, dtype));
             store_part(c->out + (p->row + r) * c->out_stride, i, end, dtype, y);
@@ -98,13 +96,22 @@ FN void ask_for_rows(const struct product *p, int64_t row, int64_t rows, int dty
     }
 }
 
-/* Widen int8 weights to `steps` steps of pairs. */
-FN void widen_chunk(uint32_t *pairs, const uint32_t *bytes, int64_t steps) {
-    for (int64_t step = 0; step < steps; step += 2, bytes += PANEL_COLUMNS) {
-        for (int v = 0; v < PANEL_COLUMNS; v += LANES) {
-            v16 four = v_load((const float *)(bytes + v));
-            v_store((float *)(pairs + step * PANEL_COLUMNS + v), v_byte_pair(four, 0));
-            v_store((float *)(pairs + (step + 1) * PANEL_COLUMNS + v), v_byte_pair(four, 2));
+/* Convert the int8 weights of a panel's steps `first` to `end` - 1 to pairs; `bytes` is that of the first step. */
+FN void widen_chunk(float *pairs, const float *bytes, const struct linear_call *c, int64_t panel, int64_t first, int64_t end) {
+    const int64_t groups = (c->steps + c->scale_steps - 1) / c->scale_steps;
+    for (int64_t step = first; step < end;) {
+        const int64_t group = step / c->scale_steps, next = (group + 1) * c->scale_steps, until = next < end ? next : end;
+        v16 scales[PANEL_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            scales[v] = v_mul(v_load(c->scales + (panel * groups + group) * PANEL_COLUMNS + v * LANES), v_set1(0x1p-24f));
+        for (; step < until; step += 2, bytes += PANEL_COLUMNS, pairs += 2 * PANEL_COLUMNS) {
+#pragma GCC unroll 4
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                const v16 four = v_load(bytes + v * LANES);
+                v_store(pairs + v * LANES, v_byte_pair(four, 0, scales[v]));
+                v_store(pairs + PANEL_COLUMNS + v * LANES, v_byte_pair(four, 2, scales[v]));
+            }
         }
     }
 }
@@ -200,7 +207,7 @@ FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t
         }
         const int64_t group = c->groups ? panel * groups + first / c->groups->group_steps : 0;
         if (c->groups) reader.zeros = c->groups->zeros + group * STEP_WEIGHTS;
-        if (c->scales) widen_chunk(pairs, (const uint32_t *)now, steps);
+        if (c->scales) widen_chunk((float *)pairs, (const float *)now, c, panel, first, first + steps);
         if (!READS_STRIPS && c->in_strips) join_strips(pairs, (const uint32_t *)now, strip, steps);
         struct product p = {.call = c,
                             .weight = is_stored ? (const float *)now : (const float *)pairs,

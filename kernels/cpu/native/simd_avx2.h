@@ -119,17 +119,26 @@ FN v16 v_interleave_last(v_bytes low, v_bytes high) {
     return v_pair(_mm256_castsi256_ps(_mm256_unpackhi_epi8(low.a, high.a)), _mm256_castsi256_ps(_mm256_unpackhi_epi8(low.b, high.b)));
 }
 
-FN __m256 v_byte_pair_half(__m256 x, int first) {
-    __m256i bits = _mm256_castps_si256(x);
-    __m256i low = _mm256_srai_epi32(_mm256_slli_epi32(bits, 24 - 8 * first), 24);
-    __m256i high = _mm256_srai_epi32(_mm256_slli_epi32(bits, 16 - 8 * first), 24);
-    low = _mm256_srli_epi32(_mm256_castps_si256(_mm256_cvtepi32_ps(low)), 16);
-    high = _mm256_castps_si256(_mm256_cvtepi32_ps(high));
-    return _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi32((int)0xffff0000))));
+/* Indices for a shuffle that moves byte `i` of each lane to the lane's top and clears the others. */
+FN __m128i to_top(int i) {
+    return _mm_add_epi32(_mm_setr_epi32(0x00808080, 0x04808080, 0x08808080, 0x0c808080), _mm_set1_epi32(i << 24));
 }
 
-/* Signed bytes `first` and `first` + 1 of each lane, converted to a pair of bfloat16. */
-FN v16 v_byte_pair(v16 x, int first) { return v_pair(v_byte_pair_half(x.a, first), v_byte_pair_half(x.b, first)); }
+FN __m256 v_byte_pair_half(__m256 x, int first, __m256 scale) {
+    const __m256i half = _mm256_set1_epi32(0x8000), upper = _mm256_set1_epi32((int)0xffff0000);
+    const __m256i bits = _mm256_castps_si256(x);
+    __m256i low = _mm256_shuffle_epi8(bits, _mm256_broadcastsi128_si256(to_top(first)));
+    __m256i high = _mm256_shuffle_epi8(bits, _mm256_broadcastsi128_si256(to_top(first + 1)));
+    low = _mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(low), scale));
+    high = _mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(high), scale));
+    low = _mm256_srli_epi32(_mm256_add_epi32(low, half), 16);
+    return _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_and_si256(_mm256_add_epi32(high, half), upper)));
+}
+
+/* Signed bytes `first` and `first` + 1 of each lane, times 2^24 `scale`, rounded to a pair of bfloat16, ties away from zero. */
+FN v16 v_byte_pair(v16 x, int first, v16 scale) {
+    return v_pair(v_byte_pair_half(x.a, first, scale.a), v_byte_pair_half(x.b, first, scale.b));
+}
 
 FN __m256 v_widen(const void *p, int dtype) {
     if (dtype == FLOAT32) return _mm256_loadu_ps(p);

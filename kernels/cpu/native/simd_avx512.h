@@ -62,14 +62,22 @@ FN v_bytes v_with_sign(v_bytes x, v_bytes sign) { return _mm512_ternarylogic_epi
 FN v16 v_interleave_first(v_bytes low, v_bytes high) { return _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high)); }
 FN v16 v_interleave_last(v_bytes low, v_bytes high) { return _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high)); }
 
-/* Signed bytes `first` and `first` + 1 of each lane, converted to a pair of bfloat16. */
-FN v16 v_byte_pair(v16 x, int first) {
-    __m512i bits = _mm512_castps_si512(x);
-    __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(bits, 24 - 8 * first), 24);
-    __m512i high = _mm512_srai_epi32(_mm512_slli_epi32(bits, 16 - 8 * first), 24);
-    low = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(low)), 16);
-    high = _mm512_castps_si512(v_bfloat_high(_mm512_cvtepi32_ps(high)));
-    return _mm512_castsi512_ps(_mm512_or_si512(low, high));
+/* Indices for a shuffle that moves byte `i` of each lane to the lane's top and clears the others. */
+FN __m128i to_top(int i) {
+    return _mm_add_epi32(_mm_setr_epi32(0x00808080, 0x04808080, 0x08808080, 0x0c808080), _mm_set1_epi32(i << 24));
+}
+
+/* Signed bytes `first` and `first` + 1 of each lane, times 2^24 `scale`, rounded to a pair of bfloat16, ties away from zero. */
+FN v16 v_byte_pair(v16 x, int first, v16 scale) {
+    const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32((int)0xffff0000);
+    const __m512i bits = _mm512_castps_si512(x);
+    __m512i low = _mm512_shuffle_epi8(bits, _mm512_broadcast_i32x4(to_top(first)));
+    __m512i high = _mm512_shuffle_epi8(bits, _mm512_broadcast_i32x4(to_top(first + 1)));
+    low = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(low), scale));
+    high = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(high), scale));
+    low = _mm512_srli_epi32(_mm512_add_epi32(low, half), 16);
+    /* low | (high & upper) */
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(low, _mm512_add_epi32(high, half), upper, 0xf8));
 }
 
 FN __mmask16 v_first(int count) { return (__mmask16)((1u << count) - 1); }

@@ -116,12 +116,12 @@ FN v16 v_interleave(v_bytes low, v_bytes high, int begin) {
 FN v16 v_interleave_first(v_bytes low, v_bytes high) { return v_interleave(low, high, 0); }
 FN v16 v_interleave_last(v_bytes low, v_bytes high) { return v_interleave(low, high, 8); }
 
-/* Signed bytes `first` and `first` + 1 of each lane, converted to a pair of bfloat16. */
-FN v16 v_byte_pair(v16 x, int first) {
-    v16_mask bits = (v16_mask)x;
-    v16 low = __builtin_convertvector((bits << (24 - 8 * first)) >> 24, v16);
-    v16 high = __builtin_convertvector((bits << (16 - 8 * first)) >> 24, v16);
-    return (v16)((v16_mask)v_bfloat_high(high) | ((v16_mask)low >> 16 & 0xffff));
+/* Signed bytes `first` and `first` + 1 of each lane, times 2^24 `scale`, rounded to a pair of bfloat16, ties away from zero. */
+FN v16 v_byte_pair(v16 x, int first, v16 scale) {
+    const v16_mask bits = (v16_mask)x, top = (v16_mask){0} + (int32_t)0xff000000;
+    v16 low = __builtin_convertvector(bits << (24 - 8 * first) & top, v16) * scale;
+    v16 high = __builtin_convertvector(bits << (16 - 8 * first) & top, v16) * scale;
+    return (v16)((v16_mask)v_bfloat_high((v16)((v16_mask)high + 0x8000)) | ((v16_mask)low + 0x8000) >> 16 & 0xffff);
 }
 
 FN float from_bits(uint32_t bits) {

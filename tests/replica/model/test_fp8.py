@@ -121,8 +121,9 @@ def test_the_memory_table_counts_the_bytes_that_are_loaded(zoo, name, weights):
                 packed = module.packed
                 if id(packed) not in seen:
                     seen.add(id(packed))
-                    width = 2 if packed.scales is None else 1
-                    total += packed.columns * (packed.depth * width + (4 if width == 1 else 0))
+                    is_int8 = packed.scales is not None
+                    total += packed.columns * packed.depth * (1 if is_int8 else 2)
+                    total += packed.columns * packed.scales.shape[1] * 4 if is_int8 else 0
         # Norms are padded, and biases float32: both are the width of a row, beside matrices.
         total += sum(p.nbytes for p in runner.model.parameters())
         small = 0.02 * total

@@ -225,3 +225,16 @@ def test_tokens_that_are_recorded_together_are_those_recorded_one_by_one(counts)
         together.flush(row)
         single.flush(row)
         assert one.token_ids.tolist() == other.token_ids.tolist()
+
+
+def test_a_row_whose_credit_cuts_its_tokens_computes_the_one_that_is_left():
+    """The device still knows the last of the tokens that it gave, so its memory must not be used."""
+    scheduler = Scheduler(small_config())
+    request = Request(0, list(range(5, 12)), SamplingParams(max_tokens=30), credit_tokens=2)
+    scheduler.add(request)
+    scheduler.commit(scheduler.plan(0.0), StepResult(np.array([50]), 0.01), 0.0)
+    (delta,) = commit(scheduler, 51, 52, 53)
+    assert (delta.token_ids, request.is_paused) == ([51], True)
+    scheduler.grant(0, 4)
+    plan = scheduler.plan(0.0)
+    assert (plan.num_decode_rows, plan.token_ids[-1]) == (0, 51)
