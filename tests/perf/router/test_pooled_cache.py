@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from quire.protos.wire import SamplingParams
@@ -61,10 +62,10 @@ def engine_hits(requests: list[list[int]], num_blocks: int) -> list[int]:
         params = SamplingParams(max_tokens=NUM_TOKENS, seed=1)
         assert scheduler.add(Request(("router", i), prompt, params)) is None
         while (plan := scheduler.plan(0.0)) is not None:
-            tokens = [next(answers) for _ in plan.sampling.token_index]
+            tokens = np.array([next(answers) for _ in plan.sampling.token_index])
             for delta in scheduler.commit(plan, StepResult(tokens, 0.01), 0.0).whole:
                 if delta.index == 0:
-                    hits.append(delta.num_cached_tokens)
+                    hits.append(delta.facts.num_cached_tokens)
         scheduler.check()
     return hits
 
