@@ -17,12 +17,13 @@
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
 #   make families   which of transformers' causal model types are served, against `generate`, six minutes: docs/models.md
 #   make real-model   SmolLM2 135M and Gemma 3 270M against transformers, on real text; downloads 330 MB once
+#   make lock      the image's packages, with hashes   (needs uv)
 #   make clients   real clients against a real cluster: docs/clients.md   (CLIENTS_MODEL=./folder, ARGS="--only openai_python")
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families real-model clients
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families real-model clients lock
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -172,3 +173,14 @@ chaos: $(INSTALLED)
 CLIENTS_MODEL ?=
 clients: $(INSTALLED)
 	$(BIN)/python tests/clients $(if $(CLIENTS_MODEL),--model "$(CLIENTS_MODEL)") $(ARGS)
+
+# The packages of the image, with hashes (k8s/Dockerfile). For the CPU image uv needs PyTorch's index of CPU builds:
+# UV_FIND_LINKS or UV_INDEX.
+COMPILE := uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	--no-emit-index-url --no-emit-find-links --no-annotate
+lock: export UV_CUSTOM_COMPILE_COMMAND = make lock
+lock:
+	$(COMPILE) pyproject.toml --output-file k8s/requirements.lock
+	torch=$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' k8s/requirements.lock) && \
+		$(COMPILE) pyproject.toml --override <(echo "torch==$$torch+cpu") --output-file k8s/requirements-cpu.lock
+	$(COMPILE) <(echo "setuptools>=77") --output-file k8s/requirements-build.lock

@@ -28,7 +28,8 @@ from quire.cluster.http.embeddings_api import embeddings_routes
 from quire.cluster.http.http_api import build_app
 from quire.cluster.http.messages_api import messages_routes
 from quire.cluster.http.responses_api import responses_routes
-from quire.cluster.ingress import Router, this_access, this_service
+from quire.cluster.ingress import Router, this_access, this_service, this_watchers
+from quire.cluster.page import page_routes
 from quire.cluster.proxies.ray_proxies import LOOPBACK, runs_haproxy
 from quire.cluster.proxies.ray_settings import deployment_variables
 from quire.replica.config import Device, EngineArgs
@@ -43,6 +44,7 @@ APIS = (
     responses_routes.add_routes,
     decisions_routes.add_routes,
     embeddings_routes.add_routes,
+    page_routes.add_routes,
 )
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
@@ -109,6 +111,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
             allowed_hosts=allowed_hosts,
             apis=APIS,
             get_access=get_access,
+            get_watchers=this_watchers,
         )
 
     router = serve.deployment(

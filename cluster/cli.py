@@ -22,6 +22,7 @@ from quire.cluster.config import serve_options
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.config.default_config import to_yaml
+from quire.cluster.drain_command import add_drain_node
 from quire.cluster.keys_command import add_keys
 from quire.cluster.model_command import add_model
 from quire.router.explain.decision_log import DecisionLogError
@@ -44,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     add_keys(commands)
     add_model(commands)
     add_bench(commands)
+    add_drain_node(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)

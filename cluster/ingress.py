@@ -68,6 +68,11 @@ def this_access() -> AccessControl:
     return serve.get_replica_context().servable_object.access
 
 
+def this_watchers() -> Watchers:
+    """What counts the streams that only watch, of the Serve replica that runs this code."""
+    return serve.get_replica_context().servable_object.watchers
+
+
 class Router(GrpcApi):
     """One router: `serve.ingress` adds the HTTP API and `GrpcApi` adds the gRPC methods.
 

@@ -1,15 +1,18 @@
-"""`quire model`: proves that Quire computes what transformers computes for a checkpoint, without serving it."""
+"""`quire model`: proves that Quire computes what transformers computes for a checkpoint, and downloads checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import re
 import time
 
 
 def add_model(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `quire`."""
-    parser = commands.add_parser("model", help="check whether a model can be served")
+    parser = commands.add_parser(
+        "model", help="check whether a model can be served, or download one"
+    )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     check = actions.add_parser(
         "check",
@@ -29,6 +32,33 @@ def add_model(commands: argparse._SubParsersAction) -> None:
         help="where it will be served (default: %(default)s)",
     )
     check.set_defaults(run=_check)
+    fetch = actions.add_parser(
+        "fetch",
+        help="download a checkpoint and check its digest",
+        description="Downloads the files of MODEL that Quire reads into the hub's cache (HF_HOME), and prints their "
+        "folder and their digest: SHA-256 over the sorted lines that sha256sum prints for them. With --digest, files "
+        "that are there already need no network. Exit status: 0, or 1 if there is no such model or its files differ.",
+    )
+    fetch.add_argument("model", metavar="MODEL", help="a Hugging Face id, or a checkpoint folder")
+    fetch.add_argument("--revision", help="branch, tag or commit; a commit is always the same")
+    fetch.add_argument("--digest", help="refuse other files; 'sha256:' and 64 hexadecimal digits")
+    fetch.set_defaults(run=_fetch)
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from quire.replica.checkpoint.checkpoint import fetch_checkpoint
+    from quire.replica.checkpoint.model_spec import CheckpointError
+
+    if arguments.digest and not re.fullmatch(r"sha256:[0-9a-f]{64}", arguments.digest):
+        print(f"--digest: must be 'sha256:' and 64 hexadecimal digits, got {arguments.digest!r}")
+        return 1
+    try:
+        folder, digest = fetch_checkpoint(arguments.model, arguments.revision, arguments.digest)
+    except CheckpointError as error:
+        print(error)
+        return 1
+    print(f"{folder}\n{digest}")
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -9,14 +9,15 @@ Plain Python and numpy; imports neither torch nor ray. `wire_codec.py` describes
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from quire.protos import ragged
+from quire.protos.errors import QuireError
 from quire.protos.wire_codec import (
     Codec,
     Message,
@@ -257,90 +258,137 @@ class PromptLogprobs:
         return cls(start, ids, logprobs, ranks, top_ids.reshape(shape), top.reshape(shape))
 
 
+class Facts(NamedTuple):
+    """Rare facts about a stream: its first output, its end, log-probabilities. Most frames have none.
+
+    A frame has the fields up to `embedding`. The others stay in the replica, for `Completion`.
+    """
+
+    finish_reason: str | None = None  # stop | length | abort | error, at the end only
+    num_cached_tokens: int = 0  # prompt tokens found in the cache at first admission
+    queue_s: float = 0.0  # submit to first scheduled
+    num_host_cached_tokens: int = 0  # the part of `num_cached_tokens` restored from the host tier
+    logprobs: list[TokenLogprob] | None = None  # one per token, if the request asks for them
+    # A part of the prompt's log-probabilities, if the request asks for them: in order, before the first token.
+    prompt_logprobs: PromptLogprobs | None = None
+    # [hidden size] float32, at the end of a request with `SamplingParams.pooling`. It has no tokens.
+    embedding: np.ndarray | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0  # so far, those of earlier attempts included
+    prefill_s: float = 0.0  # first scheduled to first token
+    error: QuireError | None = None
+
+    def to_wire(self) -> list[Any]:
+        values: list[Any] = list(self[:7])
+        if self.prompt_logprobs is not None:
+            values[5] = self.prompt_logprobs.to_wire()
+        if self.embedding is not None:
+            values[6] = self.embedding.astype("<f4", copy=False).tobytes()
+        while values[-1] is None:
+            values.pop()
+        return values
+
+    @classmethod
+    def from_wire(cls, values: list[Any]) -> Facts:
+        facts = cls(*values)
+        if facts.logprobs is not None:
+            facts = facts._replace(logprobs=[TokenLogprob(*of_token) for of_token in values[4]])
+        if facts.prompt_logprobs is not None:
+            facts = facts._replace(prompt_logprobs=PromptLogprobs.from_wire(values[5]))
+        if facts.embedding is not None:
+            facts = facts._replace(embedding=np.frombuffer(values[6], "<f4"))
+        return facts
+
+
+NO_FACTS = Facts()
+
+
 @dataclass(slots=True)
 class TokenDelta:
     """New tokens of one stream: `token_ids[i]` has the absolute output index `index + i`.
 
     Treat it as frozen. The dataclass is not frozen because that would make the constructor three times slower (each
-    field is set with `object.__setattr__`), and it runs once per token.
+    field is set with `object.__setattr__`), and it runs once per stream and frame.
     """
 
-    stream_id: int
+    # On the wire the number of the stream, in the engine `Request.key`.
+    key: Any
     index: int
     token_ids: list[int]
-    finish_reason: str | None = None  # stop | length | abort | error, on the last delta only
-    num_cached_tokens: int = 0  # prompt tokens found in the cache, on the first delta only
-    queue_s: float = 0.0  # submit to first scheduled, on the first delta only
-    num_host_cached_tokens: int = 0  # the part of `num_cached_tokens` restored from the host tier
-    logprobs: list[TokenLogprob] | None = None  # one per token, if the request asks for them
-    # A part of the prompt's log-probabilities, if the request asks for them: in order, before the first token.
-    prompt_logprobs: PromptLogprobs | None = None
-    # [hidden size] float32, with the last delta of a request with `SamplingParams.pooling`. It has no tokens.
-    embedding: np.ndarray | None = None
+    facts: Facts = NO_FACTS
 
-    def to_wire(self) -> list[Any]:
-        short = [self.stream_id, self.index, self.token_ids]
-        told = (
-            self.finish_reason,
-            self.num_cached_tokens,
-            self.queue_s,
-            self.num_host_cached_tokens,
-        )
-        if self.embedding is not None:
-            return [*short, *told, None, None, self.embedding.astype("<f4", copy=False).tobytes()]
-        if self.prompt_logprobs is not None:
-            return [*short, *told, self.logprobs, self.prompt_logprobs.to_wire()]
-        if self.logprobs is not None:
-            return [*short, *told, self.logprobs]
-        # Without log-probabilities, only the first and the last delta of a stream have more than tokens.
-        return [*short, *told] if any(told) else short
-
-    @classmethod
-    def from_wire(cls, values: list[Any]) -> TokenDelta:
-        if len(values) <= _NUM_PLAIN_FIELDS:
-            return cls(*values)
-        delta = cls(*values[:_NUM_PLAIN_FIELDS])
-        logprobs, prompt, embedding, *_ = *values[_NUM_PLAIN_FIELDS:], None, None
-        if logprobs is not None:
-            delta.logprobs = [TokenLogprob(*of_token) for of_token in logprobs]
-        if prompt is not None:
-            delta.prompt_logprobs = PromptLogprobs.from_wire(prompt)
-        if embedding is not None:
-            delta.embedding = np.frombuffer(embedding, "<f4")
-        return delta
+    @property
+    def finish_reason(self) -> str | None:
+        return self.facts.finish_reason
 
 
-# Number of fields before `logprobs`; a delta without log-probabilities has no further ones on the wire.
-_NUM_PLAIN_FIELDS = [f.name for f in dataclasses.fields(TokenDelta)].index("logprobs")
+@dataclass(slots=True)
+class TokenRecord(Record):
+    """New tokens of n streams, as ragged columns: no Python object per stream or token. Treat it as frozen.
 
-
-@dataclass(frozen=True, slots=True)
-class TokenColumns(Record):
-    """One new token for each of n streams.
-
-    All deltas of a stream except the first and the last fit here. As columns they need no Python object per token.
+    ```
+     stream_ids   [    7    |  9  |       4        ]
+     index        [   20    |  3  |       0        ]     20 is the output index of a
+     token_ids    [ a   b   |  c  |  d   e   f     ]
+     cu           [ 0          2     3              6 ]
+    ```
     """
 
     stream_ids: Annotated[np.ndarray, array("<i8")]  # [n] int64
-    index: Int32Array  # [n] int32, absolute output index
-    token_ids: Int32Array  # [n] int32
+    index: Int32Array  # [n] int32, absolute output index of the stream's first token
+    token_ids: Int32Array  # [N] int32
+    # [n + 1] int32: stream i has the tokens [cu[i], cu[i + 1]). None: one token each.
+    cu: Annotated[np.ndarray | None, optional(array("<i4"))] = None
 
     def __len__(self) -> int:
         return len(self.stream_ids)
 
-    def __iter__(self) -> Iterator[TokenDelta]:
-        tokens = self.token_ids[:, None].tolist()
-        return map(TokenDelta, self.stream_ids.tolist(), self.index.tolist(), tokens)
+    @classmethod
+    def of(cls, deltas: Sequence[TokenDelta]) -> TokenRecord:
+        """The tokens of these deltas, whose keys are numbers of streams."""
+        counts = [len(delta.token_ids) for delta in deltas]
+        return cls(
+            np.array([delta.key for delta in deltas], np.int64),
+            np.array([delta.index for delta in deltas], np.int32),
+            np.array([i for delta in deltas for i in delta.token_ids], np.int32),
+            ragged.cumulated(counts),
+        )
+
+    def __add__(self, other: TokenRecord) -> TokenRecord:
+        counts = [ragged.counts(len(record), record.cu) for record in (self, other)]
+        return TokenRecord(
+            np.concatenate([self.stream_ids, other.stream_ids]),
+            np.concatenate([self.index, other.index]),
+            np.concatenate([self.token_ids, other.token_ids]),
+            ragged.cumulated(np.concatenate(counts)),
+        )
+
+    def select(self, streams: np.ndarray) -> TokenRecord:
+        """The part of these streams, [n] bool."""
+        token_ids, cu = ragged.select(self.token_ids, self.cu, streams)
+        return TokenRecord(self.stream_ids[streams], self.index[streams], token_ids, cu)
+
+    def deltas(self, facts: Iterable[Facts] = ()) -> Iterator[TokenDelta]:
+        """One delta per stream. The first ones get these facts."""
+        return map(
+            TokenDelta,
+            self.stream_ids.tolist(),
+            self.index.tolist(),
+            ragged.lists(self.token_ids, self.cu),
+            itertools.chain(facts, itertools.repeat(NO_FACTS)),
+        )
 
     @classmethod
-    def from_wire(cls, values: list[Any]) -> TokenColumns:
-        columns = super(TokenColumns, cls).from_wire(values)
-        if not len(columns.stream_ids) == len(columns.index) == len(columns.token_ids):
+    def from_wire(cls, values: list[Any]) -> TokenRecord:
+        record = super(TokenRecord, cls).from_wire(values)
+        num_streams, num_tokens = len(record.stream_ids), len(record.token_ids)
+        if len(record.index) != num_streams or not ragged.fits(num_streams, num_tokens, record.cu):
+            cu = None if record.cu is None else record.cu.tolist()
             raise WireError(
-                f"TokenColumns: {len(columns.stream_ids)} stream ids, {len(columns.index)} indices and "
-                f"{len(columns.token_ids)} tokens"
+                f"TokenRecord: {num_streams} stream ids, {len(record.index)} indices and "
+                f"{num_tokens} tokens, cu: {cu}"
             )
-        return columns
+        return record
 
 
 _NO_HASHES = np.empty(0, np.uint64)
@@ -401,14 +449,16 @@ class Load(NamedTuple):
 class Frame(Message):
     """The message of a replica to one router after each step, and as a heartbeat.
 
-    A stream with one new token and nothing else new is in `columns`; other streams with new data are in `deltas`.
+    `tokens` has an entry for each stream with something new, also if it has no token. `facts[i]` belongs to entry i:
+    the entries with facts come first. A stream may have several entries; they are in order.
 
     `events_seq` is the seq of the replica's last cache event, whether or not this frame has events. `digest` covers all
     routing hashes at that point (`tier_digest`); a router asks for a snapshot if its replay has another digest.
     """
 
     epoch: str  # id of the engine instance
-    deltas: Annotated[list[TokenDelta], list_of(record(TokenDelta))] = field(default_factory=list)
+    tokens: Annotated[TokenRecord | None, optional(record(TokenRecord))] = None
+    facts: Annotated[list[Facts], list_of(record(Facts))] = field(default_factory=list)
     events: Annotated[list[CacheEvents], list_of(record(CacheEvents))] = field(default_factory=list)
     events_seq: int = 0
     digest: int = 0
@@ -416,10 +466,27 @@ class Frame(Message):
     # [n] uint64: one page of the hashes in the device tier at `events_seq`
     snapshot: Annotated[np.ndarray | None, optional(_HASHES)] = None
     snapshot_more: bool = False  # another page follows
-    columns: Annotated[TokenColumns | None, optional(record(TokenColumns))] = None
     # [m] uint64: the same page's hashes in the host tier
     host_snapshot: Hashes = field(default_factory=lambda: _NO_HASHES)
 
     def token_deltas(self) -> Iterator[TokenDelta]:
-        """Return the deltas of all streams, from `deltas` and `columns`."""
-        return itertools.chain(self.deltas, self.columns or ())
+        """Return the new tokens of each stream with their facts."""
+        return iter(()) if self.tokens is None else self.tokens.deltas(self.facts)
+
+    @staticmethod
+    def pack(
+        deltas: Sequence[TokenDelta], others: TokenRecord | None = None
+    ) -> tuple[TokenRecord | None, list[Facts]]:
+        """The values of `tokens` and `facts` for deltas that have facts, and for other tokens."""
+        if not deltas:
+            return others, []
+        tokens = TokenRecord.of(deltas)
+        return (tokens if others is None else tokens + others), [delta.facts for delta in deltas]
+
+    @classmethod
+    def from_wire(cls, values: list[Any]) -> Frame:
+        frame = super(Frame, cls).from_wire(values)
+        num_streams = 0 if frame.tokens is None else len(frame.tokens)
+        if len(frame.facts) > num_streams:
+            raise WireError(f"Frame: {len(frame.facts)} facts of {num_streams} streams")
+        return frame

@@ -37,9 +37,9 @@ from typing import Any, Protocol, TypeVar
 from quire.protos.errors import StepFailed, Unavailable
 from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
-from quire.protos.wire import CacheEvents, Load
-from quire.replica.core.request import DeltaBatch
-from quire.replica.core.step_plan import RequestDelta, SamplingBatch, StepPlan, StepResult
+from quire.protos.wire import CacheEvents, Load, TokenDelta
+from quire.replica.core.delta_batch import DeltaBatch
+from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.device.time_counters import HostTime
 from quire.replica.scheduler.scheduler import Scheduler
 from quire.replica.watchdog import StepWatch
@@ -141,7 +141,7 @@ class EngineLoop:
         self.time = HostTime()
         self.step_seconds = Histogram(STEP_BOUNDARIES_S)  # of successful steps
         # Deltas (new output of requests) of this turn, except those of a committed step.
-        self._deltas: list[RequestDelta] = []
+        self._deltas: list[TokenDelta] = []
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
     def start(self) -> None:
@@ -165,7 +165,7 @@ class EngineLoop:
         stalled_s = 0.0 if busy_s is None else max(0.0, self._clock() - busy_s)
         return self._scheduler.load(self._runner.num_compiles, stalled_s)
 
-    def post(self, action: Callable[[Scheduler], RequestDelta | None]) -> None:
+    def post(self, action: Callable[[Scheduler], TokenDelta | None]) -> None:
         """Run `action` in the loop between two steps. If it returns a delta, the loop sends it.
 
         Raises
@@ -310,7 +310,7 @@ class EngineLoop:
         self.time.sample_s += perf_counter() - began
         return deltas
 
-    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestDelta]:
+    def _fail(self, plan: StepPlan, error: Exception) -> list[TokenDelta]:
         """End the requests of a failed step and of the steps behind it, and clear the prefix cache.
 
         The failed step may have left incomplete KV, which the steps behind it have read. Other requests continue.

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from quire.protos.errors import EngineError, QuireError
-from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
+from quire.protos.wire import PromptLogprobs, SamplingParams, TokenDelta, TokenLogprob
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request, validate
-from quire.replica.core.step_plan import RequestDelta
 from quire.replica.host_machine import give_back_free_memory
 from quire.replica.loop import LoopOutput
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 _LIVENESS_PERIOD_S = 0.5  # how often a waiting call checks that the engine runs
-_Sink = queue.SimpleQueue[list[RequestDelta]]  # deltas of each step for one call
+_Sink = queue.SimpleQueue[list[TokenDelta]]  # deltas of each step for one call
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ class OfflineFront:
 
     def on_output(self, output: LoopOutput) -> None:
         """Give each call all deltas of the step at once, so that it wakes once. Runs in the engine's thread."""
-        of_calls: dict[_Sink, list[RequestDelta]] = {}
+        of_calls: dict[_Sink, list[TokenDelta]] = {}
         for delta in output.deltas:
             sink = self._sinks.get(delta.key)
             if sink is None:
@@ -239,7 +238,7 @@ class OfflineFront:
             self._slots.release()
             raise
 
-    def _next(self, done: _Sink) -> list[RequestDelta]:
+    def _next(self, done: _Sink) -> list[TokenDelta]:
         """Wait for the deltas of the next step with output for this call."""
         while True:
             ended = (
@@ -323,18 +322,18 @@ def _output(request: Request) -> RequestOutput:
     return RequestOutput(request.token_ids.tolist(), [], "", "", 0, request.params)
 
 
-def _collect(output: RequestOutput, delta: RequestDelta) -> None:
-    if delta.error is not None:
-        raise delta.error
-    if not output.token_ids:
-        output.num_cached_tokens = delta.num_cached_tokens
+def _collect(output: RequestOutput, delta: TokenDelta) -> None:
     output.token_ids.extend(delta.token_ids)
-    if delta.logprobs is not None:
-        output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
-    if delta.prompt_logprobs is not None:
-        output.prompt_logprobs = [*(output.prompt_logprobs or ()), delta.prompt_logprobs]
-    output.embedding = delta.embedding
-    output.finish_reason = delta.finish_reason or ""
+    facts = delta.facts
+    if facts.error is not None:
+        raise facts.error
+    output.num_cached_tokens = max(output.num_cached_tokens, facts.num_cached_tokens)
+    if facts.logprobs is not None:
+        output.logprobs = [*(output.logprobs or ()), *facts.logprobs]
+    if facts.prompt_logprobs is not None:
+        output.prompt_logprobs = [*(output.prompt_logprobs or ()), facts.prompt_logprobs]
+    output.embedding = facts.embedding
+    output.finish_reason = facts.finish_reason or ""
 
 
 def _progress_bar(total: int, progress: bool | None):

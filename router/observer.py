@@ -86,6 +86,10 @@ class Observer:
     def on_inter_token(self, itl_s: float) -> None:
         """A stream has a delta, `itl_s` after the one before."""
 
+    def num_deltas(self) -> int:
+        """Return how often `on_inter_token` was called."""
+        return 0
+
     def on_migration(self, stall_s: float) -> None:
         """A stream that lost its replica has its next token, `stall_s` after the router noticed the loss."""
 

@@ -30,6 +30,8 @@ class ReplicaStatus:
     ----------
     indexed_blocks
         Number of routing blocks (64 tokens each) that the replica holds, by this router's index.
+    state
+        `fleet.tracked_replica.ReplicaState`: syncing, attached, draining or lost.
     """
 
     replica: str
@@ -38,6 +40,7 @@ class ReplicaStatus:
     report_age_s: float
     attached: bool
     indexed_blocks: int
+    state: str = "attached"
 
 
 @dataclass(slots=True)
@@ -78,3 +81,71 @@ class Decisions:
     routers: list[str]
     num_silent: int
     decisions: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """The requests that wait at one router.
+
+    Attributes
+    ----------
+    expected_wait_s
+        Seconds to the first token of a request that came after all of them; 0 if none waits.
+    """
+
+    num_requests: int
+    num_prompt_tokens: int
+    expected_wait_s: float
+
+
+@dataclass(slots=True)
+class PrefixHits:
+    """The prompts of some answered requests, and how much of them was cached.
+
+    Attributes
+    ----------
+    predicted_tokens
+        The cached tokens that the router had predicted.
+    """
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    predicted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """What one router knows now, in a size that does not depend on the number of requests or blocks.
+
+    Attributes
+    ----------
+    num_routers
+        Routers of the application. All see the same replicas; each has its own queue and decisions.
+    num_decisions, num_deltas
+        Decisions, and deltas of streams after their first one, since this router's start.
+    num_kept
+        Number of decisions that the router keeps.
+    hits
+        Answered requests among the last `explain.live_state.WINDOW` decisions, by replica.
+    ttft_s
+        Their times to the first token, ascending.
+    decisions
+        The newest decisions, as `Decisions` has them, with the best two replicas only.
+    moves
+        Those of the last `WINDOW` decisions that continued a request of another replica, newest first.
+    """
+
+    router: str
+    model: str
+    now: float  # seconds since 1970
+    num_routers: int
+    queue: QueueStatus
+    num_decisions: int
+    num_deltas: int
+    num_kept: int
+    replicas: list[ReplicaStatus]
+    hits: dict[str, PrefixHits]
+    ttft_s: list[float]
+    decisions: list[dict[str, Any]]
+    moves: list[dict[str, Any]]

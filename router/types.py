@@ -18,7 +18,7 @@ from quire.protos.wire import Grammar
 from quire.router.bill import Bill
 from quire.router.question_types import Question
 from quire.router.scored_token import TokenScores
-from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
+from quire.router.status_types import Decisions, LiveState, ModelInfo, Readiness, ReplicaStatus
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 
 
@@ -458,6 +458,10 @@ class Service(Protocol):
 
     async def metrics(self) -> bytes:
         """Return the Prometheus page of all routers and replicas of the application."""
+        ...
+
+    def live_state(self, payer: str | None = None) -> LiveState:
+        """Return what this router knows now; only the requests of `payer`, if given."""
         ...
 
     def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:

@@ -73,6 +73,7 @@ LAYERS = (
     "cluster.http.responses_api",
     "cluster.http.decisions_api",
     "cluster.http.embeddings_api",
+    "cluster.page",
     "cluster.grpc",
     "cluster.proxies",
     "cluster.config",

@@ -1,4 +1,4 @@
-"""Limits the open streams that only watch state (`WatchCache`, `Watch`), in total and for each client."""
+"""Limits the open streams that only watch (`WatchCache`, `Watch`, the live page), in total and for each client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RETRY_S = 1.0
 
 
 class Watchers:
-    """Counts `WatchCache` and `Watch` streams and refuses streams above the limits.
+    """Counts the streams that only watch and refuses streams above the limits.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Watchers:
             if num_open >= most:
                 self._forget(client)
                 raise Overloaded(
-                    f"this router has {num_open} streams of WatchCache and Watch open, "
+                    f"this router has {num_open} streams of WatchCache, Watch and /ui open, "
                     f"and {name} is {most}",
                     retry_after_s=RETRY_S,
                 )

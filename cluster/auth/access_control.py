@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterable, Mapping
 
 from quire.cluster.auth.access_rules import Right
@@ -13,6 +15,7 @@ from quire.protos.metric_families import Page
 from quire.router.types import Service
 
 _SCHEME = b"bearer "
+_BASIC = b"basic "
 
 
 class AccessControl:
@@ -86,6 +89,24 @@ def secret_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         if name == b"x-api-key" and api_key is None:
             api_key = value.strip()
     return api_key
+
+
+def password_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the key that a browser sent as the password of HTTP's Basic scheme; its user name may be anything.
+
+    Parameters
+    ----------
+    headers
+        As in `secret_of`.
+    """
+    for name, value in headers:
+        if name == b"authorization" and value[:6].lower() == _BASIC:
+            try:
+                pair = base64.b64decode(value[6:].strip(), validate=True)
+            except binascii.Error:
+                return b""
+            return pair.partition(b":")[2]
+    return None
 
 
 def secret_of_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> bytes | None:

@@ -10,12 +10,15 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.cluster.auth.access_control import AccessControl, secret_of
+from quire.cluster.auth.access_control import AccessControl, password_of, secret_of
 from quire.cluster.auth.access_rules import HTTP_RULES, Right
 from quire.cluster.auth.key_ring import LoadedKey
 from quire.cluster.auth.keyed_service import KeyedService, rate_headers
+from quire.protos.errors import Unauthenticated
 from quire.router.types import Service
 
+# A browser that reads this asks its user for a password, and sends it to this server until it is closed.
+_BROWSER_CHALLENGE = {"www-authenticate": 'Basic realm="Quire", charset="UTF-8"'}
 _MAX_CACHED_PATHS = 256
 # The key of the request that the present task answers.
 _CALLER: ContextVar[LoadedKey | None] = ContextVar("caller", default=None)
@@ -26,6 +29,9 @@ class HttpDoor:
 
     It does not see the answer, so it adds nothing to a token. It leaves a function that returns further headers of the
     answer in the request's state, under `answer_headers`.
+
+    Routes that need `observe` also take the key as a password (`password_of`), so that a browser can open them. They
+    change nothing, and other sites' scripts cannot read their answers: CORS allows no credentials.
 
     Parameters
     ----------
@@ -60,9 +66,17 @@ class HttpDoor:
             return
         access = self._get_access()
         needed = self._needed(scope["method"], scope["path"], scope.get("root_path", ""))
-        key = access.caller(secret_of(scope["headers"]), needed)
+        state = scope.setdefault("state", {})
+        secret = secret_of(scope["headers"])
+        if needed is Right.OBSERVE and secret is None:
+            secret = password_of(scope["headers"])
+        try:
+            key = access.caller(secret, needed)
+        except Unauthenticated:
+            if needed is Right.OBSERVE:
+                state["answer_headers"] = _BROWSER_CHALLENGE.copy
+            raise
         if key is not None and key.entry.quotas.tokens_per_minute is not None:
-            state = scope.setdefault("state", {})
             state["answer_headers"] = functools.partial(rate_headers, key, access.ledger)
         token = _CALLER.set(key)
         try:

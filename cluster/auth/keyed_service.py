@@ -22,7 +22,7 @@ from quire.cluster.auth.tenant_counters import visible_to
 from quire.protos.errors import PermissionDenied, QuireError, RateLimited, shown
 from quire.router.question_types import Question
 from quire.router.request.params import check_label
-from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
+from quire.router.status_types import Decisions, LiveState, ModelInfo, Readiness, ReplicaStatus
 from quire.router.types import (
     Embeddings,
     EncodedPrompt,
@@ -61,6 +61,17 @@ class KeyedService:
     def has_observe(self) -> bool:
         """Whether the caller has the right to see the state of the application."""
         return self._key is not None and Right.OBSERVE in self._key.rights
+
+    @property
+    def shown_payer(self) -> str | None:
+        """The tenant whose requests the caller may see; None: `admin` sees those of all tenants."""
+        key = self._own_key()
+        return None if Right.ADMIN in key.rights else key.entry.tenant
+
+    @property
+    def key_name(self) -> str:
+        """The key's name in the key file, which is no secret."""
+        return f"the key {self._own_key().entry.name!r}"
 
     async def generate(self, request: GenerationRequest) -> GenerationStream:
         """See `Service`.
@@ -116,9 +127,7 @@ class KeyedService:
         self, request_id: str | None, limit: int, payer: str | None = None
     ) -> Decisions:
         """See `Service`. A tenant sees its own requests, `admin` all."""
-        key = self._own_key()
-        if Right.ADMIN not in key.rights:
-            payer = key.entry.tenant
+        payer = payer if self.shown_payer is None else self.shown_payer
         return await self._service.decisions(request_id, limit, payer)
 
     def model_info(self) -> ModelInfo:
@@ -141,6 +150,10 @@ class KeyedService:
         """See `Service`. A tenant sees no other tenant's series, `admin` all."""
         key, text = self._own_key(), await self._service.metrics()
         return text if Right.ADMIN in key.rights else visible_to(key.label, text)
+
+    def live_state(self, payer: str | None = None) -> LiveState:
+        """See `Service`. A tenant sees its own requests, `admin` all."""
+        return self._service.live_state(payer if self.shown_payer is None else self.shown_payer)
 
     def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         """See `Service`."""
@@ -181,6 +194,16 @@ class KeyedService:
 def may_observe(service: Service) -> bool:
     """Whether the caller of a service may see the state of the application. Without keys every caller may."""
     return not isinstance(service, KeyedService) or service.has_observe
+
+
+def shown_payer(service: Service) -> str | None:
+    """Return the tenant whose requests the caller of a service may see; None: those of all tenants."""
+    return service.shown_payer if isinstance(service, KeyedService) else None
+
+
+def key_name(service: Service) -> str:
+    """Return a name for the caller of a service in logs."""
+    return service.key_name if isinstance(service, KeyedService) else "a viewer"
 
 
 def _with(

@@ -127,8 +127,8 @@ class RouterArgs(Section):
         default=256,
         ge=0,
         le=65536,
-        description="Maximum number of open gRPC streams of WatchCache and of the health service's Watch at one "
-        "router. A further one is refused (RESOURCE_EXHAUSTED).",
+        description="Maximum number of open streams that only watch at one router: gRPC's WatchCache, the health "
+        "service's Watch, and open pages /ui. A further one is refused (RESOURCE_EXHAUSTED, HTTP 429).",
     )
     max_watchers_per_client: int = Field(
         default=64,

@@ -294,6 +294,9 @@ class Decision(_Answer):
     )
     decided: float = Field(description="Seconds since 1970.")
     prompt_tokens: int
+    left_replica: str = Field(
+        description="The replica of the attempt before, which the request left; empty for the first."
+    )
     num_replicas: int = Field(description="Replicas among which the policy chose.")
     ranking: list[ReplicaCost] = Field(description="The best 16 replicas, best first.")
     outcome: Outcome | None = Field(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from quire.cluster.api_common.front_end import (
     request_label,
     with_headers,
 )
+from quire.cluster.api_common.watchers import Watchers
 from quire.cluster.auth.access_control import AccessControl
 from quire.cluster.auth.http_door import add_door
 from quire.cluster.auth.keyed_service import RATE_HEADERS, may_observe
@@ -101,6 +103,7 @@ def build_app(
     allowed_hosts: Sequence[str] = ("*",),
     apis: Sequence[AddRoutes] = (),
     get_access: Callable[[], AccessControl] | None = None,
+    get_watchers: Callable[[], Watchers] | None = None,
 ) -> FastAPI:
     """Build the HTTP application.
 
@@ -124,6 +127,8 @@ def build_app(
         which its routes begin.
     get_access
         Returns the keys; called for each request. None: no key is needed.
+    get_watchers
+        Returns what counts the streams that only watch; called for each of them. None: no limit.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(
@@ -157,6 +162,8 @@ def build_app(
     _add_information_routes(app, get_service, version)
     app.state.body_models = [CompletionRequest, ChatCompletionRequest, *DOCUMENTED]
     app.state.error_forms = {}
+    own_watchers = Watchers(sys.maxsize, sys.maxsize)
+    app.state.get_watchers = get_watchers or (lambda: own_watchers)
     app.state.id_prefixes = list(ID_PREFIXES)
     add_tokenize_routes(app, get_service, max_body_bytes)
     for add_routes in apis:

@@ -10,6 +10,7 @@ import hashlib
 import math
 import platform
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _HUB_FILES = ("*.json", "tokenizer*", "*.jinja")
+_ALL_FILES = (*_HUB_FILES, "*.safetensors")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -81,7 +83,7 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
         RevisionNotFoundError,
     )
 
-    patterns = [*_HUB_FILES, "*.safetensors"] if weights else list(_HUB_FILES)
+    patterns = list(_ALL_FILES if weights else _HUB_FILES)
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -92,6 +94,54 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
         raise (CheckpointError if is_final else DownloadError)(
             f"model {model!r}{at} could not be downloaded: {error}"
         ) from error
+
+
+def fetch_checkpoint(model: str, revision: str | None, digest: str | None) -> tuple[Path, str]:
+    """Bring a checkpoint into the hub's cache and return its folder and the digest of its files (`files_digest`).
+
+    Files that are there and have `digest` need no network.
+
+    Raises
+    ------
+    CheckpointError
+        The files have another digest, or see `resolve_checkpoint`.
+    """
+    if digest is not None and (folder := _cached(model, revision)) is not None:
+        if files_digest(folder) == digest:
+            check_files(folder)
+            return folder, digest
+    folder = resolve_checkpoint(model, revision)
+    found = files_digest(folder)
+    if digest is not None and found != digest:
+        raise CheckpointError(f"{folder}: its files have the digest {found}, expected {digest}")
+    return folder, found
+
+
+def _cached(model: str, revision: str | None) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if not _HUB_ID.fullmatch(model) or Path(model).is_dir():
+        return None
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def files_digest(folder: Path) -> str:
+    """Return `sha256:...` over the names and the whole contents of the files that `resolve_checkpoint` downloads.
+
+    It hashes one line for each file, sorted by name, as `sha256sum` prints it.
+    """
+    lines = []
+    for file in folder.rglob("*"):
+        name = file.relative_to(folder).as_posix()
+        if file.is_file() and any(fnmatch(name, pattern) for pattern in _ALL_FILES):
+            with file.open("rb") as stream:
+                lines.append((name, hashlib.file_digest(stream, "sha256").hexdigest()))
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(lines))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def weights_revision(folder: Path) -> str:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, QuireError
 from quire.protos.field_checks import Range, invalid
 from quire.protos.sampling_bounds import INT32_MAX, PRIORITY
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import Facts, SamplingParams, TokenDelta
 from quire.replica.config import EngineConfig
 from quire.replica.core.sampling_checks import check_params
-from quire.replica.core.step_plan import RequestDelta
 from quire.replica.kv_cache.prefix_entries import ContentChain, Entry
 
 if TYPE_CHECKING:
@@ -276,7 +275,7 @@ class Request:
             raise ValueError(f"request {self.key!r} cannot go from {self.phase} to {phase}")
         self.phase = phase
 
-    def refusal(self, error: QuireError) -> RequestDelta:
+    def refusal(self, error: QuireError) -> TokenDelta:
         """The only delta of a request that was refused."""
         return self.delta(self.num_emitted, [], FinishReason.ERROR, error)
 
@@ -301,103 +300,23 @@ class Request:
         token_ids: list[int],
         finish_reason: FinishReason | None = None,
         error: QuireError | None = None,
-    ) -> RequestDelta:
-        """A complete delta, with the counts and times that the first and the last delta of a request report."""
-        return RequestDelta(
-            key=self.key,
-            index=index,
-            token_ids=token_ids,
+    ) -> TokenDelta:
+        """A delta with the facts that the first and the last delta of a request report: counts and times."""
+        facts = Facts(
             finish_reason=None if finish_reason is None else finish_reason.value,
             num_cached_tokens=self.num_cached_tokens,
+            queue_s=_elapsed_s(self.arrival_s, self.first_scheduled_s),
             num_host_cached_tokens=self.num_host_cached_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=index + len(token_ids),
-            queue_s=_elapsed_s(self.arrival_s, self.first_scheduled_s),
             prefill_s=_elapsed_s(self.first_scheduled_s, self.first_token_s),
             error=error,
         )
+        return TokenDelta(self.key, index, token_ids, facts)
 
 
 def _elapsed_s(start_s: float | None, end_s: float | None) -> float:
     return 0.0 if start_s is None or end_s is None else max(0.0, end_s - start_s)
-
-
-_NO_KEYS = np.empty(0, object)
-_NO_NUMBERS = np.empty(0, np.int32)
-
-
-class DeltaBatch(Sequence[RequestDelta]):
-    """The deltas of one step: complete ones, and columns for rows that only got one token.
-
-    Most rows of a step only got one token. Creating an object for each of these rows would take longer than the rest of
-    `commit`, so their `RequestDelta` objects are created only when the batch is iterated.
-
-    Parameters
-    ----------
-    whole
-        Complete deltas, for example the first or last of their requests, in the order of events.
-    keys
-        [n] keys of the requests.
-    sources, stream_ids
-        [n] int32 and [n] int64, number of the receiving attachment and of its stream (`Request`).
-    indices
-        [n] int32, absolute output index of the token.
-    token_ids
-        [n] integers, one new token per row.
-    """
-
-    __slots__ = ("indices", "keys", "sources", "stream_ids", "token_ids", "whole")
-
-    def __init__(
-        self,
-        whole: list[RequestDelta],
-        keys: np.ndarray = _NO_KEYS,
-        sources: np.ndarray = _NO_NUMBERS,
-        stream_ids: np.ndarray = _NO_NUMBERS,
-        indices: np.ndarray = _NO_NUMBERS,
-        token_ids: np.ndarray = _NO_NUMBERS,
-    ):
-        self.whole = whole
-        self.keys = keys
-        self.sources = sources
-        self.stream_ids = stream_ids
-        self.indices = indices
-        self.token_ids = token_ids
-
-    @property
-    def num_single(self) -> int:
-        """Number of rows in the columns."""
-        return len(self.keys)
-
-    def without(self, positions: Iterable[int]) -> DeltaBatch:
-        """Return the batch without these rows of its columns."""
-        keep = np.ones(len(self.keys), bool)
-        keep[list(positions)] = False
-        return DeltaBatch(
-            self.whole,
-            self.keys[keep],
-            self.sources[keep],
-            self.stream_ids[keep],
-            self.indices[keep],
-            self.token_ids[keep],
-        )
-
-    def __len__(self) -> int:
-        return len(self.whole) + len(self.keys)
-
-    @overload
-    def __getitem__(self, i: int) -> RequestDelta: ...
-
-    @overload
-    def __getitem__(self, i: slice) -> list[RequestDelta]: ...
-
-    def __getitem__(self, i: int | slice) -> RequestDelta | list[RequestDelta]:
-        return list(self)[i]
-
-    def __iter__(self) -> Iterator[RequestDelta]:
-        yield from self.whole
-        tokens = self.token_ids[:, None].tolist()
-        yield from map(RequestDelta, self.keys.tolist(), self.indices.tolist(), tokens)
 
 
 def validate(request: Request, config: EngineConfig) -> None:

@@ -13,13 +13,11 @@ first the decode rows with one token each, then the prefill chunks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from quire.protos.errors import QuireError
 from quire.protos.wire import PromptLogprobs, TokenLogprob
 from quire.replica.core.table_changes import NO_CHANGES, TableChanges
 
@@ -204,11 +202,12 @@ class StepPlan(NamedTuple):
 class StepResult:
     """The result of a step."""
 
-    # [S] int64, aligned with `StepPlan.sampling`; NO_TOKEN if a row's constraints exclude every id
+    # [N] int64, the tokens of the rows of `StepPlan.sampling`, in their order; NO_TOKEN if a row's constraints exclude
+    # every id
     token_ids: np.ndarray
     # Seconds from the step's launch until its tokens are on the host.
     duration_s: float
-    # Index in [0, S) to the log-probability of the sampled token, for rows that requested it.
+    # Index in [0, N) to the log-probability of the token, for rows that requested it.
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     # Log-probabilities of prompt tokens, aligned with `StepPlan.prompts`.
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -218,30 +217,5 @@ class StepResult:
     restores: tuple[tuple[int, float], ...] = ()
     # The copies from host memory of the steps up to this number have arrived; None: the copies of all steps have.
     restored_step: int | None = None
-
-
-@dataclass(slots=True)
-class RequestDelta:
-    """New tokens of one request, and, at its end, how it ended."""
-
-    # `Request.key`
-    key: Hashable
-    # Absolute output index of token_ids[0].
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    num_cached_tokens: int = 0
-    num_prompt_tokens: int = 0
-    # Number of output tokens so far, those of earlier attempts included.
-    num_output_tokens: int = 0
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    error: QuireError | None = None
-    # Log-probability of each token in `token_ids`, if requested.
-    logprobs: list[TokenLogprob] | None = None
-    # Log-probabilities of the prompt tokens that the step computed, if requested.
-    prompt_logprobs: PromptLogprobs | None = None
-    # The part of `num_cached_tokens` that was copied back from host memory.
-    num_host_cached_tokens: int = 0
-    # [hidden size] float32, on the last delta of a request with `SamplingParams.pooling`.
-    embedding: np.ndarray | None = None
+    # [S + 1] int32: row i of `StepPlan.sampling` got the tokens [cu[i], cu[i + 1]). None: one token each.
+    cu: np.ndarray | None = None

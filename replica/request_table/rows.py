@@ -433,22 +433,25 @@ class RowTable:
 
     # -- after the step ----------------------------------------------------------------------------------
 
-    def record(self, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        """Append one sampled token to each row.
-
-        Parameters
-        ----------
-        rows, token_ids
-            [S] rows without repetition, and [S] int32, their tokens.
-
-        Returns
-        -------
-        [S] int32, the lengths of the rows.
-        """
-        position = self.length[rows]
-        self._flat_tail[rows * self.block_size + position % self.block_size] = token_ids
-        self.last_token[rows] = token_ids
-        length: np.ndarray = position + 1
+    def record(
+        self, rows: np.ndarray, token_ids: np.ndarray, cu: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Append new tokens, [N] int32, to different rows, [S] (`protos.ragged`). Returns the lengths, [S] int32."""
+        begin = self.length[rows]
+        if cu is None:
+            owners, position = rows, begin
+            length: np.ndarray = begin + 1
+            self.last_token[rows] = token_ids
+        else:
+            count = np.diff(cu)
+            owners, length = np.repeat(rows, count), begin + count
+            position = np.arange(len(owners)) - np.repeat(cu[:-1] - begin, count)
+            # The tail holds one block, so tokens that go beyond it are appended to their request.
+            for i in (begin % self.block_size + count > self.block_size).nonzero()[0].tolist():
+                self.flush(rows[i])
+                self.request(rows[i]).append(token_ids[cu[i] : cu[i + 1]].tobytes())
+            self.last_token[rows[count > 0]] = token_ids[cu[1:][count > 0] - 1]
+        self._flat_tail[owners * self.block_size + position % self.block_size] = token_ids
         self.length[rows] = length
         return length
 
@@ -466,18 +469,11 @@ class RowTable:
         length: np.ndarray,
         decodes: DecodeRows | None = None,
     ) -> dict[int, FinishReason]:
-        """Find the rows that end with the token just recorded, and advance grammars; call it once for each token.
+        """Find the rows that end with their new tokens, and advance grammars; call it once for each token.
 
-        Parameters
-        ----------
-        rows, token_ids, length
-            [S] each; the lengths are the result of `record`.
-        decodes
-            The rows, if `record_decodes` recorded them.
-
-        Returns
-        -------
-        Index in `rows` to the reason. LENGTH includes rows that only pause, because their credit is spent.
+        The arguments are [N] each: each token's row, the token, and the row's length with it. Tokens of a row are in
+        order; those after its end have no effect. `decodes` are the rows, if `record_decodes` recorded them. Returns
+        the index of each row's last token and the reason; LENGTH also if the row only pauses, its credit being spent.
         """
         reasons: dict[int, FinishReason] = {}
         if decodes is None or decodes.num_left <= 0:
@@ -490,10 +486,15 @@ class RowTable:
                 row, token_id = int(rows[i]), int(token_ids[i])
                 if length[i] > self.min_length[row] and token_id in self.request(row).stop_ids:
                     reasons[i] = FinishReason.STOP
+        ends: dict[int, int] = {}  # row to its first end
+        for i in reasons:
+            ends[int(rows[i])] = min(i, ends.get(int(rows[i]), i))
         if decodes is None or not decodes.is_plain:
             for i in self.sampling.has_grammar[rows].nonzero()[0].tolist():
-                grammar = self.request(int(rows[i])).grammar
-                if grammar is not None and grammar.advance(int(token_ids[i])):
+                row = int(rows[i])
+                grammar, has_ended = self.request(row).grammar, ends.get(row, i) < i
+                if grammar is not None and not has_ended and grammar.advance(int(token_ids[i])):
                     # The grammar allows no further token, so the request ends even if it ignores EOS.
                     reasons[i] = FinishReason.STOP
-        return reasons
+                    ends[row] = i
+        return {i: reasons[i] for i in ends.values()}

@@ -23,9 +23,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.protos.errors import DeadlineExceeded, Overloaded, QuireError
+from quire.protos.wire import TokenDelta
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import FinishReason, Phase, Request
-from quire.replica.core.step_plan import RequestDelta
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.scheduler.admission import Admission
 from quire.replica.scheduler.engine_memory import EngineMemory
@@ -125,7 +125,7 @@ class RequestBook:
         }
         self.deadlines = Deadlines()
         self._num_submitted = 0
-        self._ended: list[RequestDelta] = []
+        self._ended: list[TokenDelta] = []
         # Keys of the requests that started since the last plan: their blocks are not filled yet.
         self._unfilled: set[Hashable] = set()
         # Parents that got their first token since the last plan.
@@ -238,7 +238,7 @@ class RequestBook:
         reason: FinishReason,
         token_ids: Sequence[int] = (),
         error: QuireError | None = None,
-    ) -> RequestDelta:
+    ) -> TokenDelta:
         """End a request: give back everything that it holds, and return its last delta.
 
         Parameters
@@ -287,7 +287,7 @@ class RequestBook:
             error = DeadlineExceeded(f"the request's deadline passed {late_s:.3f} s ago")
             self.release_unreported(request, FinishReason.ABORT, error)
 
-    def take_ended(self) -> list[RequestDelta]:
+    def take_ended(self) -> list[TokenDelta]:
         """Remove and return the deltas that `release_unreported` has kept."""
         ended, self._ended = self._ended, []
         return ended

@@ -31,10 +31,11 @@ from typing import Any
 import numpy as np
 
 from quire.protos.errors import EngineError, InvalidRequest, QuireError
-from quire.protos.wire import Load
+from quire.protos.wire import Load, TokenDelta
 from quire.replica.config import EngineConfig
-from quire.replica.core.request import DeltaBatch, FinishReason, Request, validate
-from quire.replica.core.step_plan import RequestDelta, SamplingBatch, StepPlan, StepResult
+from quire.replica.core.delta_batch import DeltaBatch
+from quire.replica.core.request import FinishReason, Request, validate
+from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.request_table import table_checks
 from quire.replica.scheduler.chunking import Chunking
@@ -132,7 +133,7 @@ class Scheduler:
         if request.key in self.book.requests:
             raise InvalidRequest(f"request_id: {request.key!r} is in use", field="request_id")
 
-    def add(self, request: Request) -> RequestDelta | None:
+    def add(self, request: Request) -> TokenDelta | None:
         """Queue a request and return None. If it is refused, return its only delta, which has the error."""
         try:
             self.validate(request)
@@ -141,12 +142,12 @@ class Scheduler:
             return request.refusal(error)
         return None
 
-    def abort(self, key: Hashable) -> RequestDelta | None:
+    def abort(self, key: Hashable) -> TokenDelta | None:
         """End a request, even while its step is in flight, and return its last delta. None if it is not alive."""
         request = self.book.requests.get(key)
         return None if request is None else self.book.release(request, FinishReason.ABORT)
 
-    def abort_all(self) -> list[RequestDelta]:
+    def abort_all(self) -> list[TokenDelta]:
         """End every request."""
         requests = list(self.book.requests.values())
         return [self.book.release(request, FinishReason.ABORT) for request in requests]
@@ -193,7 +194,7 @@ class Scheduler:
         ends_s = (self.book.deadlines.next_s(), self.memory.retention.next_end_s())
         return min((end_s for end_s in ends_s if end_s is not None), default=None)
 
-    def take_ended(self) -> list[RequestDelta]:
+    def take_ended(self) -> list[TokenDelta]:
         """Remove and return the deltas of the requests that `plan` ended.
 
         `commit` and `fail_step` include them in their results, so this is needed only if `plan` returned None.
@@ -257,7 +258,7 @@ class Scheduler:
         """
         return self._committer.commit(plan, result, now_s)
 
-    def fail_step(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
+    def fail_step(self, plan: StepPlan, error: QuireError) -> list[TokenDelta]:
         """End every request of a step that failed, and of the step planned behind it, which reads its output.
 
         Both tiers of the cache forget the blocks that the steps would have written. If a step would have copied blocks

@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.protos import ragged
 from quire.protos.errors import EngineError, QuireError
+from quire.protos.wire import TokenDelta, TokenLogprob, TokenRecord
 from quire.replica.config import EngineConfig
-from quire.replica.core.request import DeltaBatch, FinishReason
-from quire.replica.core.step_plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
+from quire.replica.core.delta_batch import DeltaBatch
+from quire.replica.core.request import FinishReason
+from quire.replica.core.step_plan import NO_TOKEN, StepPlan, StepResult
 from quire.replica.kv_cache.host_tier import Transfers
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.scheduler.chunking import Chunking
@@ -19,26 +22,25 @@ from quire.replica.scheduler.snapshot_plans import SnapshotPlans
 from quire.replica.scheduler.speed import CopySpeed
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
 
-
-class _DeltaColumns(NamedTuple):
-    """The columns of a `DeltaBatch`."""
-
-    keys: np.ndarray
-    sources: np.ndarray
-    stream_ids: np.ndarray
-    output_index: np.ndarray
-    tokens: np.ndarray
+_NO_ROWS = np.empty(0, np.int64)
 
 
 class _Recorded(NamedTuple):
-    """Tokens that have entered the request table; m rows."""
+    """The rows that sampled and still belong to their requests, m of them, with their new tokens in the table."""
 
     rows: np.ndarray  # [m] int64
-    tokens: np.ndarray  # [m] int32
-    length: np.ndarray  # [m] int32, number of tokens of the row, this one included
-    columns: _DeltaColumns
-    # The rows, if the step had decoding rows only and each still belongs to its request.
-    decodes: DecodeRows | None
+    deltas: DeltaBatch  # columns of these rows
+    # Index of each row that ends to the reason: LENGTH also if its credit is spent, ERROR if no id is allowed.
+    ends: dict[int, FinishReason]
+    # Rows that sampled none or several tokens. Later steps were planned for one, so these rows start again.
+    unplanned: np.ndarray = _NO_ROWS
+
+    def token_ids(self, i: int) -> list[int]:
+        """The new tokens of a row, by its index."""
+        tokens = self.deltas.tokens
+        begin, end = (i, i + 1) if tokens.cu is None else tokens.cu[i : i + 2]
+        new: list[int] = tokens.token_ids[begin:end].tolist()
+        return new
 
 
 class StepCommitter:
@@ -69,9 +71,8 @@ class StepCommitter:
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
         """Record the sampled tokens, and end and release finished requests. Implements `Scheduler.commit`."""
         step = self._steps.oldest(plan)
-        tokens = np.asarray(result.token_ids)
         try:
-            has_stuck = self._has_stuck(step, tokens)
+            has_stuck = self._has_stuck(step, result)
         except EngineError as error:
             return DeltaBatch(self.fail(plan, error))
         self._steps.land()
@@ -80,23 +81,30 @@ class StepCommitter:
         # Collect the prompts' log-probabilities before any of these rows ends.
         scored = self._prompt_scores(step, plan, result)
         embedded = self._embeddings(step, plan, result, now_s)
-        complete: dict[int, RequestDelta] = {}
-        recorded = self._record(step, tokens, has_stuck, complete, now_s)
+        recorded = self._record(step, result, has_stuck)
+        complete = self._end_prefills(recorded, now_s) if step.chunks else {}
         for behind in self._steps:
             self._indexer.register_known(behind)
             self._snapshots.attach_known(behind)
             self._indexer.adopt(behind)
         self._end_finished(recorded, complete)
+        for row in recorded.unplanned.tolist():
+            if (request := self._rows.requests[row]) is not None:
+                self._book.preempt(request, may_offload=False)
         if result.logprobs:
             _add_logprobs(step, result, recorded, complete)
         self._chunking.observe(
             step.budget, plan.num_decode_rows, result.duration_s, step.leaves_out_decodes, now_s
         )
-        whole = [*scored, *embedded, *self._book.take_ended(), *complete.values()]
-        batch = DeltaBatch(whole, *recorded.columns)
-        return batch.without(complete) if complete else batch
+        deltas = recorded.deltas
+        deltas.whole += [*scored, *embedded, *self._book.take_ended(), *complete.values()]
+        if not complete and deltas.tokens.cu is None:
+            return deltas
+        has_tokens = ragged.counts(len(deltas.keys), deltas.tokens.cu) > 0
+        has_tokens[list(complete)] = False
+        return deltas.only(has_tokens)
 
-    def fail(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
+    def fail(self, plan: StepPlan, error: QuireError) -> list[TokenDelta]:
         """End every request of the failed step and of the step behind it. Implements `Scheduler.fail_step`."""
         self._steps.oldest(plan)
         failed = self._steps.land_all()
@@ -135,7 +143,7 @@ class StepCommitter:
 
     # -- checks and measurements -------------------------------------------------------------------------
 
-    def _has_stuck(self, step: Step, tokens: np.ndarray) -> bool:
+    def _has_stuck(self, step: Step, result: StepResult) -> bool:
         """Whether some row is stuck: it got NO_TOKEN instead of a token id, because its constraints exclude all ids.
 
         Raises
@@ -143,8 +151,9 @@ class StepCommitter:
         EngineError
             The number of tokens is wrong, or a token id is not in the vocabulary.
         """
-        if tokens.shape != step.sample_rows.shape:
-            wrong = f"sampled {tokens.shape}, planned {step.sample_rows.shape}"
+        tokens, cu, num_rows = result.token_ids, result.cu, len(step.sample_rows)
+        if tokens.ndim != 1 or not ragged.fits(num_rows, len(tokens), cu):
+            wrong = f"sampled {tokens.shape}, planned {num_rows} rows, cu: {cu}"
             raise EngineError(f"step {step.number} {wrong}")
         # Negative ids, NO_TOKEN among them, are huge as unsigned numbers: one pass finds all wrong ids.
         if not len(tokens) or tokens.astype(np.uint64).max() < self._vocab_size:
@@ -161,7 +170,7 @@ class StepCommitter:
         through = result.restored_step
         self._restores.land(self._steps.num_planned if through is None else through)
 
-    def _prompt_scores(self, step: Step, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+    def _prompt_scores(self, step: Step, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Deltas with the log-probabilities of prompt tokens; clients get them before the first token."""
         deltas = []
         for targets, scores in zip(plan.prompts, result.prompt_logprobs, strict=True):
@@ -170,13 +179,13 @@ class StepCommitter:
             request = self._rows.request(targets.row)
             request.num_read = targets.start + len(scores) - 1
             delta = request.delta(request.num_emitted, [])
-            delta.prompt_logprobs = scores
+            delta.facts = delta.facts._replace(prompt_logprobs=scores)
             deltas.append(delta)
         return deltas
 
     def _embeddings(
         self, step: Step, plan: StepPlan, result: StepResult, now_s: float
-    ) -> list[RequestDelta]:
+    ) -> list[TokenDelta]:
         """Pool hidden states; end the requests with the last of theirs, and return the deltas with the embeddings."""
         deltas = []
         for targets, hidden_sum in zip(plan.pooling, result.pooled, strict=True):
@@ -187,103 +196,122 @@ class StepCommitter:
             if targets.is_last:
                 request.first_token_s = now_s
                 delta = self._book.release(request, FinishReason.STOP)
-                delta.embedding = request.embedding()
+                delta.facts = delta.facts._replace(embedding=request.embedding())
                 deltas.append(delta)
         return deltas
 
     # -- tokens ------------------------------------------------------------------------------------------
 
-    def _record(
-        self,
-        step: Step,
-        tokens: np.ndarray,
-        has_stuck: bool,
-        complete: dict[int, RequestDelta],
-        now_s: float,
-    ) -> _Recorded:
-        """Append the tokens to their rows.
-
-        Parameters
-        ----------
-        complete
-            Receives the deltas of first tokens. Keys are indices into the rows of the result.
-        """
-        decodes = step.decodes
-        if decodes is not None and not has_stuck and self._rows.are_unchanged(decodes):
+    def _record(self, step: Step, result: StepResult, has_stuck: bool) -> _Recorded:
+        """Append the tokens to their rows, up to the end of each, and find the rows that end."""
+        table, decodes, tokens = self._rows, step.decodes, result.token_ids
+        is_single = result.cu is None and not has_stuck
+        if decodes is not None and is_single and table.are_unchanged(decodes):
             then = step.decodes_then
             return self._record_decodes(decodes if then is None else then, step, tokens)
-        table, rows = self._rows, step.sample_rows
+        rows, cu = step.sample_rows, result.cu
         alive = step.is_alive(table, rows)
         if not alive.all():
             # Some requests were aborted while the step was in flight, or ended by the step before.
-            rows, tokens = rows[alive], tokens[alive]
-        if has_stuck:
-            rows, tokens = self._end_stuck(rows, tokens)
-        tokens = tokens.astype(np.int32, copy=False)
-        length = table.record(rows, tokens)
-        index = length - 1 - table.num_prompt_tokens[rows]
-        owners = (table.keys[rows], table.sources[rows], table.stream_ids[rows])
-        self._end_prefills(rows, index, tokens, complete, now_s)
-        return _Recorded(rows, tokens, length, _DeltaColumns(*owners, index, tokens), None)
+            rows = rows[alive]
+            tokens, cu = ragged.select(tokens, cu, alive)
+        index = table.length[rows] - table.num_prompt_tokens[rows]
+        if is_single:
+            tokens = tokens.astype(np.int32, copy=False)
+            ends = table.ended(rows, tokens, table.record(rows, tokens))
+            return _Recorded(rows, self._columns(rows, index, tokens), ends)
+        is_planned = ragged.counts(len(rows), cu) == 1
+        tokens, cu, ends = self._cut(rows, tokens, cu)
+        is_planned &= ragged.counts(len(rows), cu) == 1
+        unplanned = rows[~is_planned]
+        # The steps in flight drop what they compute for these rows.
+        table.owners[unplanned] = 0
+        table.record(rows, tokens, cu)
+        return _Recorded(rows, self._columns(rows, index, tokens, cu), ends, unplanned)
 
     def _record_decodes(self, decodes: DecodeRows, step: Step, tokens: np.ndarray) -> _Recorded:
         """Fast path of `_record` for a step of decoding rows only, if no row is gone: their columns are gathered."""
-        tokens = tokens.astype(np.int32, copy=False)
-        length = self._rows.record_decodes(decodes, tokens)
+        rows, tokens = step.sample_rows, tokens.astype(np.int32, copy=False)
+        ends = self._rows.ended(rows, tokens, self._rows.record_decodes(decodes, tokens), decodes)
         index = decodes.position - decodes.num_prompt_tokens
-        columns = _DeltaColumns(decodes.keys, decodes.sources, decodes.stream_ids, index, tokens)
-        return _Recorded(step.sample_rows, tokens, length, columns, decodes)
+        record = TokenRecord(decodes.stream_ids, index, tokens)
+        return _Recorded(rows, DeltaBatch([], record, decodes.keys, decodes.sources), ends)
 
-    def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """End the requests of rows that got NO_TOKEN. Returns the other rows and their tokens."""
-        stuck = tokens == NO_TOKEN
-        for row in rows[stuck].tolist():
-            index = int(self._rows.length[row] - self._rows.num_prompt_tokens[row])
-            request = self._rows.request(row)
-            error = request.stuck_error(index)
-            self._book.release_unreported(request, FinishReason.ERROR, error)
-        return rows[~stuck], tokens[~stuck]
+    def _columns(
+        self, rows: np.ndarray, index: np.ndarray, tokens: np.ndarray, cu: np.ndarray | None = None
+    ) -> DeltaBatch:
+        table = self._rows
+        record = TokenRecord(table.stream_ids[rows], index, tokens, cu)
+        return DeltaBatch([], record, table.keys[rows], table.sources[rows])
 
-    def _end_prefills(
-        self,
-        rows: np.ndarray,
-        index: np.ndarray,
-        tokens: np.ndarray,
-        complete: dict[int, RequestDelta],
-        now_s: float,
-    ) -> None:
-        """Let rows that had their last chunk in this step decode, and add their deltas to `complete`."""
-        prefilled = np.flatnonzero(~self._rows.decoding[rows])
+    def _cut(
+        self, rows: np.ndarray, tokens: np.ndarray, cu: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray | None, dict[int, FinishReason]]:
+        """Drop the tokens after the end of each row.
+
+        Returns
+        -------
+        The tokens that are left, int32, their `cu`, and the ends (`_Recorded.ends`).
+        """
+        counts = ragged.counts(len(rows), cu)
+        row_index = np.repeat(np.arange(len(rows)), counts)
+        offset = ragged.offsets(counts)
+        ends: dict[int, FinishReason] = {}
+        for at in (tokens == NO_TOKEN).nonzero()[0].tolist():
+            i = int(row_index[at])
+            ends[i] = FinishReason.ERROR
+            counts[i] = min(counts[i], offset[at])
+        is_left = offset < counts[row_index]
+        tokens, row_index, offset = tokens[is_left], row_index[is_left], offset[is_left]
+        tokens, owners = tokens.astype(np.int32), rows[row_index]
+        length = self._rows.length[owners] + offset + 1
+        for at, reason in self._rows.ended(owners, tokens, length).items():
+            ends[int(row_index[at])] = reason
+            counts[row_index[at]] = offset[at] + 1
+        return tokens[offset < counts[row_index]], ragged.cumulated(counts), ends
+
+    def _end_prefills(self, recorded: _Recorded, now_s: float) -> dict[int, TokenDelta]:
+        """Let rows that had their last chunk in this step decode. Returns their deltas, by the index of the row."""
+        rows, tokens = recorded.rows, recorded.deltas.tokens
+        is_first = ~self._rows.decoding[rows]
+        if tokens.cu is not None:
+            is_first &= np.diff(tokens.cu) > 0
+        prefilled = is_first.nonzero()[0]
+        complete = {}
         for i in prefilled.tolist():
             request = self._rows.request(int(rows[i]))
             self._book.begin_decoding(request, now_s)
-            complete[i] = request.delta(int(index[i]), [int(tokens[i])])
+            complete[i] = request.delta(int(tokens.index[i]), recorded.token_ids(i))
         if len(prefilled):
             self._rows.begin_decoding(rows[prefilled])
+        return complete
 
-    def _end_finished(self, recorded: _Recorded, complete: dict[int, RequestDelta]) -> None:
+    def _end_finished(self, recorded: _Recorded, complete: dict[int, TokenDelta]) -> None:
         """End the requests that got their last token in this step, and add their deltas to `complete`."""
-        rows, tokens, length, _, decodes = recorded
-        for i, reason in self._rows.ended(rows, tokens, length, decodes).items():
-            request = self._rows.request(int(rows[i]))
-            if reason is FinishReason.LENGTH and length[i] < request.max_length:
-                if length[i] >= request.run_length:
+        for i, reason in recorded.ends.items():
+            row = int(recorded.rows[i])
+            request, length = self._rows.request(row), int(self._rows.length[row])
+            error = None
+            if reason is FinishReason.LENGTH and length < request.max_length:
+                if length >= request.run_length:
                     # The request has generated as many tokens as its router allows for now.
                     self._book.pause(request.key)
                 continue
-            complete[i] = self._book.release(request, reason, [int(tokens[i])])
+            if reason is FinishReason.ERROR:
+                error = request.stuck_error(length - request.num_prompt_tokens)
+            complete[i] = self._book.release(request, reason, recorded.token_ids(i), error)
 
 
 def _add_logprobs(
-    step: Step, result: StepResult, recorded: _Recorded, complete: dict[int, RequestDelta]
+    step: Step, result: StepResult, recorded: _Recorded, complete: dict[int, TokenDelta]
 ) -> None:
     """Add the log-probabilities of sampled tokens to their deltas, which are created for rows without one."""
-    logprobs = {int(step.sample_rows[i]): found for i, found in result.logprobs.items()}
-    columns = recorded.columns
+    sampled = np.repeat(step.sample_rows, ragged.counts(len(step.sample_rows), result.cu)).tolist()
+    logprobs: dict[int, list[TokenLogprob]] = {}
+    for at in sorted(result.logprobs):
+        logprobs.setdefault(sampled[at], []).append(result.logprobs[at])
+    tokens, keys = recorded.deltas.tokens, recorded.deltas.keys
     for i, row in enumerate(recorded.rows.tolist()):
-        if row in logprobs:
-            token = int(recorded.tokens[i])
-            delta = complete.setdefault(
-                i, RequestDelta(columns.keys[i], int(columns.output_index[i]), [token])
-            )
-            delta.logprobs = [logprobs[row]]
+        if row in logprobs and (token_ids := recorded.token_ids(i)):
+            delta = complete.setdefault(i, TokenDelta(keys[i], int(tokens.index[i]), token_ids))
+            delta.facts = delta.facts._replace(logprobs=logprobs[row][: len(token_ids)])

@@ -33,10 +33,9 @@ from quire.protos.engine_facts import describe, describe_phases, engine_facts
 from quire.protos.errors import Aborted, QuireError, Unavailable
 from quire.protos.metric_families import Page
 from quire.protos.parts import Part, parts_of
-from quire.protos.wire import LEASE_S, Completion, Submit
+from quire.protos.wire import LEASE_S, Completion, Facts, Submit
 from quire.replica.config import EngineArgs
 from quire.replica.core.request import Request
-from quire.replica.core.step_plan import RequestDelta
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.replica.serving.arrivals import Arrivals
@@ -275,10 +274,9 @@ class Replica:
         self._metrics.on_output(output)
         for delta in output.deltas.whole:
             if delta.finish_reason is not None:
-                key: Any = delta.key
-                future = self._finished.get(key)
+                future = self._finished.get(delta.key)
                 if future is not None and not future.done():
-                    future.set_result(_completion(delta))
+                    future.set_result(_completion(delta.facts))
 
     def _end_process(self, complaint: str) -> None:
         """End the process after a hang of the device; Serve notices it immediately and starts another replica."""
@@ -345,16 +343,16 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
     )
 
 
-def _completion(delta: RequestDelta) -> Completion:
+def _completion(facts: Facts) -> Completion:
     return Completion(
-        delta.finish_reason or "error",
-        delta.num_prompt_tokens,
-        delta.num_output_tokens,
-        delta.num_cached_tokens,
-        delta.queue_s,
-        delta.prefill_s,
-        None if delta.error is None else delta.error.to_wire(),
-        delta.num_host_cached_tokens,
+        facts.finish_reason or "error",
+        facts.num_prompt_tokens,
+        facts.num_output_tokens,
+        facts.num_cached_tokens,
+        facts.queue_s,
+        facts.prefill_s,
+        None if facts.error is None else facts.error.to_wire(),
+        facts.num_host_cached_tokens,
     )
 
 

@@ -19,13 +19,12 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 import numpy as np
 
 from quire.protos.routing_hash import tier_digest, xor_hashes
-from quire.protos.wire import CacheEvents, Frame, Load, TokenColumns, TokenDelta
-from quire.replica.core.request import DeltaBatch
+from quire.protos.wire import CacheEvents, Facts, Frame, Load, TokenDelta, TokenRecord
+from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.loop import LoopOutput
 
 SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB per frame
@@ -34,7 +33,7 @@ MAX_QUEUED_FRAMES = 4_096
 
 
 class _ColumnFilter:
-    """Selects the rows of one attachment from the columns of each step (one new token per row).
+    """Selects the rows of one attachment from the columns of each step.
 
     While the same rows decode, `DeltaBatch.sources` is the same array object, so the filter is computed only once.
     """
@@ -45,8 +44,8 @@ class _ColumnFilter:
         self._mine: np.ndarray | None = None  # [n] bool; None: all rows
         self._count = 0
 
-    def take(self, deltas: DeltaBatch) -> TokenColumns | None:
-        """The columns of this attachment's streams; None if they are empty."""
+    def take(self, deltas: DeltaBatch) -> TokenRecord | None:
+        """The tokens of this attachment's streams; None if there are none."""
         sources = deltas.sources
         if sources is not self._sources:
             mine = sources == self._source
@@ -55,10 +54,7 @@ class _ColumnFilter:
             self._sources = sources
         if self._count == 0:
             return None
-        if self._mine is None:
-            return TokenColumns(deltas.stream_ids, deltas.indices, deltas.token_ids)
-        mine = self._mine
-        return TokenColumns(deltas.stream_ids[mine], deltas.indices[mine], deltas.token_ids[mine])
+        return deltas.tokens if self._mine is None else deltas.tokens.select(self._mine)
 
 
 class _Attachment:
@@ -80,11 +76,7 @@ class _Attachment:
         self._sent_s = clock()
         self._wait_s = heartbeat_s  # from the last frame to the next heartbeat
         self.closed = False
-        self._columns = _ColumnFilter(source)
-
-    def columns(self, deltas: DeltaBatch) -> TokenColumns | None:
-        """The columns of this router's streams, with one new token each; None if they are empty."""
-        return self._columns.take(deltas)
+        self.columns = _ColumnFilter(source)
 
     def put(self, frame: Frame) -> None:
         self._frames.append(frame)
@@ -179,28 +171,15 @@ class AttachedRouters:
         self._last = output
         by_router: dict[str, list[TokenDelta]] = {}
         for delta in output.deltas.whole:
-            key: Any = delta.key
-            router_id, stream_id = key
-            by_router.setdefault(router_id, []).append(
-                TokenDelta(
-                    stream_id,
-                    delta.index,
-                    delta.token_ids,
-                    delta.finish_reason,
-                    delta.num_cached_tokens,
-                    delta.queue_s,
-                    delta.num_host_cached_tokens,
-                    delta.logprobs,
-                    delta.prompt_logprobs,
-                    delta.embedding,
-                )
-            )
+            router_id, stream_id = delta.key
+            mine = TokenDelta(stream_id, delta.index, delta.token_ids, delta.facts)
+            by_router.setdefault(router_id, []).append(mine)
         events = [] if output.events is None else [output.events]
         for router_id, attachment in list(self._by_router.items()):
             deltas = by_router.get(router_id, [])
-            columns = attachment.columns(output.deltas)
-            if deltas or columns is not None or events:
-                attachment.put(self._frame(deltas, events, columns=columns))
+            tokens = attachment.columns.take(output.deltas)
+            if deltas or tokens is not None or events:
+                attachment.put(self._frame(events, Frame.pack(deltas, tokens)))
             else:
                 attachment.touch()
             if attachment.is_too_slow():
@@ -210,7 +189,7 @@ class AttachedRouters:
         """Queue event batches that the router has missed; does nothing if the router is detached."""
         attachment = self._by_router.get(router_id)
         if attachment is not None:
-            attachment.put(self._frame([], events))
+            attachment.put(self._frame(events))
 
     def send_snapshot(self, router_id: str, seq: int, gpu: np.ndarray, host: np.ndarray) -> None:
         """Queue a snapshot: the routing hashes on the device ([n] uint64) and in host memory ([m]) at batch `seq`.
@@ -242,7 +221,7 @@ class AttachedRouters:
                 frame = await attachment.next()
                 if attachment.closed:
                     return
-                yield (frame or self._frame([], [], load())).encode()
+                yield (frame or self._frame([], load=load())).encode()
         finally:
             self._detach(router_id, attachment)
 
@@ -265,19 +244,17 @@ class AttachedRouters:
 
     def _frame(
         self,
-        deltas: list[TokenDelta],
         events: list[CacheEvents],
+        new: tuple[TokenRecord | None, list[Facts]] = (None, []),
         load: Load | None = None,
-        columns: TokenColumns | None = None,
     ) -> Frame:
         return Frame(
             self._epoch,
-            deltas,
+            *new,
             events,
             self._last.events_seq,
             self._last.digest,
             self._shared(self._last.load if load is None else load),
-            columns=columns,
         )
 
     def _shared(self, load: Load) -> Load:

@@ -152,14 +152,16 @@ class ReplicaMetrics:
 
     def on_output(self, output: LoopOutput) -> None:
         """Count the output of a step."""
-        num_tokens = output.deltas.num_single
+        num_tokens = len(output.deltas.tokens.token_ids)
         for delta in output.deltas.whole:
             num_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
-                self._prompt.value += delta.num_prompt_tokens
-                self._queried.value += delta.num_prompt_tokens
-                self._hit.value += delta.num_cached_tokens - delta.num_host_cached_tokens
-                self._host_hit.value += delta.num_host_cached_tokens
+                self._prompt.value += delta.facts.num_prompt_tokens
+                self._queried.value += delta.facts.num_prompt_tokens
+                self._hit.value += (
+                    delta.facts.num_cached_tokens - delta.facts.num_host_cached_tokens
+                )
+                self._host_hit.value += delta.facts.num_host_cached_tokens
         self._output.value += num_tokens
 
     def page(self, labels: Mapping[str, str], *, vllm_names: bool = False) -> Page:

@@ -1,4 +1,4 @@
-"""The last decisions of a router, for `GET /v1/router/explain`.
+"""The last decisions of a router, for `GET /v1/router/explain` and the live page.
 
 Keeping a decision costs one append on the request's path: the ring stores the policy's ranking with its arrays. It
 converts a ranking to plain data only when a client asks for it.
@@ -6,16 +6,17 @@ converts a ranking to plain data only when a client asks for it.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from quire.router.policy.policy import Ranking, Score
 from quire.router.types import Explain
 
 
-class _Decision(NamedTuple):
+class RoutingDecision(NamedTuple):
     """One decision.
 
     Attributes
@@ -30,6 +31,8 @@ class _Decision(NamedTuple):
         The object of the request's stream, which writes the outcome to it later.
     payer
         The request's tenant.
+    left_replica
+        The replica of the attempt before; empty for the first.
     """
 
     request_id: str
@@ -40,6 +43,12 @@ class _Decision(NamedTuple):
     ranking: Ranking
     explain: Explain
     payer: str
+    left_replica: str
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether `explain` has the outcome of this attempt: the attempts of a request share it, so of the last one."""
+        return self.explain.answered and self.explain.attempts == self.attempt
 
 
 class DecisionRing:
@@ -56,12 +65,18 @@ class DecisionRing:
         Number of decisions to keep; the oldest is dropped first.
     clock
         The clock that `add`'s `now_s` is read from, seconds.
+
+    Attributes
+    ----------
+    num_added
+        Decisions since the start, dropped ones included.
     """
 
     def __init__(self, router_id: str, size: int, clock: Callable[[], float] = time.monotonic):
         self.router_id = router_id
         self._clock = clock
-        self._decisions: deque[_Decision] = deque(maxlen=size)
+        self._decisions: deque[RoutingDecision] = deque(maxlen=size)
+        self.num_added = 0
 
     @property
     def size(self) -> int:
@@ -80,10 +95,12 @@ class DecisionRing:
         explain: Explain,
         now_s: float,
         payer: str = "",
+        left_replica: str = "",
     ) -> None:
         """Keep a decision. `explain.attempts` must already include this attempt."""
+        self.num_added += 1
         self._decisions.append(
-            _Decision(
+            RoutingDecision(
                 request_id=request_id,
                 answer_id=answer_id,
                 attempt=explain.attempts,
@@ -92,6 +109,7 @@ class DecisionRing:
                 ranking=ranking,
                 explain=explain,
                 payer=payer,
+                left_replica=left_replica,
             )
         )
 
@@ -102,7 +120,7 @@ class DecisionRing:
         returned.
         """
         return [
-            self._describe(decision)
+            self.describe(decision)
             for decision in self._decisions
             if request_id in (decision.request_id, decision.answer_id)
             and payer in (None, decision.payer)
@@ -112,13 +130,22 @@ class DecisionRing:
         """Return the last `limit` decisions, newest first; only a payer's unless it is None."""
         found = [one for one in self._decisions if payer in (None, one.payer)]
         newest = found[: -limit - 1 : -1]
-        return [self._describe(decision) for decision in newest]
+        return [self.describe(decision) for decision in newest]
 
-    def _describe(self, decision: _Decision) -> dict[str, Any]:
-        """Convert a decision to plain data; `cluster.http.http_answers.Decision` describes the fields."""
+    def newest(self, limit: int) -> Iterator[RoutingDecision]:
+        """Yield the last `limit` decisions, newest first."""
+        return itertools.islice(reversed(self._decisions), limit)
+
+    def describe(self, decision: RoutingDecision, num_ranked: int | None = None) -> dict[str, Any]:
+        """Convert a decision to plain data; `cluster.http.http_answers.Decision` describes the fields.
+
+        Parameters
+        ----------
+        num_ranked
+            Describe only this many replicas of the ranking, the best ones; None: all.
+        """
         explain, ranking = decision.explain, decision.ranking
         age_s = self._clock() - decision.decided_s
-        is_last = explain.attempts == decision.attempt
         return {
             "request_id": decision.request_id,
             "answer_id": decision.answer_id,
@@ -127,10 +154,10 @@ class DecisionRing:
             "attempt": decision.attempt,
             "decided": time.time() - age_s,
             "prompt_tokens": decision.num_prompt_tokens,
+            "left_replica": decision.left_replica,
             "num_replicas": len(ranking.fleet),
-            "ranking": [_describe_score(score) for score in ranking],
-            # All attempts of a request share one `explain`, so the outcome belongs to the last attempt.
-            "outcome": _describe_outcome(explain) if is_last and explain.answered else None,
+            "ranking": [_describe_score(s) for s in itertools.islice(ranking, num_ranked)],
+            "outcome": _describe_outcome(explain) if decision.is_answered else None,
         }
 
 

@@ -490,6 +490,7 @@ class ReplicaTable:
                 report_age_s=_age(entry.report_s, now_s) or 0.0,
                 attached=entry.is_ready() and not entry.is_silent(now_s, self.lost_after_s),
                 indexed_blocks=self.index.num_blocks(entry.name),
+                state=entry.shown_state(now_s, self.lost_after_s).value,
             )
             for entry in self._replicas.values()
         ]

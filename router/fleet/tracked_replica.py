@@ -118,6 +118,10 @@ class TrackedReplica:
     def is_silent(self, now_s: float, lost_after_s: float) -> bool:
         return self.seen_s is not None and now_s - self.seen_s > lost_after_s
 
+    def shown_state(self, now_s: float, lost_after_s: float) -> ReplicaState:
+        """Return its state; LOST for a silent one that is not marked as lost yet."""
+        return ReplicaState.LOST if self.is_silent(now_s, lost_after_s) else self.state
+
     def take_load(self, load: Load, num_removed: int, now_s: float) -> None:
         """Take in a report.
 

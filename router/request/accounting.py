@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from quire.protos.wire import TokenDelta
+from quire.protos.wire import Facts
 from quire.router.admission.fair_queue import TOKENS_PER_GENERATED
 from quire.router.bill import BilledAnswer
 from quire.router.observer import AnswerEnd, PrefixUse, error_code
@@ -81,6 +81,7 @@ class Accounting:
     ) -> None:
         """Record an attempt. `ranking` is None for a fork (a further choice), which runs on the replica of its lead."""
         explain = self.explain
+        left_replica = explain.replica
         explain.attempts += 1
         if explain.attempts == 1:
             self._router.gate.charge(self._payer, num_prompt_tokens - num_cached)
@@ -96,19 +97,20 @@ class Accounting:
                 explain,
                 now_s,
                 self._payer,
+                left_replica,
             )
         self._sent_s = now_s
 
-    def on_next_token(self) -> None:
-        """Record a delta with one token: the work of `on_tokens` and `on_output`, faster."""
+    def on_next_tokens(self, num_tokens: int) -> None:
+        """Record a delta with these tokens only: the work of `on_tokens` and `on_output`, faster."""
         now_s = self._router.clock()
         self._router.observer.on_inter_token(now_s - self._last_delta_s)
         self._last_delta_s = now_s
-        self.usage.completion_tokens += 1
-        self._router.gate.charge(self._payer, TOKENS_PER_GENERATED)
+        self.usage.completion_tokens += num_tokens
+        self._router.gate.charge(self._payer, TOKENS_PER_GENERATED * num_tokens)
 
     def on_first_token(
-        self, event: TokenDelta, replica: str, is_first_choice: bool, now_s: float
+        self, facts: Facts, replica: str, is_first_choice: bool, now_s: float
     ) -> None:
         """Record the first delta of the stream.
 
@@ -122,26 +124,26 @@ class Accounting:
         router.observer.on_first_token(ttft_s)
         self._first_token_s = self._last_delta_s = now_s
         # All time since the submission except the replica's queue: the prefill, and the way to the replica and back.
-        self._prefill_s = max(0.0, now_s - self._sent_s - event.queue_s)
+        self._prefill_s = max(0.0, now_s - self._sent_s - facts.queue_s)
         if explain.attempts == 1:
             # The charge at submission used the predicted number of cached tokens: correct it.
             router.gate.charge(
-                self._payer, explain.predicted_cached_tokens - event.num_cached_tokens
+                self._payer, explain.predicted_cached_tokens - facts.num_cached_tokens
             )
-        self.usage.cached_tokens = event.num_cached_tokens
-        self.usage.host_cached_tokens = event.num_host_cached_tokens
-        explain.cached_tokens = event.num_cached_tokens
-        explain.queue_s = event.queue_s
+        self.usage.cached_tokens = facts.num_cached_tokens
+        self.usage.host_cached_tokens = facts.num_host_cached_tokens
+        explain.cached_tokens = facts.num_cached_tokens
+        explain.queue_s = facts.queue_s
         explain.answered, explain.ttft_s = True, ttft_s
         if is_first_choice:
-            router.observer.on_prediction(explain.predicted_cached_tokens, event.num_cached_tokens)
+            router.observer.on_prediction(explain.predicted_cached_tokens, facts.num_cached_tokens)
         if self._available_tokens is not None:
             router.observer.on_prefix(
                 PrefixUse(
                     self.usage.prompt_tokens,
                     self._available_tokens,
                     explain.predicted_cached_tokens,
-                    event.num_cached_tokens,
+                    facts.num_cached_tokens,
                 )
             )
         if self._decision_number is not None and router.decision_log is not None:

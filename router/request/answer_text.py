@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from quire.protos.wire import Hello, SamplingParams, TokenDelta
+from quire.protos.wire import NO_FACTS, Hello, SamplingParams, TokenDelta
 from quire.router.chat.reply_parser import ReplyParser, ReplyParts
 from quire.router.request.resume import KnownPrefix
 from quire.router.request.token_scores import PromptParts, TokenScorer
@@ -82,10 +82,10 @@ class AnswerText:
         start = sampling.prompt_logprobs_start
         num_scored = max(0, len(prompt_ids) - start) if self._wants_prompt_scores else 0
         self._prompt_parts = PromptParts(start, num_scored)
-        # Characters of the text so far, for the text offsets of log-probabilities. `next_token` does not count: its
+        # Characters of the text so far, for the text offsets of log-probabilities. `next_tokens` does not count: its
         # deltas have none.
         self._num_chars = 0
-        # No stop strings, no resumed prefix, no prompt log-probabilities, no regions: most deltas need `next_token`
+        # No stop strings, no resumed prefix, no prompt log-probabilities, no regions: most deltas need `next_tokens`
         # only.
         self.is_plain = not (
             request.stop
@@ -121,18 +121,13 @@ class AnswerText:
         parts = [part.logprobs for part in self._prompt_parts.parts]
         return np.concatenate([np.empty(0, np.float32), *parts])
 
-    def next_token(self, event: TokenDelta) -> OutputDelta | None:
-        """Take a delta that consists of the next token only. Return None, without effect, for any other delta.
+    def next_tokens(self, event: TokenDelta) -> OutputDelta | None:
+        """Take a delta that consists of the next tokens only. Return None, without effect, for any other delta.
 
         This is the fast path of plain decoding (`is_plain`), after a first delta went through `take`.
         """
         token_ids = event.token_ids
-        if (
-            event.index != len(self.token_ids)
-            or len(token_ids) != 1
-            or event.finish_reason is not None
-            or event.logprobs is not None
-        ):
+        if event.facts is not NO_FACTS or event.index != len(self.token_ids) or not token_ids:
             return None
         self.token_ids += token_ids
         return OutputDelta(self._detokenizer.feed(token_ids), token_ids)
@@ -148,10 +143,10 @@ class AnswerText:
         expected = len(self.token_ids)
         if event.index > expected:
             raise OutputGap(f"tokens {expected} to {event.index - 1} of the stream are missing")
-        if event.prompt_logprobs is not None:
-            self._prompt_parts.take(event.prompt_logprobs)
-        if event.embedding is not None:
-            self.pooled = event.embedding
+        if event.facts.prompt_logprobs is not None:
+            self._prompt_parts.take(event.facts.prompt_logprobs)
+        if event.facts.embedding is not None:
+            self.pooled = event.facts.embedding
         new_ids = event.token_ids[expected - event.index :]
         if self._wants_prompt_scores and (new_ids or event.finish_reason is not None):
             self._prompt_parts.check_complete()
@@ -172,8 +167,8 @@ class AnswerText:
         delta = OutputDelta("", [])
         offsets, end = self._append(event, new_ids, num_known, delta)
         new_ids = new_ids[: len(offsets)]
-        if event.logprobs is not None:
-            logprobs = event.logprobs[start - event.index :]
+        if event.facts.logprobs is not None:
+            logprobs = event.facts.logprobs[start - event.index :]
             delta.logprobs = self._scorer.output_scores(new_ids, logprobs, offsets)
         if end is None and event.finish_reason is not None:
             end = self._finish(event.finish_reason, delta)

@@ -88,7 +88,7 @@ class RequestStream:
         self.attempts: Attempts = Attempts(
             router, request, self._answer, self._accounting, hashes, hello.weights, lead_attempts
         )
-        # The current attempt once it decodes plainly: a delta with one token only needs its text.
+        # The current attempt once it decodes plainly: a delta without facts only needs its text.
         self._plain_attempt: Attempt | None = None
         self._first_delta: OutputDelta | None = None
         self._closed = self.was_complete
@@ -173,9 +173,9 @@ class RequestStream:
     def _take(self, event: TokenDelta, attempt: Attempt) -> OutputDelta | None:
         """Turn a replica's delta into a delta for the client; return None if nothing in it is new."""
         if attempt is self._plain_attempt:
-            delta = self._answer.next_token(event)
+            delta = self._answer.next_tokens(event)
             if delta is not None:
-                self._accounting.on_next_token()
+                self._accounting.on_next_tokens(len(event.token_ids))
                 return delta
         try:
             new_ids = self._answer.new_ids(event)
@@ -189,7 +189,7 @@ class RequestStream:
             self._accounting.on_tokens(attempt.replica, now_s)
         else:
             is_first_choice = self.attempts.is_at_first_choice
-            self._accounting.on_first_token(event, attempt.replica, is_first_choice, now_s)
+            self._accounting.on_first_token(event.facts, attempt.replica, is_first_choice, now_s)
             self.attempts.on_first_token()
         self.attempts.on_tokens(len(self._answer.token_ids) + len(new_ids), now_s)
         delta = self._answer.take(event, new_ids)

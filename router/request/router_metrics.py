@@ -222,7 +222,8 @@ class RouterMetrics(Observer):
         histogram = self.metrics.histogram
         self._ttft = histogram("quire_time_to_first_token_seconds")
         # An attribute instead of a method saves one call for every token.
-        self.on_inter_token = histogram("quire_inter_token_seconds").observe  # type: ignore[method-assign, assignment]
+        self._itl = histogram("quire_inter_token_seconds")
+        self.on_inter_token = self._itl.observe  # type: ignore[method-assign, assignment]
         self._request = histogram("quire_request_seconds")
         self._at_router = histogram("quire_request_router_seconds")
         self._queue = histogram("quire_request_queue_seconds")
@@ -280,6 +281,9 @@ class RouterMetrics(Observer):
 
     def on_first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
+
+    def num_deltas(self) -> int:
+        return sum(self._itl.counts)
 
     def on_migration(self, stall_s: float) -> None:
         self._migration.observe(stall_s)

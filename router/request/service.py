@@ -31,6 +31,7 @@ from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
+from quire.router.explain.live_state import live_state
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
@@ -48,7 +49,7 @@ from quire.router.scoring.embedder import Embedder, check_num_inputs
 from quire.router.scoring.many_prompts import PartOfBill
 from quire.router.scoring.question_prompts import check_questions
 from quire.router.scoring.reply_scorer import ReplyScorer
-from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
+from quire.router.status_types import Decisions, LiveState, ModelInfo, Readiness, ReplicaStatus
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.detokenizer import DetokenizerFactory
 from quire.router.text.tokenizer import AsyncTokenizer
@@ -132,7 +133,7 @@ class RouterService:
         self.ring = DecisionRing(router_id, max_explained_decisions, clock)
         self.decision_log = decision_log
         self._peers = peers
-        self._scrape = scrape or _no_metrics
+        self._scrape = scrape
         self.rng = random.Random(secrets.randbits(64))
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
         self.scorer = TokenScorer(self._detokenizers)
@@ -209,7 +210,7 @@ class RouterService:
 
     async def metrics(self) -> bytes:
         """Return the Prometheus page of all routers and replicas of the application."""
-        return await self._scrape()
+        return b"" if self._scrape is None else await self._scrape()
 
     async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
         self._check(request)
@@ -461,6 +462,10 @@ class RouterService:
                 num_silent = 1
         return Decisions([self.router_id], num_silent, self.own_decisions(request_id, limit, payer))
 
+    def live_state(self, payer: str | None = None) -> LiveState:
+        parts = (self.ring, self.gate, self.table, self.observer)
+        return live_state(*parts, self.facts.name, self.clock(), payer)
+
     async def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         last = None
         while True:
@@ -491,7 +496,3 @@ class RouterService:
         raise Unavailable(
             "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
         )
-
-
-async def _no_metrics() -> bytes:
-    return b""

@@ -448,7 +448,7 @@ class Bus:
             from_seq = action.resync_from
             self._spawn(self._call("resync", self._router_id, from_seq, route=[replica]))
         for delta in frame.token_deltas():
-            attempt = self._attempts.get(delta.stream_id)
+            attempt = self._attempts.get(delta.key)
             if attempt is not None:
                 attempt.replica, attempt.placed = replica, True
                 attempt.put(delta)

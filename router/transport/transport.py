@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.protos.errors import QuireError
-from quire.protos.wire import Completion, Hello, Submit, TokenDelta
+from quire.protos.wire import NO_FACTS, Completion, Hello, Submit, TokenDelta
 from quire.router.transport.flow import Credit
 
 
@@ -99,11 +99,14 @@ class Attempt:
         if self.finished:
             return
         if isinstance(event, TokenDelta):
-            if event.finish_reason in ("error", "abort"):
-                # The completion, which contains the error, will end the attempt.
-                event = dataclasses.replace(event, finish_reason=None)
-            self.finished = event.finish_reason is not None
-            self.needs_abort = not self.finished
+            facts = event.facts
+            if facts is not NO_FACTS and facts.finish_reason is not None:
+                if facts.finish_reason in ("error", "abort"):
+                    # The completion, which contains the error, will end the attempt.
+                    event = dataclasses.replace(event, facts=facts._replace(finish_reason=None))
+                else:
+                    self.finished = True
+                    self.needs_abort = False
         elif isinstance(event, Completion):
             if event.finish_reason in ("stop", "length"):
                 # The last delta, which follows all earlier tokens, ends the attempt.

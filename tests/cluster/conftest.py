@@ -7,6 +7,7 @@ import dataclasses
 import random
 import sys
 import threading
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
@@ -16,16 +17,22 @@ import pytest
 
 from quire.protos.errors import ContextLengthExceeded, QuireError, model_not_found
 from quire.protos.field_checks import check_ids
-from quire.protos.wire import Load
+from quire.protos.wire import Frame, Load
+from quire.router.admission.gate import AdmissionGate
+from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.bill import BilledAnswer
 from quire.router.explain.decisions import DecisionRing
+from quire.router.explain.live_state import live_state
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.index.prefix_index import PrefixIndex
+from quire.router.observer import Observer
 from quire.router.policy.fleet_view import COLUMN_NAMES, FleetView
 from quire.router.policy.policy import Ranking
 from quire.router.question_types import Question
 from quire.router.request import params
 from quire.router.scored_token import ScoredToken, TokenScores
 from quire.router.scoring.question_prompts import check_questions
-from quire.router.status_types import Decisions, ModelInfo, Readiness, ReplicaStatus
+from quire.router.status_types import Decisions, LiveState, ModelInfo, Readiness, ReplicaStatus
 from quire.router.text.chat_messages import check_messages
 from quire.router.text.stop import StopMatcher
 from quire.router.types import (
@@ -317,6 +324,13 @@ class FakeService:
     ) -> Decisions:
         """Of every stream so far, the newest first."""
         self._refuse()
+        ring = self._ring()
+        found = ring.last(limit, payer)
+        if request_id is not None:
+            found = ring.find(request_id, payer)
+        return Decisions(["router-0", "router-1"], 0, found)
+
+    def _ring(self) -> DecisionRing:
         ring = DecisionRing("router-1", 100)
         for stream in self.streams:
             columns = {name: np.zeros(2) for name in COLUMN_NAMES}
@@ -326,10 +340,19 @@ class FakeService:
             answer_id, num_tokens = stream.origin.answer_id, stream.usage.prompt_tokens
             owner = stream.request.payer
             ring.add(stream.request_id, answer_id, ranking, num_tokens, stream.explain, 0.0, owner)
-        found = ring.last(limit, payer)
-        if request_id is not None:
-            found = ring.find(request_id, payer)
-        return Decisions(["router-0", "router-1"], 0, found)
+        return ring
+
+    def _table(self) -> ReplicaTable:
+        table = ReplicaTable(PrefixIndex())
+        table.add("replica-a", "e1", block_tokens=16)
+        table.on_frame("replica-a", Frame("e1", load=self.load), 0.0)
+        return table
+
+    def live_state(self, payer: str | None = None) -> LiveState:
+        """The requests are those of `payer`."""
+        self._refuse()
+        gate = AdmissionGate(AdmissionLimits(), time.monotonic)
+        return live_state(self._ring(), gate, self._table(), Observer(), MODEL, 0.0, payer)
 
     def refused(self, error: QuireError) -> None:
         self.refused_by_front_end.append(error.code)

@@ -1,12 +1,12 @@
-"""What the manifests must satisfy. Each check yields one sentence for each thing wrong.
+"""What a RayService must satisfy. Each check yields one sentence for each thing wrong.
 
-`schema`: the CRDs and the core API. `serve`: the text inside. `operator`: rules of KubeRay 1.7 that
-no schema expresses, from ray-operator/controllers/ray/utils/validation.go and common/service.go.
-`safety`, `traffic` and `sizing`: Quire's own.
+`schema`: the CRDs and the core API. `serve`: the text inside. `operator`: KubeRay's own rules (`kuberay_rules.py`).
+`safety`, `traffic` and `sizing`: Quire's own. `overlay_checks.py` has the rules for several objects.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterator
@@ -19,13 +19,14 @@ import kubernetes_validate
 from quire.cluster.config import serve_config
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.config_problems import ConfigError
+from quire.cluster.drain_command import add_drain_node
 
+from .kuberay_rules import operator
 from .manifests import (
-    K8S,
-    dockerfile,
-    dockerfile_args,
+    containers,
     flatten,
     groups,
+    lock,
     pod,
     quantity,
     ray_container,
@@ -35,8 +36,13 @@ Doc = dict[str, Any]
 
 RAYLET_PORT = 52365  # Ray's dashboard agent: /api/healthz
 STARTUP_S = 600  # as long as KubeRay's own liveness probe waits (120 x 5 s)
-ENDPOINTS_S = 15  # until every node has taken a terminating pod out of a Service
+# Until another worker has a router and a replica. Serve stops the old ones after that, or in time for the deadline.
+REPLACEMENT_S = 60
 MARGIN_S = 10
+REACHABLE_S, END_S = (
+    30.0,
+    5.0,
+)  # as in cluster/app.py, which takes seconds to import; a test compares
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
 
 
@@ -80,96 +86,33 @@ def _app(doc: Doc) -> AppConfig:
 
 
 # --------------------------------------------------------------------------------------------------
-# KubeRay
-# --------------------------------------------------------------------------------------------------
-
-
-def operator(doc: Doc) -> Iterator[str]:
-    """Rules for which KubeRay refuses a RayService, or ignores part of it."""
-    spec, cluster = doc["spec"], doc["spec"]["rayClusterConfig"]
-    name = doc["metadata"]["name"]
-    if len(name) > 47 or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
-        yield f"metadata.name: must be a DNS-1035 label of at most 47 characters, got {name!r}"
-    if cluster["headGroupSpec"].get("headService", {}).get("metadata", {}).get("name") is not None:
-        yield "headGroupSpec.headService.metadata.name: must not be set"
-    strategy = spec.get("upgradeStrategy", {}).get("type", "NewCluster")
-    if strategy not in {"NewCluster", "None"}:  # the incremental one routes no gRPC (kuberay#5018)
-        yield f"upgradeStrategy.type: must be NewCluster or None, got {strategy!r}"
-    if spec.get("rayClusterDeletionDelaySeconds", 60) < 0:
-        yield "rayClusterDeletionDelaySeconds: must not be negative"
-    for gated in {"networkPolicy", "tlsOptions", "gcsFaultToleranceOptions"} & cluster.keys():
-        yield f"rayClusterConfig.{gated}: needs a feature gate or a store"
-    yield from _operator_auth(cluster)
-    for group in groups(doc):
-        yield from _operator_group(group)
-    for group in cluster["workerGroupSpecs"]:
-        yield from _operator_workers(group, bool(cluster.get("enableInTreeAutoscaling")))
-    head_env = {item["name"] for item in ray_container(cluster["headGroupSpec"]).get("env", ())}
-    for variable in {"RAY_REDIS_ADDRESS", "REDIS_USERNAME", "RAY_enable_autoscaler_v2"} & head_env:
-        yield f"head env {variable}: must be set through the RayCluster's own fields"
-    port_names = {port.get("name", "") for port in ray_container(cluster["headGroupSpec"])["ports"]}
-    for needed in {"gcs-server", "dashboard", "metrics", "serve", "serve-grpc"} - port_names:
-        yield f"head ports: the Services take their ports from here and {needed!r} is missing"
-
-
-def _operator_auth(cluster: Doc) -> Iterator[str]:
-    options = cluster.get("authOptions", {})
-    if options.get("mode") != "token":
-        yield f"authOptions.mode: must be 'token', got {options.get('mode')!r}"
-    if options.get("enableK8sTokenAuth"):
-        yield "authOptions.enableK8sTokenAuth: not supported for a RayService"
-    version = cluster.get("rayVersion", "0.0")
-    if tuple(map(int, version.split(".")[:2])) < (2, 52):
-        yield f"rayVersion: token authentication needs 2.52, got {version!r}"
-
-
-def _operator_group(group: Doc) -> Iterator[str]:
-    name = group.get("groupName", "head")
-    start = group.get("rayStartParams", {})
-    if group.get("resources") and start.keys() & {"num-cpus", "num-gpus", "memory", "resources"}:
-        yield f"{name}: resources are given both in rayStartParams and in resources"
-    if "labels" in start:
-        yield f"{name}: rayStartParams.labels is not supported, use labels"
-    for key, value in start.items():
-        if not isinstance(value, str):
-            yield f"{name}: rayStartParams.{key} must be a string, got {value!r}"
-
-
-def _operator_workers(group: Doc, autoscaling: bool) -> Iterator[str]:
-    name, low, high = group["groupName"], group.get("minReplicas"), group.get("maxReplicas")
-    if not autoscaling and (low is None or high is None):
-        yield f"{name}: minReplicas and maxReplicas must both be set without autoscaling"
-    elif low is not None and high is not None and not 0 <= low <= high:
-        yield f"{name}: must have 0 <= minReplicas <= maxReplicas, got {low} and {high}"
-    if group.get("suspend"):
-        yield f"{name}: suspend needs a feature gate"
-
-
-# --------------------------------------------------------------------------------------------------
 # Safety
 # --------------------------------------------------------------------------------------------------
 
 
 def safety(doc: Doc) -> Iterator[str]:
     """Images, privileges, secrets, writable places."""
-    images = {c["image"] for group in groups(doc) for c in pod(group)["containers"]}
+    images = {c["image"] for group in groups(doc) for c in containers(group)}
     if len(images) != 1:
         yield f"image: head and workers must run the same one, got {sorted(images)}"
     for image in images:
-        tag = image.rpartition("/")[2].partition(":")[2]
-        if not tag or tag.partition("@")[0] == "latest":
-            yield f"image: must have a tag other than latest, got {image!r}"
+        name = image.rpartition("/")[2]
+        if "@" not in name and name.partition(":")[2] in {"", "latest"}:
+            yield f"image: must have a digest, or a tag other than latest, got {image!r}"
     for path, value in flatten(doc).items():
         if re.search(r"hostPath|hostNetwork|hostPID|hostIPC|privileged$", path) and value:
             yield f"{path}: must not be set, got {value!r}"
     for group in groups(doc):
         name = group.get("groupName", "head")
-        yield from (f"{name}: {problem}" for problem in _privileges(pod(group)))
-        yield from (f"{name}: {problem}" for problem in _secrets(ray_container(group)))
-        yield from (f"{name}: {problem}" for problem in _writable(pod(group)))
+        yield from (f"{name}: {problem}" for problem in _privileges(group))
+        yield from (f"{name}: {problem}" for problem in _secrets(group))
+        for container in containers(group):
+            yield from (f"{name}: {problem}" for problem in _writable(pod(group), container))
+    yield from _api_token(doc["spec"]["rayClusterConfig"])
 
 
-def _privileges(spec: Doc) -> Iterator[str]:
+def _privileges(group: Doc) -> Iterator[str]:
+    spec = pod(group)
     context = spec.get("securityContext", {})
     wanted = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
     for key, value in wanted.items():
@@ -178,33 +121,66 @@ def _privileges(spec: Doc) -> Iterator[str]:
     if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
         yield f"seccompProfile: must be RuntimeDefault, got {context.get('seccompProfile')}"
     if spec.get("automountServiceAccountToken") is not False:
-        yield "automountServiceAccountToken: must be false; no container calls the API server"
-    for container in spec["containers"]:
-        own = container.get("securityContext", {})
-        if own.get("allowPrivilegeEscalation") is not False:
-            yield f"{container['name']}: allowPrivilegeEscalation must be false"
-        if own.get("readOnlyRootFilesystem") is not True:
-            yield f"{container['name']}: readOnlyRootFilesystem must be true"
-        if own.get("capabilities") != {"drop": ["ALL"]}:
-            yield f"{container['name']}: must drop ALL capabilities and add none"
+        yield "automountServiceAccountToken: must be false; Ray does not call the API server"
+    for container in containers(group):
+        yield from _container_privileges(container)
 
 
-def _secrets(container: Doc) -> Iterator[str]:
-    for item in container.get("env", ()):
-        reference = item.get("valueFrom", {}).get("secretKeyRef")
-        if _SECRET_NAME.search(item["name"]) and reference is None:
-            yield f"env {item['name']}: must come from a secretKeyRef"
+def _container_privileges(container: Doc) -> Iterator[str]:
+    name, own = container.get("name", "autoscaler"), container.get("securityContext", {})
+    if own.get("allowPrivilegeEscalation") is not False:
+        yield f"{name}: allowPrivilegeEscalation must be false"
+    if own.get("readOnlyRootFilesystem") is not True:
+        yield f"{name}: readOnlyRootFilesystem must be true"
+    if own.get("capabilities") != {"drop": ["ALL"]}:
+        yield f"{name}: must drop ALL capabilities and add none"
 
 
-def _writable(spec: Doc) -> Iterator[str]:
+def _api_token(cluster: Doc) -> Iterator[str]:
+    """The token of the API server is for the autoscaler alone, which needs it."""
+    tokens = {
+        volume["name"]
+        for volume in pod(cluster["headGroupSpec"]).get("volumes", ())
+        if "serviceAccountToken" in str(volume.get("projected"))
+    }
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        for container in containers(group):
+            if tokens & {m["name"] for m in container.get("volumeMounts", ())}:
+                yield f"{container['name']}: must not mount the API server's token"
+    if not cluster.get("enableInTreeAutoscaling"):
+        return
+    options = cluster.get("autoscalerOptions", {})
+    yield from _container_privileges(options)
+    mounts = {m["mountPath"]: m["name"] for m in options.get("volumeMounts", ())}
+    if mounts.get("/var/run/secrets/kubernetes.io/serviceaccount") not in tokens:
+        yield "autoscaler: must mount a token of the API server, which the pod does not mount"
+    if "/tmp" not in mounts:
+        yield "autoscaler: /tmp must be writable"
+
+
+def _secrets(group: Doc) -> Iterator[str]:
+    for container in containers(group):
+        for item in container.get("env", ()):
+            reference = item.get("valueFrom", {}).get("secretKeyRef")
+            if _SECRET_NAME.search(item["name"]) and reference is None:
+                yield f"env {item['name']}: must come from a secretKeyRef"
+    serving = {item["name"]: item.get("value") for item in ray_container(group).get("env", ())}
+    if "HF_TOKEN" in serving:
+        yield "env HF_TOKEN: only the container that fetches the model may have it"
+    if serving.get("HF_HUB_OFFLINE") != "1":
+        yield "env HF_HUB_OFFLINE: must be '1'; the server downloads nothing"
+
+
+def _writable(spec: Doc, container: Doc) -> Iterator[str]:
     volumes = {volume["name"] for volume in spec.get("volumes", ())}
-    container = spec["containers"][0]
     mounts = {m["mountPath"]: m for m in container.get("volumeMounts", ())}
     env = {item["name"]: item.get("value") for item in container.get("env", ())}
     for mount in mounts.values():
         if mount["name"] not in volumes:
             yield f"mount {mount['mountPath']}: no volume is called {mount['name']!r}"
-    needed = {"/tmp/ray", "/tmp/haproxy-serve", "/dev/shm", env.get("HOME"), env.get("HF_HOME")}
+    needed = {env.get("HOME"), env.get("HF_HOME")}
+    if container is spec["containers"][0]:
+        needed |= {"/tmp/ray", "/tmp/haproxy-serve", "/dev/shm"}
     for path in needed:
         above = [place for place in mounts if f"{path}/".startswith(f"{place}/")]
         if path is None or not above or mounts[max(above, key=len)].get("readOnly"):
@@ -274,14 +250,25 @@ def _end_of_pod(group: Doc, drain_s: float) -> Iterator[str]:
     name = group["groupName"]
     hook = ray_container(group).get("lifecycle", {}).get("preStop", {})
     command = hook.get("exec", {}).get("command", [])
-    if len(command) != 2 or command[0] != "sleep":
-        yield f"{name}: preStop must sleep while the open streams end, got {command}"
+    if command[:2] != ["quire", "drain-node"]:
+        yield f"{name}: preStop must be `quire drain-node`, got {command}"
         return
-    pre_stop_s, grace_s = int(command[1]), pod(group).get("terminationGracePeriodSeconds", 30)
-    if pre_stop_s < ENDPOINTS_S + drain_s:
-        yield f"{name}: preStop must sleep {ENDPOINTS_S} + {drain_s} s, got {pre_stop_s}"
-    if grace_s < pre_stop_s + MARGIN_S:
-        wanted_s = pre_stop_s + MARGIN_S
+    # As the installed command reads it.
+    parser = argparse.ArgumentParser()
+    add_drain_node(parser.add_subparsers())
+    try:
+        deadline_s = parser.parse_args(command[1:]).deadline_s
+    except SystemExit:
+        yield f"{name}: preStop: `quire drain-node` does not know {command[2:]}"
+        return
+    # The last moment at which Serve stops a router, if it is to have its whole grace: see cluster/app.py.
+    router_s = REACHABLE_S + drain_s + END_S
+    if deadline_s < REPLACEMENT_S + router_s:
+        wanted = f"{REPLACEMENT_S} s for replacements and {router_s} s for routers"
+        yield f"{name}: preStop's deadline must allow {wanted}, got {deadline_s}"
+    grace_s = pod(group).get("terminationGracePeriodSeconds", 30)
+    if grace_s < deadline_s + MARGIN_S:
+        wanted_s = deadline_s + MARGIN_S
         yield f"{name}: terminationGracePeriodSeconds must be {wanted_s}, got {grace_s}"
 
 
@@ -296,15 +283,16 @@ def sizing(doc: Doc) -> Iterator[str]:
     head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     if head.get("rayStartParams", {}).get("num-cpus") != "0":
         yield "head: rayStartParams.num-cpus must be '0'"
-    version = dockerfile_args(dockerfile((K8S / "Dockerfile").read_text()))["RAY_VERSION"]
+    version, _ = lock("requirements.lock")["ray"]
     if cluster["rayVersion"] != version:
         yield f"rayVersion: must be the image's {version}, got {cluster['rayVersion']}"
     for group in groups(doc):
         name = group.get("groupName", "head")
-        yield from (f"{name}: {problem}" for problem in _memory(group))
-    counts = {workers.get(key) for key in ("replicas", "minReplicas", "maxReplicas")}
-    if counts != {app.replicas}:
-        yield f"{workers['groupName']}: must have {app.replicas} workers, one a replica, got {counts}"
+        if problems := list(_memory(group)):
+            yield from (f"{name}: {problem}" for problem in problems)
+            return
+        yield from (f"{name}: {problem}" for problem in _disk(group))
+    yield from _worker_counts(workers, app, bool(cluster.get("enableInTreeAutoscaling")))
     limits = ray_container(workers).get("resources", {}).get("limits", {})
     cpus, gpus = quantity(limits.get("cpu", 0)), quantity(limits.get("nvidia.com/gpu", 0))
     per_replica = app.replica_resources.num_cpus
@@ -313,8 +301,9 @@ def sizing(doc: Doc) -> Iterator[str]:
     if app.device == "cuda":
         if gpus != (app.replica_resources.num_gpus or 1):
             yield f"worker GPUs: must be what one replica reserves, got {gpus}"
-        if not pod(workers).get("tolerations"):
+        if not any(t.get("key") == "nvidia.com/gpu" for t in pod(workers).get("tolerations", ())):
             yield "tolerations: GPU nodes are tainted"
+        yield from _host_tier(workers, app)
     else:
         if 2 * per_replica <= cpus:
             yield f"replica_resources.num_cpus: two replicas of {per_replica} must not fit {cpus}"
@@ -322,13 +311,58 @@ def sizing(doc: Doc) -> Iterator[str]:
             yield f"engine.num_threads: must be the worker's {cpus}, got {app.engine.num_threads}"
 
 
+def _host_tier(workers: Doc, app: AppConfig) -> Iterator[str]:
+    """The host tier is memory of the replica, not of /dev/shm; it counts towards the pod's limit."""
+    # The default on a GPU.
+    tier = 4 if app.engine.cpu_offload_gib is None else app.engine.cpu_offload_gib
+    shm = sum(
+        quantity(v["emptyDir"]["sizeLimit"]) for v in pod(workers)["volumes"] if "Memory" in str(v)
+    )
+    limit = quantity(ray_container(workers)["resources"]["limits"]["memory"])
+    if limit < 2 * (shm + tier * 2**30):
+        yield f"memory: half of {limit} must hold /dev/shm ({shm}) and the host tier ({tier} GiB)"
+
+
+def _worker_counts(workers: Doc, app: AppConfig, autoscaling: bool) -> Iterator[str]:
+    """One worker for each replica, at all numbers of replicas."""
+    scaling = app.autoscaling
+    if autoscaling != (scaling is not None):
+        yield "autoscaling: needs both enableInTreeAutoscaling and the section autoscaling"
+        return
+    least = scaling.min_replicas if scaling else app.replicas
+    most = scaling.max_replicas if scaling else app.replicas
+    wanted = {"replicas": app.replicas, "minReplicas": least, "maxReplicas": most}
+    if (counts := {key: workers.get(key) for key in wanted}) != wanted:
+        yield f"{workers['groupName']}: must have {wanted} workers, one a replica, got {counts}"
+
+
+def _disk(group: Doc) -> Iterator[str]:
+    """The node's disk: what a pod may fill is bounded, and the bound is below that at which it is evicted."""
+    total = 0.0
+    for volume in pod(group)["volumes"]:
+        if "emptyDir" not in volume:
+            continue
+        if "sizeLimit" not in volume["emptyDir"]:
+            yield f"volume {volume['name']}: sizeLimit is missing"
+        elif "medium" not in volume["emptyDir"]:
+            total += quantity(volume["emptyDir"]["sizeLimit"])
+    limit = quantity(ray_container(group)["resources"]["limits"]["ephemeral-storage"])
+    if limit < total + quantity("1Gi"):
+        yield f"ephemeral-storage: {limit} must hold the volumes ({total}) and 1Gi of output"
+    env = {item["name"]: item.get("value") for item in ray_container(group).get("env", ())}
+    file_bytes = int(env.get("RAY_ROTATION_MAX_BYTES", 2**29))
+    if file_bytes * (1 + int(env.get("RAY_ROTATION_BACKUP_COUNT", 5))) > quantity("256Mi"):
+        yield "RAY_ROTATION_MAX_BYTES, _BACKUP_COUNT: one of Ray's logs must stay below 256Mi"
+
+
 def _memory(group: Doc) -> Iterator[str]:
-    resources = ray_container(group).get("resources", {})
-    for side in ("requests", "limits"):
-        for what in ("cpu", "memory"):
-            if what not in resources.get(side, {}):
-                yield f"resources.{side}.{what}: missing"
-                return
+    for container in containers(group):
+        for side in ("requests", "limits"):
+            for what in ("cpu", "memory", "ephemeral-storage"):
+                if what not in container.get("resources", {}).get(side, {}):
+                    yield f"{container['name']}: resources.{side}.{what}: missing"
+                    return
+    resources = ray_container(group)["resources"]
     if resources["requests"]["memory"] != resources["limits"]["memory"]:
         yield "resources: memory request and limit must be equal, or the node may run out"
     store_bytes = int(group.get("rayStartParams", {}).get("object-store-memory", 0))

@@ -5,15 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+REMOVE = object()
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 
-_KNOWN_KEYS = {"apiVersion", "kind", "resources", "patches"}
+_KNOWN_KEYS = {
+    "apiVersion", "kind", "resources", "components", "patches", "replacements", "namespace", "images",
+}  # fmt: skip
+_CLUSTER_SCOPED = {"Namespace", "PriorityClass"}
+_LOCAL = "config.kubernetes.io/local-config"
 _UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -27,31 +33,83 @@ def load(path: Path) -> list[dict[str, Any]]:
     return [json.loads(json.dumps(doc)) for doc in docs if doc]
 
 
-def render(folder: Path) -> list[dict[str, Any]]:
-    """What `kubectl kustomize folder` prints, for resources and JSON 6902 patches only.
+def render(folder: Path, *components: str) -> list[dict[str, Any]]:
+    """What `kubectl kustomize` prints for a folder, or for an overlay of it with components of k8s/.
+
+    Implements the parts of kustomize that the manifests use. A test compares the results.
 
     Raises
     ------
     ValueError
         If the kustomization uses anything else, a patch has no target or a patch does not fit.
     """
+    docs: list[dict[str, Any]] = []
+    _accumulate(folder, docs)
+    for component in components:
+        _accumulate(K8S / component, docs)
+    return [doc for doc in docs if _LOCAL not in doc["metadata"].get("annotations", {})]
+
+
+def _accumulate(folder: Path, docs: list[dict[str, Any]]) -> None:
+    """Add a kustomization's resources to `docs` and change `docs` as it says, in kustomize's order."""
     spec = load(folder / "kustomization.yaml")[0]
     if unknown := spec.keys() - _KNOWN_KEYS:
         raise ValueError(f"{folder}: kustomization keys {sorted(unknown)} are not rendered here")
-    docs: list[dict[str, Any]] = []
-    for name in spec["resources"]:
+    # The changes of a Component apply to everything so far, those of a Kustomization to its own resources.
+    own = docs if spec["kind"] == "Component" else []
+    for name in spec.get("resources", ()):
         path = folder / name
-        docs += render(path) if path.is_dir() else load(path)
+        if path.is_dir():
+            _accumulate(path, own)
+        else:
+            own += load(path)
+    for name in spec.get("components", ()):
+        _accumulate(folder / name, own)
     for entry in spec.get("patches", ()):
-        kind, name = entry["target"]["kind"], entry["target"]["name"]
-        targets = [d for d in docs if (d["kind"], d["metadata"]["name"]) == (kind, name)]
-        if not targets:
-            raise ValueError(f"{folder}: nothing is the {kind}/{name} that {entry['path']} patches")
-        operations = yaml.safe_load((folder / entry["path"]).read_text(encoding="utf-8"))
-        for target in targets:
-            for operation in operations:
-                apply_operation(target, **operation)
-    return docs
+        target = _target(own, entry["target"], folder)
+        for operation in yaml.safe_load((folder / entry["path"]).read_text(encoding="utf-8")):
+            apply_operation(target, **operation)
+    for doc in own:
+        if "namespace" in spec and doc["kind"] not in _CLUSTER_SCOPED:
+            doc["metadata"]["namespace"] = spec["namespace"]
+        _set_images(doc, spec.get("images", ()))
+    for entry in spec.get("replacements", ()):
+        _append_lines(own, entry, folder)
+    if own is not docs:
+        docs += own
+
+
+def _target(docs: list[dict[str, Any]], selector: dict[str, Any], folder: Path) -> dict[str, Any]:
+    kind, name = selector["kind"], selector["name"]
+    targets = [d for d in docs if (d["kind"], d["metadata"]["name"]) == (kind, name)]
+    if len(targets) != 1:
+        raise ValueError(f"{folder}: {len(targets)} objects are the {kind}/{name} to change, not 1")
+    return targets[0]
+
+
+def _set_images(value: Any, images: Sequence[dict[str, str]]) -> None:
+    """Give the images of containers, wherever they are, another name and a digest."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if key in {"containers", "initContainers"}:
+            for container in item:
+                for image in images:
+                    if container["image"].partition(":")[0] == image["name"]:
+                        container["image"] = f"{image['newName']}@{image['digest']}"
+        if isinstance(item, dict | list):
+            _set_images(item, images)
+
+
+def _append_lines(docs: list[dict[str, Any]], entry: dict[str, Any], folder: Path) -> None:
+    """The one form of replacement in use: a ConfigMap's text becomes the last lines of a field."""
+    (target,) = entry["targets"]
+    if target["options"] != {"delimiter": "\n", "index": 1000}:
+        raise ValueError(f"{folder}: replacements other than appending lines are not rendered here")
+    _, key = entry["source"]["fieldPath"].split(".")
+    text = _target(docs, entry["source"], folder)["data"][key]
+    doc = _target(docs, target["select"], folder)
+    (path,) = target["fieldPaths"]
+    section, field = path.split(".")
+    doc[section][field] += "\n" + text
 
 
 def apply_operation(doc: Any, op: str, path: str, value: Any = None) -> None:
@@ -82,6 +140,17 @@ def apply_operation(doc: Any, op: str, path: str, value: Any = None) -> None:
         raise ValueError(f"{op} {path}: no such place ({error!r})") from None
 
 
+def seed_fault(doc: dict[str, Any], path: str, value: Any) -> None:
+    """Set the place at a JSON pointer to `value`, add to a list (`/-`), or remove it (`REMOVE`)."""
+    if value is REMOVE:
+        apply_operation(doc, "remove", path)
+    elif path.endswith("/-"):
+        apply_operation(doc, "add", path, value)
+    else:
+        # In JSON 6902 `add` to a list inserts, so that an index needs `replace`.
+        apply_operation(doc, "replace" if path[-1].isdigit() else "add", path, value)
+
+
 def rayservice(docs: list[dict[str, Any]]) -> dict[str, Any]:
     """The one RayService among `docs`."""
     (doc,) = (d for d in docs if d["kind"] == "RayService")
@@ -92,6 +161,11 @@ def groups(doc: dict[str, Any]) -> list[dict[str, Any]]:
     """The head group and the worker groups of a RayService, in this order."""
     cluster = doc["spec"]["rayClusterConfig"]
     return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def containers(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """All containers of a group's pod, those that run first included."""
+    return [*pod(group).get("initContainers", ()), *pod(group)["containers"]]
 
 
 def pod(group: dict[str, Any]) -> dict[str, Any]:
@@ -134,3 +208,15 @@ def dockerfile(text: str) -> list[tuple[str, str]]:
 def dockerfile_args(instructions: list[tuple[str, str]]) -> dict[str, str]:
     """The build arguments with their defaults."""
     return dict(a.partition("=")[::2] for name, a in instructions if name == "ARG")
+
+
+def lock(name: str) -> dict[str, tuple[str, list[str]]]:
+    """The version and the SHA-256 hashes of each package in a lock file of k8s/."""
+    text = (K8S / name).read_text(encoding="utf-8").replace("\\\n", "")
+    pins = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            pin, *hashes = line.split()
+            package, _, version = pin.partition("==")
+            pins[package] = version, [h.removeprefix("--hash=sha256:") for h in hashes]
+    return pins

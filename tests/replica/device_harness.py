@@ -99,11 +99,13 @@ class Harness:
                 for delta in outputs.get(timeout=TIMEOUT_S).deltas:
                     assert delta.index == len(tokens[delta.key]) or not delta.token_ids
                     tokens[delta.key] += delta.token_ids
-                    scores[delta.key] += [tuple(s) for s in map(_values, delta.logprobs or ())]
-                    if delta.embedding is not None:
-                        scores[delta.key].append(delta.embedding.tobytes())
+                    scores[delta.key] += [
+                        tuple(s) for s in map(_values, delta.facts.logprobs or ())
+                    ]
+                    if delta.facts.embedding is not None:
+                        scores[delta.key].append(delta.facts.embedding.tobytes())
                     if delta.finish_reason is not None:
-                        error = None if delta.error is None else str(delta.error)
+                        error = None if delta.facts.error is None else str(delta.facts.error)
                         told[delta.key] = (
                             tokens[delta.key],
                             scores[delta.key],

@@ -27,11 +27,11 @@ from device_harness import Harness, config_of
 from fake_device import FakeDevice
 from fake_gpu import FakeGpu
 
-from quire.protos.wire import Load, SamplingParams
+from quire.protos.wire import Load, SamplingParams, TokenDelta
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.core.step_plan import RequestDelta, StepPlan
+from quire.replica.core.step_plan import StepPlan
 from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop
 from quire.replica.model.fusion import fuse_report
@@ -127,7 +127,7 @@ class Waves:
         self._open = {request.key for request in waves[0]}
         self.load: Load | None = None  # at the end
 
-    def on_delta(self, loop: EngineLoop, delta: RequestDelta) -> None:
+    def on_delta(self, loop: EngineLoop, delta: TokenDelta) -> None:
         """Called with every one."""
         if delta.finish_reason is None:
             return

@@ -16,9 +16,9 @@ from fake_device import HOST, FakeDevice
 from step_driver import Driver
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
+from quire.protos.wire import TokenDelta
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.core.step_plan import RequestDelta
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
@@ -81,8 +81,8 @@ def test_a_step_in_flight_changes_no_token_of_a_recurrent_model(tmp_path):
     cached = tight(model.spec, has_states=True, prefix_caching=True, **snapshots)
     hits: list[tuple[int, int]] = []
 
-    def note(loop: EngineLoop, delta: RequestDelta) -> None:
-        hits.append((delta.num_cached_tokens, delta.num_host_cached_tokens))
+    def note(loop: EngineLoop, delta: TokenDelta) -> None:
+        hits.append((delta.facts.num_cached_tokens, delta.facts.num_host_cached_tokens))
 
     for seed in range(2):
         for changed in (config, cached):

@@ -72,17 +72,17 @@ def run(scheduler: Scheduler, runner: Runner, requests: list[Request]) -> Told:
         assert scheduler.add(request) is None
     while (plan := scheduler.plan(0.0)) is not None:
         for delta in scheduler.commit(plan, runner.run(plan), 0.0):
-            assert delta.error is None, delta.error
+            assert delta.facts.error is None, delta.facts.error
             if delta.key != "a":
                 continue
-            if (part := delta.prompt_logprobs) is not None:
+            if (part := delta.facts.prompt_logprobs) is not None:
                 assert not output, "the prompt is told before the first token"
                 assert part.start == len(of_prompt) + request_a.params.prompt_logprobs_start
                 tops = zip(part.top_ids.tolist(), part.top_logprobs.tolist(), strict=True)
                 columns = (part.token_ids, part.logprobs, part.ranks)
                 of_prompt += zip(*(column.tolist() for column in columns), tops, strict=True)
             if delta.token_ids:
-                output.append((*delta.token_ids, *delta.logprobs[0]))
+                output.append((*delta.token_ids, *delta.facts.logprobs[0]))
         scheduler.check()
     return output, of_prompt
 
@@ -191,7 +191,9 @@ def test_bits_are_equal_when_a_soft_reset_cuts_the_prompt(runners):
         told = []
         while (plan := scheduler.plan(0.0)) is not None:
             told += scheduler.commit(plan, runner.run(plan), 0.0)
-        scores = [d.prompt_logprobs for d in parts + told if d.prompt_logprobs is not None]
+        scores = [
+            d.facts.prompt_logprobs for d in parts + told if d.facts.prompt_logprobs is not None
+        ]
         assert [s.start for s in scores[1:]] == [s.start + len(s) for s in scores[:-1]]
         assert np.concatenate([s.logprobs for s in scores]).tolist() == [p[1] for p in expected[1]]
         output = [d.token_ids[0] for d in parts + told if d.token_ids]
@@ -245,7 +247,7 @@ def test_no_more_rows_of_logits_exist_at_once_than_samples_may_take(runners, mon
 def test_a_number_out_of_bounds_is_refused(runners, field, values):
     scheduler = fresh(runners("llama"))
     for value in values:
-        error = scheduler.add(asked("greedy", **{field: value})).error
+        error = scheduler.add(asked("greedy", **{field: value})).facts.error
         assert (error.code, error.field) == ("invalid_request", field)
         assert str(value) in error.message
 

@@ -14,10 +14,9 @@ import transformers
 from step_driver import make_runner
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest
-from quire.protos.wire import POOLINGS, SamplingParams
+from quire.protos.wire import POOLINGS, SamplingParams, TokenDelta
 from quire.replica import Engine
 from quire.replica.core.request import FinishReason, Request, validate
-from quire.replica.core.step_plan import RequestDelta
 from quire.replica.runner.runner import Runner
 from quire.replica.sampling.pooling import sum_exactly
 from quire.replica.scheduler.scheduler import Scheduler
@@ -60,16 +59,16 @@ def strangers(count: int, first: int = 0) -> list[Request]:
     ]
 
 
-def run(scheduler: Scheduler, runner: Runner, requests: list[Request]) -> list[RequestDelta]:
+def run(scheduler: Scheduler, runner: Runner, requests: list[Request]) -> list[TokenDelta]:
     """The deltas of all requests; after each step the scheduler's records agree."""
-    deltas: list[RequestDelta] = []
+    deltas: list[TokenDelta] = []
     for request in requests:
         assert scheduler.add(request) is None
     while (plan := scheduler.plan(0.0)) is not None:
         deltas += scheduler.commit(plan, runner.run(plan), 0.0)
         scheduler.check()
     scheduler.check_idle()
-    assert not any(delta.error for delta in deltas)
+    assert not any(delta.facts.error for delta in deltas)
     return deltas
 
 
@@ -77,9 +76,9 @@ def embedding(scheduler: Scheduler, runner: Runner, requests: list[Request]) -> 
     """The embedding of "a", [hidden size] float32."""
     (delta,) = (delta for delta in run(scheduler, runner, requests) if delta.key == "a")
     assert (delta.index, delta.token_ids) == (0, [])
-    assert delta.finish_reason == FinishReason.STOP and delta.num_output_tokens == 0
-    assert delta.embedding is not None and delta.embedding.dtype == np.float32
-    return delta.embedding
+    assert delta.finish_reason == FinishReason.STOP and delta.facts.num_output_tokens == 0
+    assert delta.facts.embedding is not None and delta.facts.embedding.dtype == np.float32
+    return delta.facts.embedding
 
 
 def fresh(runner: Runner, **changes: object) -> Scheduler:
@@ -128,10 +127,12 @@ def test_a_recurrent_model_has_embeddings(tmp_path, pooling):
             *engine.generate([prompt(LENGTH)], SamplingParams(pooling=pooling)),
             *engine.generate([prompt(LENGTH)], SamplingParams(pooling=pooling)),
         )
-    assert cosine(cold.embedding, expected) >= 0.999999
-    assert warm.embedding.tobytes() == cold.embedding.tobytes()
+    assert cosine(cold.facts.embedding, expected) >= 0.999999
+    assert warm.facts.embedding.tobytes() == cold.facts.embedding.tobytes()
     # A prefix comes with the states at its end.
-    assert cold.num_cached_tokens == 0 and (warm.num_cached_tokens > 0) == (pooling == "last")
+    assert cold.facts.num_cached_tokens == 0 and (warm.facts.num_cached_tokens > 0) == (
+        pooling == "last"
+    )
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -194,7 +195,7 @@ def test_steps_ahead_give_the_same_bits_and_sample_nothing(runners, pooling):
             plan, launched = in_flight.pop(0)
             for delta in scheduler.commit(plan, runner.collect(launched), 0.0):
                 if delta.key == "a":
-                    found.append(delta.embedding.tobytes())
+                    found.append(delta.facts.embedding.tobytes())
     assert found == [expected]
     scheduler.check_idle()
 
@@ -218,7 +219,7 @@ def test_a_request_that_runs_alone_and_one_that_leaves(runners):
     plan = scheduler.plan(0.0)
     result = runner.run(plan)
     ended = scheduler.abort("a")
-    assert ended.finish_reason == FinishReason.ABORT and ended.embedding is None
+    assert ended.finish_reason == FinishReason.ABORT and ended.facts.embedding is None
     assert not len(scheduler.commit(plan, result, 0.0))
     scheduler.check_idle()
 

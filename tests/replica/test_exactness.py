@@ -182,7 +182,7 @@ def test_a_scheduled_engine_on_a_small_cache_equals_generate_cold_and_warm(zoo, 
         while (plan := scheduler.plan(0.0)) is not None:
             poison_what_nobody_may_read(scheduler, plan, runner)
             for delta in scheduler.commit(plan, runner.run(plan), 0.0):
-                assert delta.error is None
+                assert delta.facts.error is None
                 outputs[delta.key] += delta.token_ids
             scheduler.check()
         assert [outputs[i] for i in range(len(prompts))] == expected

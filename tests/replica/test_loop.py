@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from quire.protos.errors import DeadlineExceeded, EngineError, Overloaded, Unavailable
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import SamplingParams, TokenDelta
 from quire.replica.config import EngineConfig
-from quire.replica.core.request import DeltaBatch, Request
-from quire.replica.core.step_plan import RequestDelta, StepPlan, StepResult
+from quire.replica.core.delta_batch import DeltaBatch
+from quire.replica.core.request import Request
+from quire.replica.core.step_plan import StepPlan, StepResult
 from quire.replica.loop import EngineLoop, LoopOutput
 from quire.replica.scheduler.scheduler import Scheduler
 
@@ -77,7 +78,7 @@ class Harness:
         self.scheduler = Scheduler(config)
         self.outputs: list[LoopOutput] = []
         self.clock_offset_s = 0.0
-        self._deltas: queue.Queue[RequestDelta] = queue.Queue()
+        self._deltas: queue.Queue[TokenDelta] = queue.Queue()
         self._keys = itertools.count()
         self.loop = EngineLoop(
             self.scheduler,
@@ -99,14 +100,14 @@ class Harness:
         self.loop.post(lambda scheduler: scheduler.add(request))
         return key
 
-    def last_delta(self, key: int) -> RequestDelta:
+    def last_delta(self, key: int) -> TokenDelta:
         """Wait until the request ends; deltas of others on the way are dropped."""
         while True:
             delta = self._deltas.get(timeout=TIMEOUT_S)
             if delta.key == key and delta.finish_reason is not None:
                 return delta
 
-    def first_delta(self, key: int) -> RequestDelta:
+    def first_delta(self, key: int) -> TokenDelta:
         while True:
             delta = self._deltas.get(timeout=TIMEOUT_S)
             if delta.key == key:
@@ -184,7 +185,7 @@ def test_a_cancelled_call_does_not_run_and_does_not_hurt(harness):
 def test_a_request_runs_to_its_end(harness):
     delta = harness.last_delta(harness.submit(max_tokens=5))
     assert delta.finish_reason == "length"
-    assert delta.num_output_tokens == 5
+    assert delta.facts.num_output_tokens == 5
     tokens = [(d.index, d.token_ids) for output in harness.outputs for d in output.deltas]
     assert tokens == [(i, [7]) for i in range(5)]
 
@@ -196,8 +197,8 @@ def test_a_refusal_is_sent_like_any_delta(harness):
     leave.set()
     delta = harness.last_delta(keys[-1])
     assert delta.finish_reason == "error"
-    assert isinstance(delta.error, Overloaded)
-    assert delta.error.retry_after_s >= 1
+    assert isinstance(delta.facts.error, Overloaded)
+    assert delta.facts.error.retry_after_s >= 1
 
 
 def test_an_idle_loop_sleeps_and_wakes_for_mail(harness, monkeypatch):
@@ -309,9 +310,12 @@ def test_a_failing_step_ends_only_its_rows(harness):
     ends = {d.key: d for o in harness.outputs for d in o.deltas if d.finish_reason}
     assert [ends[key].finish_reason for key in keys] == ["error", "error", "length", "length"]
     for key in keys[:2]:
-        assert isinstance(ends[key].error, EngineError)
-        assert "step 1" in ends[key].error.message and "ValueError" in ends[key].error.message
-        assert "boom" not in ends[key].error.message  # may hold what clients should not see
+        assert isinstance(ends[key].facts.error, EngineError)
+        assert (
+            "step 1" in ends[key].facts.error.message
+            and "ValueError" in ends[key].facts.error.message
+        )
+        assert "boom" not in ends[key].facts.error.message  # may hold what clients should not see
     assert harness.loop.num_failed_in_a_row == 0
     harness.check()
     # What the failed step would have cached is not matched.
@@ -360,7 +364,7 @@ def test_deadlines_fire_while_others_keep_the_loop_busy(harness):
     delta = harness.last_delta(waiting)
     assert time.monotonic() - begun_s >= 0.1
     assert delta.finish_reason == "abort"
-    assert isinstance(delta.error, DeadlineExceeded)
+    assert isinstance(delta.facts.error, DeadlineExceeded)
     deltas = [delta for output in harness.outputs for delta in output.deltas]
     assert not {delta.key for delta in deltas if delta.finish_reason} & set(busy), "they are busy"
     for key in busy:
@@ -373,14 +377,14 @@ def test_a_running_request_ends_at_its_deadline(harness):
     harness.first_delta(key)
     late = harness.submit(max_tokens=400, deadline_s=time.monotonic() + 0.05)
     delta = harness.last_delta(late)
-    assert isinstance(delta.error, DeadlineExceeded)
-    assert 0 < delta.num_output_tokens < 400
+    assert isinstance(delta.facts.error, DeadlineExceeded)
+    assert 0 < delta.facts.num_output_tokens < 400
     harness.loop.post(lambda scheduler: scheduler.abort(key))
 
 
 def test_a_deadline_that_has_passed_at_submit_is_told_by_an_idle_loop(harness):
     delta = harness.last_delta(harness.submit(deadline_s=time.monotonic() - 1))
-    assert isinstance(delta.error, DeadlineExceeded)
+    assert isinstance(delta.facts.error, DeadlineExceeded)
     assert harness.runner.num_steps == 0
 
 
@@ -389,8 +393,8 @@ def test_a_deadline_ends_a_paused_request_while_the_loop_sleeps(harness):
     key = harness.submit(max_tokens=400, deadline_s=time.monotonic() + 0.3)
     harness.loop.post(lambda scheduler: scheduler.pause(key))
     delta = harness.last_delta(key)
-    assert isinstance(delta.error, DeadlineExceeded)
-    assert harness.runner.num_steps == delta.num_output_tokens < 200
+    assert isinstance(delta.facts.error, DeadlineExceeded)
+    assert harness.runner.num_steps == delta.facts.num_output_tokens < 200
 
 
 @pytest.mark.parametrize("seed", range(3))

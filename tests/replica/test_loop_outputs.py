@@ -101,7 +101,7 @@ def test_each_step_is_one_output_and_tokens_between_first_and_last_are_columns(s
     engine = Engine()
     engine.submit("a", "b", max_tokens=4)
     outputs = started(engine).outputs_until(2)
-    assert [(len(o.deltas.whole), o.deltas.num_single) for o in outputs] == [
+    assert [(len(o.deltas.whole), len(o.deltas.tokens)) for o in outputs] == [
         (2, 0),
         (0, 2),
         (0, 2),
@@ -113,7 +113,7 @@ def test_each_step_is_one_output_and_tokens_between_first_and_last_are_columns(s
             ("b", i, [7]),
         ]
     columns = outputs[1].deltas
-    assert (columns.sources.tolist(), columns.stream_ids.tolist()) == ([1, 1], [40, 40])
+    assert (columns.sources.tolist(), columns.tokens.stream_ids.tolist()) == ([1, 1], [40, 40])
     assert [o.load.num_compiles for o in outputs] == [3] * 4
 
 
@@ -131,7 +131,7 @@ def test_an_abort_alone_is_sent_although_there_is_no_step(started):
     engine.loop.post(lambda scheduler: scheduler.abort("a"))
     (output,) = started(engine).outputs_until(1)
     assert [(d.key, d.finish_reason, d.token_ids) for d in output.deltas] == [("a", "abort", [])]
-    assert output.deltas.num_single == 0
+    assert len(output.deltas.tokens) == 0
 
 
 def test_a_failed_step_ends_its_requests_and_the_loop_goes_on(started):
@@ -140,7 +140,7 @@ def test_a_failed_step_ends_its_requests_and_the_loop_goes_on(started):
     outputs = started(engine).outputs_until(1)
     (delta,) = outputs[-1].deltas
     assert delta.finish_reason == "error"
-    assert "step 2 (RuntimeError)" in delta.error.message
+    assert "step 2 (RuntimeError)" in delta.facts.error.message
     engine.submit("b")
     assert [d.finish_reason for d in engine.outputs_until(1)[-1].deltas] == ["length"]
 

@@ -30,7 +30,7 @@ def refusal(engine: Engine) -> str | None:
         params = SamplingParams(max_tokens=1)
         deltas = [scheduler.add(Request(f"waits {i}", [1, 2, 3], params)) for i in range(3)]
         scheduler.abort_all()
-        return None if deltas[-1] is None else deltas[-1].error.message
+        return None if deltas[-1] is None else deltas[-1].facts.error.message
 
     return engine.call(add_three).result(10)
 

@@ -8,7 +8,7 @@ import itertools
 import time
 from typing import Any
 
-from quire.protos.wire import Completion, Frame, Hello, Submit, TokenDelta
+from quire.protos.wire import Completion, Frame, Hello, Submit
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
@@ -30,8 +30,12 @@ class EngineTransport:
     Use within one event loop at a time, after `enter`.
     """
 
-    def __init__(self, names: tuple[str, ...] = ("r1", "r2", "r3")):
-        self.engine = Engine(
+    def __init__(
+        self,
+        names: tuple[str, ...] = ("r1", "r2", "r3"),
+        engine_class: type[Engine] = Engine,
+    ):
+        self.engine = engine_class(
             num_blocks=256, max_model_len=512, on_output=self._on_output, num_threads=1
         )
         self.table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)
@@ -86,31 +90,14 @@ class EngineTransport:
             self.engine.abort(attempt.stream_id)
 
     def _on_output(self, output: LoopOutput) -> None:
-        deltas = [
-            (
-                TokenDelta(
-                    d.key,
-                    d.index,
-                    d.token_ids,
-                    d.finish_reason,
-                    d.num_cached_tokens,
-                    d.queue_s,
-                    d.num_host_cached_tokens,
-                    d.logprobs,
-                    d.prompt_logprobs,
-                    d.embedding,
-                ),
-                d.error,
-            )
-            for d in output.deltas
-        ]
+        deltas = list(output.deltas)
         with contextlib.suppress(RuntimeError):  # The loop is closed.
             self._loop.call_soon_threadsafe(self._deliver, deltas)
 
     def _deliver(self, deltas: list) -> None:
-        frame = Frame.decode(Frame("e", deltas=[delta for delta, _ in deltas]).encode())
-        for delta, (_, error) in zip(frame.deltas, deltas, strict=True):
-            attempt, budget = self._attempts.get(delta.stream_id, (None, None))
+        frame = Frame.decode(Frame("e", *Frame.pack(deltas)).encode())
+        for delta, error in zip(frame.token_deltas(), (d.facts.error for d in deltas), strict=True):
+            attempt, budget = self._attempts.get(delta.key, (None, None))
             if attempt is None:
                 continue
             attempt.put(delta)
@@ -118,7 +105,7 @@ class EngineTransport:
                 attempt.put(Completion("error", 0, 0, 0, error=error.to_wire()))
             elif budget is not None and delta.index + len(delta.token_ids) >= budget:
                 attempt.put(Lost(attempt.replica, "lost on purpose"))
-                self.engine.abort(delta.stream_id)
+                self.engine.abort(delta.key)
 
 
 def make_service(

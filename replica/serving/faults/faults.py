@@ -45,7 +45,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.protos.wire import Frame, Submit, TokenColumns
+from quire.protos.wire import Frame, Submit
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.engine import Engine
 from quire.replica.loop import StepRunner
@@ -148,7 +148,7 @@ class Faults:
             if fault.kind in IN_STREAM and fault.router_id == router_id and not fault.fired:
                 for delta in frame.token_deltas():
                     ends = delta.index + len(delta.token_ids)
-                    if delta.stream_id == fault.stream_id and delta.index <= fault.index < ends:
+                    if delta.key == fault.stream_id and delta.index <= fault.index < ends:
                         fault.fired = True
                         return fault
         return None
@@ -252,11 +252,8 @@ def disturbed(fault: Fault, data: bytes, before: bytes) -> list[bytes]:
 
 
 def _without(frame: Frame, stream_id: int) -> Frame:
-    columns = frame.columns
-    if columns is not None:
-        kept = columns.stream_ids != stream_id
-        columns = TokenColumns(
-            columns.stream_ids[kept], columns.index[kept], columns.token_ids[kept]
-        )
-    deltas = [delta for delta in frame.deltas if delta.stream_id != stream_id]
-    return dataclasses.replace(frame, deltas=deltas, columns=columns)
+    if frame.tokens is None:
+        return frame
+    kept = frame.tokens.stream_ids != stream_id
+    facts = [facts for facts, is_kept in zip(frame.facts, kept, strict=False) if is_kept]
+    return dataclasses.replace(frame, tokens=frame.tokens.select(kept), facts=facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import logging
@@ -58,9 +59,18 @@ def http(service, keys) -> Iterator[httpx.Client]:
         yield client
 
 
-def check_error(response: httpx.Response, status: int, code: str) -> str:
-    """The error's message; nothing for HEAD, which has no body."""
+def basic(user: str, password: str) -> dict[str, str]:
+    """The headers of a browser whose user has typed a password."""
+    return {"authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
+
+
+def check_error(
+    response: httpx.Response, status: int, code: str, needed: Right = Right.GENERATE
+) -> str:
+    """The error's message; nothing for HEAD, which has no body. A browser may open routes that need `observe`."""
     assert response.status_code == status, (response.request, response.text)
+    scheme = 'Basic realm="Quire", charset="UTF-8"' if needed is Right.OBSERVE else "Bearer"
+    assert response.headers.get("www-authenticate") == (scheme if status == 401 else None)
     if response.request.method == "HEAD":
         return ""
     if response.url.path.startswith(messages_routes.PATH):
@@ -69,7 +79,6 @@ def check_error(response: httpx.Response, status: int, code: str) -> str:
     else:
         error = ErrorAnswer.model_validate(response.json()).error
         assert error.code == code
-    assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
     assert response.headers["x-request-id"]
     return error.message
 
@@ -94,7 +103,7 @@ def test_a_route_is_served_to_keys_with_its_right_only(http, keys, method: str, 
         if needed is Right.OPEN:
             assert answer.status_code == 200
         else:
-            check_error(answer, 401, "invalid_api_key")
+            check_error(answer, 401, "invalid_api_key", needed)
     for name, rights in RIGHTS_OF.items():
         answer = http.request(method, url, headers=keys.header(name), json=BODY)
         if needed is Right.OPEN or needed in rights:
@@ -102,6 +111,30 @@ def test_a_route_is_served_to_keys_with_its_right_only(http, keys, method: str, 
         else:
             message = check_error(answer, 403, "permission_denied")
             assert method == "HEAD" or needed.value in message
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_a_browser_s_password_opens_what_observe_opens_and_nothing_else(
+    http, keys, method: str, path: str
+):
+    url, needed = re.sub(r"{.*}", "acme/tiny", path), HTTP_RULES[path]
+    if needed is Right.OPEN:
+        return
+    for right in ("observe", "admin"):
+        answer = http.request(method, url, headers=basic("anyone", keys.secrets[right]))
+        assert answer.status_code == (200 if needed is Right.OBSERVE else 401), answer.text
+    if needed is Right.OBSERVE:
+        denied = http.request(method, url, headers=basic("x", keys.secrets["generate"]))
+        check_error(denied, 403, "permission_denied", needed)
+        for headers in (
+            basic("x", "sk-wrong"),
+            basic(keys.secrets["observe"], "x"),
+            basic("x", ""),
+            {"authorization": "Basic !"},
+            {"authorization": "Basic"},
+        ):
+            answer = http.request(method, url, headers=headers)
+            check_error(answer, 401, "invalid_api_key", needed)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +279,22 @@ def test_explain_shows_a_tenant_its_own_requests(http, keys):
     assert seen("other") == {"of-other"}
     assert seen("other", request_id="of-generate") == set()
     assert seen("admin") == {"of-generate", "of-other", "of-admin"}
+
+
+def test_the_page_shows_a_tenant_its_own_requests(http, keys):
+    for name in ("generate", "other", "admin"):
+        label = {"x-request-id": f"of-{name}"}
+        assert http.post(CHAT, headers=keys.header(name) | label, json=BODY).is_success
+
+    def seen(name: str) -> set[str]:
+        state = http.get("/ui/state", headers=keys.header(name)).json()
+        assert state["replicas"]["name"] == ["replica-a"]  # which names no tenant
+        return {decision["request_id"] for decision in state["requests"]}
+
+    assert seen("observe") == {"of-generate"}  # of the same tenant
+    assert seen("admin") == {"of-generate", "of-other", "of-admin"}
+    assert seen("observe") == {"of-generate"}
+    assert seen("other") == {"of-other"}
 
 
 def test_metrics_show_a_tenant_its_own_series(http, keys, service):

@@ -19,10 +19,10 @@ import numpy as np
 
 from quire.cluster.bench.load.clients import Answer, RequestFailed
 from quire.protos.routing_hash import RoutingHasher
-from quire.protos.wire import Frame, SamplingParams
+from quire.protos.wire import Frame, SamplingParams, TokenDelta
 from quire.replica.config import EngineConfig
-from quire.replica.core.request import DeltaBatch, Request
-from quire.replica.core.step_plan import RequestDelta
+from quire.replica.core.delta_batch import DeltaBatch
+from quire.replica.core.request import Request
 from quire.replica.scheduler.scheduler import Scheduler
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
@@ -76,9 +76,9 @@ class SimulatedReplica:
         self._runner = PacedRunner(text_ids, config.block_size, pace, self._loop.time)
         self._mail: deque[Request] = deque()
         self._wake = asyncio.Event()
-        self._answers: dict[Any, asyncio.Queue[RequestDelta]] = {}
+        self._answers: dict[Any, asyncio.Queue[TokenDelta]] = {}
 
-    def submit(self, request: Request, answer: asyncio.Queue[RequestDelta]) -> None:
+    def submit(self, request: Request, answer: asyncio.Queue[TokenDelta]) -> None:
         """Queue a request; its deltas go to `answer`."""
         self._answers[request.key] = answer
         self._mail.append(request)
@@ -172,19 +172,19 @@ class SimulatedRouter:
             retain_s=retain_s,
             num_expected_cached=int(best.cached_tokens + best.host_tokens),
         )
-        deltas: asyncio.Queue[RequestDelta] = asyncio.Queue()
+        deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
         replica = self._replicas[best.replica]
         loop.call_later(NETWORK_S, replica.submit, request, deltas)
         answer = Answer(prompt_tokens=len(ids), replica=best.replica)
         answer.predicted_tokens = request.num_expected_cached
         while True:
             delta = await deltas.get()
-            if delta.error is not None:
-                raise RequestFailed(delta.error.message)
+            if delta.facts.error is not None:
+                raise RequestFailed(delta.facts.error.message)
             if not answer.tokens:
                 table.answered(booking, loop.time())
-                answer.cached_tokens = delta.num_cached_tokens
-                answer.host_cached_tokens = delta.num_host_cached_tokens
+                answer.cached_tokens = delta.facts.num_cached_tokens
+                answer.host_cached_tokens = delta.facts.num_host_cached_tokens
             answer.arrivals_s.append(loop.time())
             answer.tokens.append(len(delta.token_ids))
             answer.token_ids += delta.token_ids

@@ -27,10 +27,9 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import SamplingParams, TokenDelta
 from quire.replica.config import EngineArgs
 from quire.replica.core.request import Request
-from quire.replica.core.step_plan import RequestDelta
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
@@ -83,7 +82,7 @@ class EngineServer:
         self, engine_args: dict[str, Any], engine_class: str = "quire.replica.engine:Engine"
     ):
         self._loop = asyncio.get_running_loop()
-        self._open: dict[int, asyncio.Queue[RequestDelta]] = {}
+        self._open: dict[int, asyncio.Queue[TokenDelta]] = {}
         self._keys = itertools.count()
         self._engine: Engine = await asyncio.to_thread(
             pkgutil.resolve_name(engine_class),
@@ -101,7 +100,7 @@ class EngineServer:
         num_cached = 0
         async for delta in self._deltas(prompt_ids, request.max_tokens):
             if delta.index == 0:
-                num_cached = delta.num_cached_tokens
+                num_cached = delta.facts.num_cached_tokens
             token_ids += delta.token_ids
         return {
             "text": self._tokenizer.tokenizer.decode(token_ids),
@@ -117,14 +116,17 @@ class EngineServer:
         num_tokens = num_cached = num_host_cached = 0
         async for delta in self._deltas(prompt_ids, request.max_tokens):
             if delta.index == 0:
-                num_cached, num_host_cached = delta.num_cached_tokens, delta.num_host_cached_tokens
+                num_cached, num_host_cached = (
+                    delta.facts.num_cached_tokens,
+                    delta.facts.num_host_cached_tokens,
+                )
             num_tokens += len(delta.token_ids)
             yield {"choices": [{"index": 0, "text": "", "token_ids": delta.token_ids}]}
         details = {"cached_tokens": num_cached, "host_cached_tokens": num_host_cached}
         usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": num_tokens}
         yield {"choices": [], "usage": {**usage, "prompt_tokens_details": details}}
 
-    async def _deltas(self, prompt_ids: np.ndarray, max_tokens: int) -> AsyncIterator[RequestDelta]:
+    async def _deltas(self, prompt_ids: np.ndarray, max_tokens: int) -> AsyncIterator[TokenDelta]:
         key = next(self._keys)
         deltas = self._open[key] = asyncio.Queue()
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
@@ -132,8 +134,8 @@ class EngineServer:
             self._engine.submit(Request(key, prompt_ids, params))
             while True:
                 delta = await deltas.get()
-                if delta.error is not None:
-                    raise RuntimeError(delta.error.message)
+                if delta.facts.error is not None:
+                    raise RuntimeError(delta.facts.error.message)
                 yield delta
                 if delta.finish_reason is not None:
                     return

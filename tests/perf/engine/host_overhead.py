@@ -101,7 +101,7 @@ class QuireHost:
             )
             refusal = self.scheduler.add(request)
             if refusal is not None:
-                raise RuntimeError(f"the stub request was refused: {refusal.error}")
+                raise RuntimeError(f"the stub request was refused: {refusal.facts.error}")
         while self.scheduler.load().num_waiting > waiting:
             self.step()
         self.run(GENERATED)

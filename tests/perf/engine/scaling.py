@@ -116,7 +116,7 @@ class CacheHost:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         refusal = self.scheduler.add(Request(self._next_key, prompt, params))
         if refusal is not None:
-            raise RuntimeError(f"the stub request was refused: {refusal.error}")
+            raise RuntimeError(f"the stub request was refused: {refusal.facts.error}")
 
     def _step(self) -> float:
         tokens = self._rng.integers(EOS + 1, VOCAB, ROWS + 1)

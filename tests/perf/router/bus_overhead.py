@@ -24,9 +24,9 @@ from quire.cluster.bench.results import report
 from quire.cluster.http.http_body import parse_body
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import GenerationResponse
-from quire.protos.wire import Frame, Hello, Load
+from quire.protos.wire import Frame, Hello, Load, TokenRecord
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
-from quire.replica.core.request import DeltaBatch
+from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.loop import LoopOutput
 from quire.replica.serving.attached_routers import AttachedRouters
 from quire.router.admission.wait_bounds import AdmissionLimits
@@ -92,9 +92,9 @@ class ReplicaSide:
         """The loop's output after a step with one token for each stream."""
         self._step += 1
         index = np.full(len(self._keys), self._step - 1, np.int32)
-        columns = (self._keys, self._sources, self._stream_ids, index, token_ids)
+        tokens = TokenRecord(self._stream_ids, index, token_ids)
         load = Load(num_running=len(self._keys), num_steps=self._step)
-        return LoopOutput(DeltaBatch([], *columns), load=load)
+        return LoopOutput(DeltaBatch([], tokens, self._keys, self._sources), load=load)
 
 
 class RouterSide:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import SamplingParams, TokenRecord
 from quire.replica.config import EngineConfig
+from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.request import (
     ALLOWED_TRANSITIONS,
-    DeltaBatch,
     FinishReason,
     Phase,
     Request,
@@ -273,31 +273,31 @@ def test_a_delta_carries_times_and_counts():
     request = make([1] * 9, num_emitted=4, max_tokens=8)
     request.arrival_s, request.first_scheduled_s, request.first_token_s = 10.0, 12.5, 13.0
     delta = request.delta(4, [7], FinishReason.STOP)
-    assert (delta.queue_s, delta.prefill_s) == (2.5, 0.5)
-    assert (delta.num_prompt_tokens, delta.num_output_tokens) == (5, 5)
+    assert (delta.facts.queue_s, delta.facts.prefill_s) == (2.5, 0.5)
+    assert (delta.facts.num_prompt_tokens, delta.facts.num_output_tokens) == (5, 5)
     assert delta.finish_reason == "stop"
     request.arrival_s = request.first_token_s = None
-    assert (request.delta(4, []).queue_s, request.delta(4, []).prefill_s) == (0.0, 0.0)
+    assert (request.delta(4, []).facts.queue_s, request.delta(4, []).facts.prefill_s) == (0.0, 0.0)
 
 
 def test_a_batch_of_deltas_reads_like_a_list():
     keys = np.empty(3, dtype=object)
     keys[:] = ["a", ("b", 1), "c"]
     whole = make().delta(9, [4], FinishReason.LENGTH)
-    columns = (
-        keys,
-        np.array([1, 2, 1], np.int32),
+    tokens = TokenRecord(
         np.array([11, 12, 13]),
         np.array([0, 5, 9], np.int32),
-        np.array([7, 8, 4]),
+        np.array([7, 8, 3, 4]),
+        np.array([0, 1, 3, 4], np.int32),
     )
-    batch = DeltaBatch([whole], *columns)
-    assert (len(batch), batch.num_single) == (4, 3)
-    assert batch[0] is whole
-    told = [(delta.key, delta.index, delta.token_ids) for delta in batch[1:]]
-    assert told == [("a", 0, [7]), (("b", 1), 5, [8]), ("c", 9, [4])]
+    batch = DeltaBatch([whole], tokens, keys, np.array([1, 2, 1], np.int32))
+    assert (len(batch), len(batch.tokens)) == (4, 3)
+    first, *rest = batch
+    assert first is whole
+    told = [(delta.key, delta.index, delta.token_ids) for delta in rest]
+    assert told == [("a", 0, [7]), (("b", 1), 5, [8, 3]), ("c", 9, [4])]
     assert all(type(delta.index) is int for delta in batch)
-    fewer = batch.without([1])
-    assert list(fewer) == [batch[0], batch[1], batch[3]]
-    assert (fewer.sources.tolist(), fewer.stream_ids.tolist()) == ([1, 1], [11, 13])
+    fewer = batch.only(np.array([True, False, True]))
+    assert list(fewer) == [first, rest[0], rest[2]]
+    assert (fewer.sources.tolist(), fewer.tokens.stream_ids.tolist()) == ([1, 1], [11, 13])
     assert list(DeltaBatch([whole])) == [whole]

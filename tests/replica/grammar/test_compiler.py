@@ -218,7 +218,7 @@ def test_what_contradicts_a_grammar_is_refused_by_name(engine):
 
 def test_constraints_that_exclude_each_other_end_the_request_alone(engine):
     submit(engine, "corner", allowed_token_ids=(900,))
-    error = last(engine, "corner").error
+    error = last(engine, "corner").facts.error
     assert error.code == "invalid_request" and YES.field in error.message
 
 
@@ -239,8 +239,8 @@ def test_a_grammar_that_exceeds_its_limits_while_it_is_served_ends_its_own_reque
         if delta.finish_reason is not None:
             ends[delta.key] = delta
     assert ends["neighbour"].finish_reason in ("stop", "length")
-    assert ends["late"].num_output_tokens > 20
-    error = ends["late"].error
+    assert ends["late"].facts.num_output_tokens > 20
+    error = ends["late"].facts.error
     assert error.code == "invalid_request" and error.field == "f.late"
     assert "failed at output index" in error.message
 
@@ -312,7 +312,7 @@ def test_a_small_model_writes_json_and_not_white_space(engine):
 def test_a_scheduler_takes_no_grammar_that_is_not_compiled(engine):
     request = Request("raw", [5], SamplingParams(grammar=YES))
     delta = engine.call(lambda scheduler: scheduler.add(request)).result()
-    assert isinstance(delta.error, EngineError)
+    assert isinstance(delta.facts.error, EngineError)
 
 
 def test_params_cross_the_wire():

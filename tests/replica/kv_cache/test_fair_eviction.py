@@ -70,7 +70,7 @@ class Cache:
         while (plan := self.scheduler.plan(0.0)) is not None:
             result = StepResult(np.full(len(plan.sampling.token_index), 7), 0.01)
             for delta in self.scheduler.commit(plan, result, 0.0):
-                cached = delta.num_cached_tokens
+                cached = delta.facts.num_cached_tokens
         self.scheduler.check()
         return cached
 

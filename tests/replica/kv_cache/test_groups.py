@@ -216,7 +216,7 @@ def test_a_full_group_still_needs_the_whole_prompt():
     longest = scheduler.config.max_cache_tokens
     assert longest == (20 - WINDOW.max_blocks(1024, 1, 8)) * 8 == 128
     refusal = submit(scheduler, "long", range(longest), max_tokens=1)
-    assert "the bound is 127" in refusal.error.message
+    assert "the bound is 127" in refusal.facts.error.message
     assert submit(scheduler, "fits", range(longest - 4)) is None
     assert run(scheduler)[0]["fits"].finish_reason == "length"
 
@@ -259,11 +259,11 @@ def test_a_hit_needs_only_the_windows_last_blocks(groups):
     scheduler.check()
     submit(scheduler, "warm", [*prompt, 999])
     last, _ = run(scheduler)
-    assert last["warm"].num_cached_tokens == 160
+    assert last["warm"].facts.num_cached_tokens == 160
     # A shorter prompt ends where the window's blocks are gone.
     submit(scheduler, "short", [*prompt[:128], 999])
     last, _ = run(scheduler)
-    assert last["short"].num_cached_tokens == (128 if groups[-1].chunk else 0)
+    assert last["short"].facts.num_cached_tokens == (128 if groups[-1].chunk else 0)
 
 
 def test_a_chain_without_old_blocks_is_still_held_and_told():
@@ -290,7 +290,7 @@ def test_under_pressure_what_fell_out_of_the_window_is_demoted_first():
     run(scheduler)
     submit(scheduler, "warm", [*range(160), 999])
     last, _ = run(scheduler)
-    assert last["warm"].num_cached_tokens == 160
+    assert last["warm"].facts.num_cached_tokens == 160
 
 
 def test_prefills_that_wait_for_each_others_sliding_blocks_all_end():

@@ -50,7 +50,7 @@ def run(runner: Runner, requests: list[Request], **changes) -> dict:
         assert scheduler.add(request) is None
     while (plan := scheduler.plan(0.0)) is not None:
         for delta in scheduler.commit(plan, runner.run(plan), 0.0):
-            assert delta.error is None, delta.error
+            assert delta.facts.error is None, delta.facts.error
             tokens[delta.key] += delta.token_ids
         scheduler.check()
     run.num_preemptions = scheduler.book.counters.num_preemptions
@@ -89,10 +89,10 @@ def run_with_logprobs(runner: Runner, requests: list[Request], **changes) -> lis
     while (plan := scheduler.plan(0.0)) is not None:
         for delta in scheduler.commit(plan, runner.run(plan), 0.0):
             if delta.key == "a":
-                assert len(delta.logprobs) == len(delta.token_ids) == 1
-                told.append((delta.token_ids[0], *delta.logprobs[0]))
+                assert len(delta.facts.logprobs) == len(delta.token_ids) == 1
+                told.append((delta.token_ids[0], *delta.facts.logprobs[0]))
             elif delta.key[0] == "stranger":
-                assert delta.logprobs is None
+                assert delta.facts.logprobs is None
     run_with_logprobs.num_preemptions = scheduler.book.counters.num_preemptions
     return told
 
@@ -204,7 +204,7 @@ def test_a_request_that_talks_itself_into_a_corner_ends_alone(runner):
         for delta in scheduler.commit(plan, runner.run(plan), 0.0):
             last[delta.key] = delta
         scheduler.check()
-    error = last.pop("a").error
+    error = last.pop("a").facts.error
     assert (error.code, error.field) == ("invalid_request", "allowed_token_ids")
     assert "output index 1" in error.message
     assert {delta.finish_reason for delta in last.values()} <= {"length", "stop"}

@@ -97,7 +97,10 @@ def test_a_spent_request_can_be_aborted_and_its_end_needs_no_credit():
 @pytest.mark.parametrize("credit", [0, -3])
 def test_credit_has_a_bound(credit):
     delta = Scheduler(small_config()).add(request("x", 4, 4, credit=credit))
-    assert isinstance(delta.error, InvalidRequest) and "credit_tokens" in delta.error.message
+    assert (
+        isinstance(delta.facts.error, InvalidRequest)
+        and "credit_tokens" in delta.facts.error.message
+    )
 
 
 def test_credit_travels_with_the_submit():

@@ -51,7 +51,7 @@ def finish(scheduler: Scheduler, runner: Runner) -> dict[str, list[int]]:
     while (plan := scheduler.plan(0.0)) is not None:
         finish.num_prefill_tokens += plan.num_tokens - plan.num_decode_rows
         for delta in scheduler.commit(plan, runner.run(plan), 0.0):
-            assert delta.error is None, delta.error
+            assert delta.facts.error is None, delta.facts.error
             tokens.setdefault(delta.key, []).extend(delta.token_ids)
         scheduler.check()
     assert scheduler.memory.blocks.num_in_use == 0
@@ -135,7 +135,7 @@ def test_a_waiting_fork_ends_by_abort_and_by_its_deadline(runner):
     scheduler.commit(plan, runner.run(plan), 0.0)
     plan = scheduler.plan(2.0)
     (told,) = scheduler.commit(plan, runner.run(plan), 2.0)
-    assert told.key == late.key and isinstance(told.error, DeadlineExceeded)
+    assert told.key == late.key and isinstance(told.facts.error, DeadlineExceeded)
     assert list(finish(scheduler, runner)) == [parent.key]
 
 
@@ -203,9 +203,9 @@ def test_a_fork_of_another_prompt_or_tenant_is_refused(runner, change):
     ids = prompt(20, seed=1) if change == "prompt" else prompt(20)
     tenant = "other" if change == "tenant" else ""
     refusal = scheduler.add(Request("1", ids, fork.params, tenant=tenant, fork_of="0"))
-    assert (refusal.error.code, refusal.error.field) == ("invalid_request", "fork_of")
+    assert (refusal.facts.error.code, refusal.facts.error.field) == ("invalid_request", "fork_of")
     rest = Request("2", prompt(20), fork.params, num_emitted=3, fork_of="0")
-    assert scheduler.add(rest).error.field == "fork_of"
+    assert scheduler.add(rest).facts.error.field == "fork_of"
     scheduler.check()
 
 
@@ -214,7 +214,7 @@ def test_forks_count_for_the_queues_bound_and_the_load(runner):
     *taken, surplus = family(prompt(20), 4)
     for request in taken:
         assert scheduler.add(request) is None
-    assert scheduler.add(surplus).error.code == "overloaded"
+    assert scheduler.add(surplus).facts.error.code == "overloaded"
     load = scheduler.load()
     assert (load.num_waiting, load.queued_prefill_tokens) == (3, 22)
     assert scheduler.snapshot()["waiting_forks"] == 2
@@ -242,5 +242,5 @@ def test_greedy_forks_are_equal_and_have_the_parents_log_probabilities(zoo):
         scheduler.add(request)
     while (plan := scheduler.plan(0.0)) is not None:
         for delta in scheduler.commit(plan, runner.run(plan), 0.0):
-            told[delta.key] += [(delta.token_ids, delta.logprobs)]
+            told[delta.key] += [(delta.token_ids, delta.facts.logprobs)]
     assert told["0"] == told["1"] == told["2"]

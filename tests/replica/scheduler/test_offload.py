@@ -78,7 +78,7 @@ def test_the_oldest_goes_to_the_host_tier_and_returns_for_one_token():
     assert plan.num_decode_rows == plan.num_rows - 1
     still = [entry["host_blocks"] for entry in scheduler.snapshot()["returning"]]
     assert scheduler.load().host_blocks_in_use == sum(map(len, still))
-    assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
+    assert {d.facts.num_output_tokens for d in run(scheduler).values()} == {40}
     assert scheduler.book.counters.num_restores == scheduler.book.counters.num_offloads
 
 
@@ -113,7 +113,7 @@ def test_without_room_in_the_tier_a_preempted_request_computes_again(num_host_bl
     scheduler = make_scheduler(num_host_blocks=num_host_blocks, prefix_caching=False)
     for i in range(3):
         submit(scheduler, i, range(100 * i, 100 * i + 15), 40)
-    assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
+    assert {d.facts.num_output_tokens for d in run(scheduler).values()} == {40}
     assert scheduler.book.counters.num_preemptions > scheduler.book.counters.num_offloads == 0
     assert scheduler.memory.host.blocks.num_free == num_host_blocks
 
@@ -129,7 +129,7 @@ def test_an_offloaded_request_ends_or_goes_on_wherever_it_is(how):
         assert scheduler.plan(6.0) is None
         ended = scheduler.take_ended()
         assert len(ended) == 3
-        assert all(isinstance(d.error, DeadlineExceeded) for d in ended)
+        assert all(isinstance(d.facts.error, DeadlineExceeded) for d in ended)
     else:
         scheduler.clear_cache()
         assert scheduler.memory.host.blocks.num_in_use == len(requests["a"].offloaded.blocks)
@@ -152,7 +152,7 @@ def test_when_the_step_that_saves_fails_the_preempted_request_computes_again():
     assert preempted.phase is Phase.PENDING
     assert failed == {r.key for r in requests if r is not preempted}
     assert scheduler.memory.host.blocks.num_free == 16
-    assert run(scheduler)[preempted.key].num_output_tokens == 40
+    assert run(scheduler)[preempted.key].facts.num_output_tokens == 40
 
 
 def test_evicted_prefixes_return_from_the_host_tier_and_are_told():
@@ -163,7 +163,11 @@ def test_evicted_prefixes_return_from_the_host_tier_and_are_told():
     submit(scheduler, "again", range(0, 30), 1)
     plan, deltas = step(scheduler)
     assert (plan.num_tokens, len(plan.restores)) == (30 - 24, 3)
-    assert deltas["again"].num_cached_tokens == deltas["again"].num_host_cached_tokens == 24
+    assert (
+        deltas["again"].facts.num_cached_tokens
+        == deltas["again"].facts.num_host_cached_tokens
+        == 24
+    )
     assert scheduler.snapshot()["prefix"]["tokens_hit_on_host"] == 24
 
 
@@ -186,7 +190,7 @@ def test_a_paused_request_keeps_its_blocks_and_computes_nothing():
     scheduler.resume("a")
     _, deltas = step(scheduler)
     assert (deltas["a"].index, deltas["b"].index) == (1, 6)
-    assert {d.num_output_tokens for d in run(scheduler).values()} == {20}
+    assert {d.facts.num_output_tokens for d in run(scheduler).values()} == {20}
 
 
 def test_a_token_in_flight_still_comes():
@@ -198,7 +202,7 @@ def test_a_token_in_flight_still_comes():
     assert delta.token_ids == [7]
     assert scheduler.plan(0.0) is None
     scheduler.resume("a")
-    assert run(scheduler)["a"].num_output_tokens == 3
+    assert run(scheduler)["a"].facts.num_output_tokens == 3
 
 
 def test_a_paused_request_gives_way_first_and_blocks_nobody():
@@ -216,7 +220,7 @@ def test_a_paused_request_gives_way_first_and_blocks_nobody():
     assert set(ended) == {0, 2, "new"}
     assert scheduler.num_waiting == 1
     scheduler.resume(1)
-    assert run(scheduler)[1].num_output_tokens == 40
+    assert run(scheduler)[1].facts.num_output_tokens == 40
 
 
 def test_those_who_wait_get_the_room_of_the_paused():
@@ -256,7 +260,7 @@ def test_a_deadline_ends_a_paused_request():
     assert scheduler.next_deadline_s() == 9.0
     assert scheduler.plan(9.5) is None
     (delta,) = scheduler.take_ended()
-    assert isinstance(delta.error, DeadlineExceeded)
+    assert isinstance(delta.facts.error, DeadlineExceeded)
     assert scheduler.next_deadline_s() is None
 
 
@@ -275,7 +279,7 @@ def test_a_preempted_request_whose_blocks_are_slow_to_copy_computes_again():
     for i in range(3):
         submit(scheduler, i, range(100 * i, 100 * i + 15), 40)
     learn(scheduler, 1000.0)
-    assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
+    assert {d.facts.num_output_tokens for d in run(scheduler).values()} == {40}
     assert scheduler.book.counters.num_offloads > 0 == scheduler.book.counters.num_restores
     assert (
         scheduler.copies.num_computed
@@ -290,7 +294,7 @@ def test_a_preempted_request_whose_blocks_are_fast_to_copy_returns_with_them():
     for i in range(3):
         submit(scheduler, i, range(100 * i, 100 * i + 15), 40)
     learn(scheduler, 1e-9)
-    assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
+    assert {d.facts.num_output_tokens for d in run(scheduler).values()} == {40}
     assert scheduler.book.counters.num_restores == scheduler.book.counters.num_offloads > 0
     assert scheduler.copies.num_computed == 0
 
@@ -304,7 +308,7 @@ def test_a_prefix_in_the_host_tier_is_copied_if_that_is_faster(copy_s, num_cache
     run(scheduler)
     submit(scheduler, "again", range(1, 26), 1)
     ended = run(scheduler)["again"]
-    assert ended.num_cached_tokens == ended.num_host_cached_tokens == num_cached
+    assert ended.facts.num_cached_tokens == ended.facts.num_host_cached_tokens == num_cached
 
 
 def test_blocks_are_copied_while_a_step_runs_that_does_not_use_them():
@@ -352,7 +356,7 @@ def test_others_decode_until_a_preempted_requests_blocks_are_there():
     plan = scheduler.plan(0.0)
     assert preempted.row in plan.rows.tolist()
     assert "a" in commit(scheduler, plan, plan.step)
-    assert run(scheduler)["a"].num_output_tokens == 40
+    assert run(scheduler)["a"].facts.num_output_tokens == 40
 
 
 def test_with_nobody_else_to_run_a_step_waits_for_the_blocks():
@@ -407,7 +411,7 @@ def test_what_was_restored_for_a_step_that_failed_is_computed_again():
     ended = {d.key for d in scheduler.fail_step(plan, EngineError("the device is gone"))}
     assert "a" not in ended and preempted.phase is Phase.PENDING and preempted.row < 0
     scheduler.check()
-    assert run(scheduler)["a"].num_output_tokens == 40
+    assert run(scheduler)["a"].facts.num_output_tokens == 40
 
 
 @pytest.mark.parametrize("length", range(14, 24))

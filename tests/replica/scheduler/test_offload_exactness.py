@@ -73,8 +73,8 @@ def run(runner: Runner, prompts: list[list[int]], temperature: float, **changes)
         poison_what_nobody_may_read(scheduler, plan, runner)
         num_computed += plan.num_tokens
         for delta in scheduler.commit(plan, runner.run(plan), 0.0):
-            assert delta.error is None
-            told[delta.key].append((delta.token_ids[0], *delta.logprobs[0]))
+            assert delta.facts.error is None
+            told[delta.key].append((delta.token_ids[0], *delta.facts.logprobs[0]))
         scheduler.check()
     return told, scheduler, num_computed
 
@@ -126,7 +126,7 @@ def run_alone(runner: Runner, i: int, prompts: list[list[int]], temperature: flo
     told = []
     while (plan := scheduler.plan(0.0)) is not None:
         for delta in scheduler.commit(plan, runner.run(plan), 0.0):
-            told.append((delta.token_ids[0], *delta.logprobs[0]))
+            told.append((delta.token_ids[0], *delta.facts.logprobs[0]))
     return told
 
 
@@ -173,7 +173,7 @@ def test_a_prefix_that_went_to_the_host_tier_is_found_there_bit_for_bit(
             num_computed += plan.num_tokens
             poison_what_nobody_may_read(scheduler, plan, runner)
             for delta in scheduler.commit(plan, runner.run(plan), 0.0):
-                told.append((delta.token_ids[0], *delta.logprobs[0]))
+                told.append((delta.token_ids[0], *delta.facts.logprobs[0]))
             scheduler.check()
         outputs.append(told)
     assert outputs[-1] == outputs[0][-1:]

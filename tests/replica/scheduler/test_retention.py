@@ -50,7 +50,7 @@ NEXT_TURN = [*TURN, 7, 50, 51]
 
 def cached_tokens_of_next_turn(scheduler, now_s=0.0):
     submit(scheduler, "next", NEXT_TURN)
-    return run(scheduler, now_s)["next"].num_cached_tokens
+    return run(scheduler, now_s)["next"].facts.num_cached_tokens
 
 
 @pytest.mark.parametrize(("retain_s", "num_cached"), [(RETAIN_S, 24), (0.0, 0)])
@@ -77,7 +77,7 @@ def test_without_other_blocks_retained_ones_go_to_the_host_tier_and_stay_retaine
     assert (load.host_blocks_retained, load.host_blocks_cached) == (3, 6)
     submit(scheduler, "next", NEXT_TURN)
     ended = run(scheduler)["next"]
-    assert ended.num_cached_tokens == ended.num_host_cached_tokens == 24
+    assert ended.facts.num_cached_tokens == ended.facts.num_host_cached_tokens == 24
 
 
 def test_a_retention_ends_at_its_time_or_when_it_is_dropped():
@@ -127,8 +127,8 @@ def test_the_share_bounds_both_tiers_and_the_oldest_conversation_gives_way(share
     submit(scheduler, "first", [*range(50, 67), 7, 8])
     submit(scheduler, "last", [*range(550, 567), 7, 8])
     ended = run(scheduler)
-    assert ended["last"].num_cached_tokens == (16 if share else 0)
-    assert ended["first"].num_cached_tokens <= ended["last"].num_cached_tokens
+    assert ended["last"].facts.num_cached_tokens == (16 if share else 0)
+    assert ended["first"].facts.num_cached_tokens <= ended["last"].facts.num_cached_tokens
 
 
 def test_failed_requests_are_not_retained_and_an_empty_cache_retains_nothing():

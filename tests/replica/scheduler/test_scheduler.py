@@ -65,7 +65,7 @@ def test_a_burst_of_equal_prompts_computes_the_prefix_once():
         for key, delta in deltas.items():
             first.setdefault(key, delta)
     assert tokens == 60 + 11 * 4
-    assert [first[i].num_cached_tokens for i in range(12)] == [0] + [56] * 11
+    assert [first[i].facts.num_cached_tokens for i in range(12)] == [0] + [56] * 11
     assert scheduler.book.counters.num_prefix_tokens_hit == 11 * 56
     assert scheduler.book.counters.num_prefix_tokens_queried == 12 * 60
 
@@ -98,7 +98,7 @@ def test_generated_tokens_are_cached_too():
     assert len(output) == 20
     submit(scheduler, "b", [*range(100, 110), *output, 5])
     _, deltas = step(scheduler)
-    assert deltas["b"].num_cached_tokens == 24  # the last token was never computed
+    assert deltas["b"].facts.num_cached_tokens == 24  # the last token was never computed
 
 
 def test_equal_blocks_filled_twice_become_one():
@@ -126,7 +126,7 @@ def test_without_prefix_caching_nothing_is_shared_or_kept():
     for i in range(3):
         submit(scheduler, i, range(100, 120))
     outputs = run(scheduler)
-    assert [outputs[i][1].num_cached_tokens for i in range(3)] == [0, 0, 0]
+    assert [outputs[i][1].facts.num_cached_tokens for i in range(3)] == [0, 0, 0]
     assert scheduler.memory.blocks.num_free == 64
     assert scheduler.events.flush() is None
 
@@ -258,7 +258,7 @@ def test_cached_blocks_that_a_request_takes_are_not_counted_as_room():
     submit(scheduler, "b", range(100, 150), max_tokens=1)
     plan, _ = step(scheduler)
     assert plan.num_rows == 1
-    assert run(scheduler)["b"][1].num_cached_tokens == 40
+    assert run(scheduler)["b"][1].facts.num_cached_tokens == 40
 
 
 # -- the cache is full -----------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_a_full_cache_takes_the_oldest_then_the_newest_and_the_client_notices_no
         for delta in scheduler.commit(plan, StepResult(tokens, 0.01), 0.0):
             indices[delta.key].append(delta.index)
             if delta.finish_reason:
-                order.append((delta.key, delta.finish_reason, delta.num_output_tokens))
+                order.append((delta.key, delta.finish_reason, delta.facts.num_output_tokens))
         scheduler.check()
     assert scheduler.book.counters.num_preemptions > 0
     assert all(indices[i] == list(range(40)) for i in range(3))
@@ -290,7 +290,10 @@ def test_a_full_cache_takes_the_oldest_then_the_newest_and_the_client_notices_no
 def test_a_request_that_fills_the_whole_cache_runs_alone_to_its_end():
     scheduler = make_scheduler(num_blocks=4, safety_margin=0.5)
     refusal = submit(scheduler, "too long", range(100, 120), max_tokens=13)
-    assert (refusal.error.code, refusal.error.field) == ("context_length_exceeded", "max_tokens")
+    assert (refusal.facts.error.code, refusal.facts.error.field) == (
+        "context_length_exceeded",
+        "max_tokens",
+    )
     for key in ("a", "b"):
         assert submit(scheduler, key, range(100, 120), max_tokens=12) is None
     outputs = run(scheduler)
@@ -315,7 +318,7 @@ def test_a_reset_request_finds_its_own_blocks_again():
         plan, deltas = step(scheduler, now_s=3.0)
     assert plan.num_tokens - plan.num_decode_rows < preempted["length"]
     # What is told of the admission is told of the first one.
-    assert (deltas["old"].num_cached_tokens, deltas["old"].queue_s) == (0, 1.0)
+    assert (deltas["old"].facts.num_cached_tokens, deltas["old"].facts.queue_s) == (0, 1.0)
 
 
 def serve_a_crowd(**config):
@@ -404,10 +407,16 @@ def test_the_longest_request_that_is_taken_ends_under_every_limit(scheduler_kind
     bound = min(512, scheduler.config.max_cache_tokens)
     prompt = [*range(100, 100 + bound - 20)]
     refusal = submit(scheduler, "too long", prompt, max_tokens=21)
-    assert (refusal.error.code, refusal.error.field) == ("context_length_exceeded", "max_tokens")
-    assert f"the bound is {20}" in refusal.error.message
+    assert (refusal.facts.error.code, refusal.facts.error.field) == (
+        "context_length_exceeded",
+        "max_tokens",
+    )
+    assert f"the bound is {20}" in refusal.facts.error.message
     refusal = submit(scheduler, "prompt too long", [5] * bound, max_tokens=1)
-    assert (refusal.error.field, str(bound - 1) in refusal.error.message) == ("prompt", True)
+    assert (refusal.facts.error.field, str(bound - 1) in refusal.facts.error.message) == (
+        "prompt",
+        True,
+    )
     for key in range(3):
         assert submit(scheduler, key, prompt, max_tokens=20) is None
     outputs = run(scheduler)
@@ -449,8 +458,12 @@ def test_the_last_token_is_told_with_the_reason(options, token, reason):
     submit(scheduler, "a", range(100, 110), **options)
     _, deltas = step(scheduler, token)
     delta = deltas["a"]
-    assert (delta.token_ids, delta.finish_reason, delta.num_output_tokens) == ([token], reason, 1)
-    assert delta.num_prompt_tokens == 10
+    assert (delta.token_ids, delta.finish_reason, delta.facts.num_output_tokens) == (
+        [token],
+        reason,
+        1,
+    )
+    assert delta.facts.num_prompt_tokens == 10
     assert scheduler.memory.blocks.num_in_use == 0
     assert scheduler.plan(0.0) is None
 
@@ -462,7 +475,7 @@ def test_an_earlier_attempts_tokens_count():
     assert plan.sampling.suppressed == ((0, (2,)),)
     (delta,) = scheduler.commit(plan, fill(plan), 0.0)
     assert (delta.index, delta.finish_reason) == (5, "length")
-    assert (delta.num_prompt_tokens, delta.num_output_tokens) == (10, 6)
+    assert (delta.facts.num_prompt_tokens, delta.facts.num_output_tokens) == (10, 6)
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding", "in flight"])
@@ -502,7 +515,7 @@ def test_a_deadline_ends_whoever_still_waits_with_its_reason():
     step(scheduler, now_s=1.0)
     _, deltas = step(scheduler, now_s=5.0)
     assert (deltas["b"].finish_reason, deltas["b"].token_ids) == ("abort", [])
-    assert isinstance(deltas["b"].error, DeadlineExceeded)
+    assert isinstance(deltas["b"].facts.error, DeadlineExceeded)
     assert set(deltas) == {"a", "b"}
     assert "c" in run(scheduler)
 
@@ -533,7 +546,7 @@ def test_a_failed_step_ends_its_rows_and_takes_its_blocks_out_of_the_cache():
     plan = scheduler.plan(0.0)
     error = EngineError("the device is gone")
     deltas = scheduler.fail_step(plan, error)
-    assert [(d.key, d.finish_reason, d.error) for d in deltas] == [
+    assert [(d.key, d.finish_reason, d.facts.error) for d in deltas] == [
         ("a", "error", error),
         ("b", "error", error),
     ]
@@ -541,7 +554,7 @@ def test_a_failed_step_ends_its_rows_and_takes_its_blocks_out_of_the_cache():
     assert scheduler.memory.blocks.num_in_use == 0
     submit(scheduler, "again", [*range(100, 116), *range(500, 516)])
     _, told = step(scheduler)
-    assert told["again"].num_cached_tokens == 16
+    assert told["again"].facts.num_cached_tokens == 16
 
 
 def test_a_failed_step_spares_those_who_were_not_in_it():
@@ -559,7 +572,7 @@ def test_a_result_that_cannot_be_right_fails_the_step(tokens):
     submit(scheduler, "a", range(100, 120))
     plan = scheduler.plan(0.0)
     (delta,) = scheduler.commit(plan, StepResult(np.array(tokens, np.int64), 0.1), 0.0)
-    assert (delta.finish_reason, delta.error.code) == ("error", "engine_error")
+    assert (delta.finish_reason, delta.facts.error.code) == ("error", "engine_error")
     scheduler.check()
     assert len(scheduler.memory.prefix) == 0
 
@@ -570,7 +583,7 @@ def test_a_result_that_cannot_be_right_fails_the_step(tokens):
 def test_a_refusal_is_the_only_delta_and_changes_nothing():
     scheduler = make_scheduler()
     delta = submit(scheduler, "a", [1, 5000])
-    assert (delta.key, delta.finish_reason, delta.error.field) == ("a", "error", "prompt")
+    assert (delta.key, delta.finish_reason, delta.facts.error.field) == ("a", "error", "prompt")
     assert scheduler.plan(0.0) is None
     assert submit(scheduler, "a", [1, 5]) is None
 
@@ -578,7 +591,7 @@ def test_a_refusal_is_the_only_delta_and_changes_nothing():
 def test_a_key_in_use_is_refused():
     scheduler = make_scheduler()
     submit(scheduler, ("r", 1), [100])
-    assert submit(scheduler, ("r", 1), [100]).error.field == "request_id"
+    assert submit(scheduler, ("r", 1), [100]).facts.error.field == "request_id"
     run(scheduler)
     assert submit(scheduler, ("r", 1), [100]) is None
 
@@ -587,7 +600,7 @@ def test_a_full_queue_says_when_to_come_back():
     scheduler = make_scheduler(max_waiting_requests=2)
     for i in range(2):
         assert submit(scheduler, i, [100]) is None
-    error = submit(scheduler, 2, [100]).error
+    error = submit(scheduler, 2, [100]).facts.error
     assert error.code == "overloaded"
     assert "2 requests, the bound is 2 (max_waiting_requests)" in error.message
     assert error.retry_after_s >= 1
@@ -630,7 +643,7 @@ def test_times_are_told_with_the_first_token_and_at_the_end():
     _, first = step(scheduler, now_s=4.5)
     _, last = step(scheduler, now_s=9.0)
     for delta in (first["a"], last["a"]):
-        assert (delta.queue_s, delta.prefill_s) == (2.0, 1.5)
+        assert (delta.facts.queue_s, delta.facts.prefill_s) == (2.0, 1.5)
 
 
 def test_load_counts_what_is_there():
@@ -673,7 +686,7 @@ def test_clearing_the_cache_spares_those_who_run():
     scheduler.check()
     submit(scheduler, "b", range(100, 130), max_tokens=20)
     _, deltas = step(scheduler)
-    assert deltas["b"].num_cached_tokens == 0
+    assert deltas["b"].facts.num_cached_tokens == 0
     outputs = run(scheduler)
     assert (len(outputs["a"][0]), len(outputs["b"][0])) == (18, 19)
 

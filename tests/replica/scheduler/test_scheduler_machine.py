@@ -287,11 +287,13 @@ class Client:
             request = self.request
             prompt = request.token_ids[: request.num_prompt_tokens].tolist()
             embedding = embedding_alone(prompt, request.params)
-        assert (None if delta.embedding is None else delta.embedding.tolist()) == embedding
+        assert (
+            None if delta.facts.embedding is None else delta.facts.embedding.tolist()
+        ) == embedding
         if self.ended is not None:
-            assert delta.num_output_tokens == self.request.num_emitted + len(self.output)
-            cached, on_host = delta.num_cached_tokens, delta.num_host_cached_tokens
-            assert on_host <= cached <= delta.num_prompt_tokens
+            assert delta.facts.num_output_tokens == self.request.num_emitted + len(self.output)
+            cached, on_host = delta.facts.num_cached_tokens, delta.facts.num_host_cached_tokens
+            assert on_host <= cached <= delta.facts.num_prompt_tokens
 
 
 FULL = LayerGroup()
@@ -486,7 +488,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         refusal = self.scheduler.add(request)
         assert (refusal is not None) == full
         if refusal is not None:
-            assert refusal.error.code == "overloaded"
+            assert refusal.facts.error.code == "overloaded"
             client.take(refusal)
 
     @rule(
@@ -620,13 +622,34 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.device.before[slots] = self.device.after[slots] = None
 
     @precondition(lambda self: self.plans)
-    @rule()
-    def commit(self):
+    @rule(gains=st.lists(st.sampled_from([1, 1, 0, 2, 3, 20]), max_size=4))
+    def commit(self, gains=()):
         plan = self.plans.pop(0)
-        result = self.device.run(plan)
+        result = self.gained(plan, self.device.run(plan), gains)
         if self.copy_s is not None:
             result = dataclasses.replace(result, restores=((1, self.copy_s),))
         self.deliver(self.scheduler.commit(plan, result, self.now_s))
+
+    def gained(self, plan, result, gains):
+        """The result of a device that gives the first rows so many tokens, also beyond their end."""
+        if not gains:
+            return result
+        rows = plan.sampling.rows
+        alive = self.scheduler.steps[0].is_alive(self.scheduler.rows, rows)
+        tokens = [[token] for token in result.token_ids.tolist()]
+        for i, count in enumerate(gains[: len(rows)]):
+            if alive[i]:
+                client = self.clients[self.scheduler.rows.request(int(rows[i])).key]
+                request = client.request
+                begin = int(plan.sampling.position[i]) + 1
+                begin -= request.num_prompt_tokens + request.num_emitted
+                tokens[i] = [*tokens[i], *client.expected[begin:], *([7] * 20)][:count]
+                self.device.last_token[rows[i]] = (tokens[i] or [7])[-1]
+        return dataclasses.replace(
+            result,
+            token_ids=np.array([token for of_row in tokens for token in of_row], np.int64),
+            cu=np.cumsum([0, *map(len, tokens)]).astype(np.int32),
+        )
 
     @rule(count=st.integers(1, 30))
     def steps(self, count):
@@ -699,7 +722,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def deliver(self, deltas):
         for delta in deltas:
             self.clients[delta.key].take(delta)
-            if isinstance(delta.error, DeadlineExceeded):
+            if isinstance(delta.facts.error, DeadlineExceeded):
                 assert self.clients[delta.key].request.deadline_s <= self.now_s
 
     # -- what always holds -------------------------------------------------------------------------------

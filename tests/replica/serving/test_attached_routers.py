@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.protos.wire import CacheEvents, Frame, Load
-from quire.replica.core.request import DeltaBatch
-from quire.replica.core.step_plan import RequestDelta
+from quire.protos.wire import CacheEvents, Facts, Frame, Load, TokenDelta
+from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.kv_cache.cache_events import EventLog, Tier
 from quire.replica.loop import LoopOutput
 from quire.replica.serving import attached_routers as attachments_module
@@ -68,7 +67,7 @@ class Router:
         await self.stream.aclose()
 
 
-def output(deltas: list[RequestDelta], *rest: object) -> LoopOutput:
+def output(deltas: list[TokenDelta], *rest: object) -> LoopOutput:
     return LoopOutput(DeltaBatch(deltas), *rest)
 
 
@@ -77,8 +76,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def delta(router_id: str, stream_id: int, index: int, reason: str | None = None) -> RequestDelta:
-    return RequestDelta((router_id, stream_id), index, [index + 100], reason)
+def delta(router_id: str, stream_id: int, index: int, reason: str | None = None) -> TokenDelta:
+    return TokenDelta((router_id, stream_id), index, [index + 100], Facts(reason))
 
 
 def events(seq: int, *stored: int) -> CacheEvents:
@@ -97,11 +96,11 @@ def test_each_router_gets_its_own_tokens_and_all_events():
         attachments.publish(output([delta("b", 1, 8)], None, 1, 3, load))
         await settle()
         (first,) = a.frames
-        assert [(d.stream_id, d.index, d.token_ids, d.finish_reason) for d in first.deltas] == [
+        assert [(d.key, d.index, d.token_ids, d.finish_reason) for d in first.token_deltas()] == [
             (1, 0, [100], None),
             (2, 4, [104], "stop"),
         ]
-        assert [[d.index for d in f.deltas] for f in b.frames] == [[7], [8]]
+        assert [[d.index for d in f.token_deltas()] for f in b.frames] == [[7], [8]]
         for frame in (first, b.frames[0]):
             assert (frame.epoch, frame.events_seq, frame.digest) == (EPOCH, 1, 3)
             assert frame.events[0].stored.tolist() == [5, 6]
@@ -187,7 +186,7 @@ def test_heartbeats_back_off_while_nothing_happens():
         ):
             assert wait_s - EARLY_S < gap_s < wait_s + LATE_S
         for frame in router.frames:
-            assert (frame.deltas, frame.events) == ([], [])
+            assert (frame.tokens, frame.events) == (None, [])
             assert (frame.events_seq, frame.digest) == (4, 77)
             assert frame.load.num_steps == 9  # asked for when the heartbeat is due
 
@@ -211,7 +210,7 @@ def test_activity_brings_the_fast_heartbeat_back(activity):
         await router.leave()
         waits_s = np.diff([at_s, *router.times_s[4:6]])
         # The frame at once and the fast heartbeat after it; or, overdue, a heartbeat at once and the slower one.
-        assert [len(f.deltas) for f in router.frames[4:6]] == [int(activity == "frame"), 0]
+        assert [len(f.facts) for f in router.frames[4:6]] == [int(activity == "frame"), 0]
         second_s = HEARTBEAT_S if activity == "frame" else 2 * HEARTBEAT_S
         assert waits_s[0] < MAX_HEARTBEAT_S - 0.07 - EARLY_S
         assert second_s - EARLY_S < waits_s[1] < second_s + LATE_S
@@ -228,9 +227,9 @@ def test_frames_in_a_row_delay_the_heartbeat():
             attachments.publish(output([delta("a", 1, i)], None, 0, 0, Load()))
             await asyncio.sleep(0.02)
         await router.leave()
-        assert [d.index for f in router.frames for d in f.deltas] == list(range(8))
+        assert [d.index for f in router.frames for d in f.token_deltas()] == list(range(8))
         for frame, gap_s in zip(router.frames[1:], np.diff(router.times_s), strict=True):
-            assert frame.deltas or gap_s > HEARTBEAT_S - EARLY_S
+            assert frame.tokens is not None or gap_s > HEARTBEAT_S - EARLY_S
 
     asyncio.run(run())
 
@@ -257,7 +256,7 @@ def test_a_slow_router_is_cut_off_and_the_others_are_not(monkeypatch):
         for i in range(7, 9):
             attachments.publish(output([delta("fast", 1, i)], None, 0, 0, Load()))
         await settle()
-        assert [f.deltas[0].index for f in fast.frames] == list(range(9))
+        assert [f.tokens.index[0] for f in fast.frames] == list(range(9))
         again = Router(attachments, "slow")
         await settle()
         attachments.publish(output([delta("slow", 2, 0)], None, 0, 0, Load()))
@@ -286,7 +285,7 @@ def test_a_second_attachment_ends_the_first_and_only_the_firsts_requests():
         assert detached == ["a"]  # the first's end does not touch the second
         assert "a" in attachments
         attachments.publish(output([delta("a", 9, 0)], None, 0, 0, Load()))
-        assert Frame.decode(await reading).deltas[0].stream_id == 9
+        assert Frame.decode(await reading).tokens.stream_ids[0] == 9
         await second.aclose()
         assert detached == ["a", "a"]
 

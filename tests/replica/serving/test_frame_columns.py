@@ -3,9 +3,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from quire.protos.wire import CacheEvents, Frame, Load, TokenDelta
-from quire.replica.core.request import DeltaBatch
-from quire.replica.core.step_plan import RequestDelta
+from quire.protos.wire import CacheEvents, Facts, Frame, Load, TokenDelta, TokenRecord
+from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.loop import LoopOutput
 from quire.replica.serving.attached_routers import AttachedRouters
 
@@ -46,11 +45,13 @@ class Routers:
         sources = [self.attachments.source(name) if name in self.names else 99 for name, *_ in rows]
         return DeltaBatch(
             list(whole),
+            TokenRecord(
+                np.array([row[1] for row in rows], np.int64),
+                np.array([row[2] for row in rows], np.int32),
+                np.array([row[3] for row in rows], np.int64),
+            ),
             keys,
             np.array(sources, np.int32),
-            np.array([row[1] for row in rows], np.int64),
-            np.array([row[2] for row in rows], np.int32),
-            np.array([row[3] for row in rows], np.int64),
         )
 
 
@@ -59,21 +60,21 @@ def test_each_router_gets_its_own_tokens():
         async with Routers("a", "b") as routers:
             rows = [("a", 1, 5, 50), ("b", 1, 6, 60), ("a", 2, 7, 70), ("gone", 3, 8, 80)]
             whole = [
-                RequestDelta(("b", 9), 0, [90], num_cached_tokens=32, queue_s=0.5),
-                RequestDelta(("a", 8), 3, [], "abort"),
-                RequestDelta(("gone", 4), 0, [1]),
+                TokenDelta(("b", 9), 0, [90], Facts(num_cached_tokens=32, queue_s=0.5)),
+                TokenDelta(("a", 8), 3, [], Facts("abort")),
+                TokenDelta(("gone", 4), 0, [1]),
             ]
             load = Load(num_running=4)
             output = LoopOutput(routers.batch(rows, whole), None, 3, 77, load)
             routers.attachments.publish(output)
             a, b = await routers.next("a"), await routers.next("b")
             assert list(a.token_deltas()) == [
-                TokenDelta(8, 3, [], "abort"),
+                TokenDelta(8, 3, [], Facts("abort")),
                 TokenDelta(1, 5, [50]),
                 TokenDelta(2, 7, [70]),
             ]
             assert list(b.token_deltas()) == [
-                TokenDelta(9, 0, [90], None, 32, 0.5),
+                TokenDelta(9, 0, [90], Facts(None, 32, 0.5)),
                 TokenDelta(1, 6, [60]),
             ]
             assert (a.epoch, a.events_seq, a.digest) == ("epoch", 3, 77)
@@ -88,7 +89,7 @@ def test_the_columns_of_a_step_are_the_frame_of_its_only_router():
             batch = routers.batch([("a", i, 2 * i, 3 * i) for i in range(100)])
             routers.attachments.publish(LoopOutput(batch))
             frame = await routers.next("a")
-            assert frame.deltas == []
+            assert frame.facts == []
             expected = [TokenDelta(i, 2 * i, [3 * i]) for i in range(100)]
             assert list(frame.token_deltas()) == expected
 
@@ -105,7 +106,7 @@ def test_cache_events_go_to_everybody_and_tokens_of_others_to_nobody_else():
             a, b = await routers.next("a"), await routers.next("b")
             assert [e.seq for e in a.events] == [e.seq for e in b.events] == [1]
             assert list(a.token_deltas()) == [TokenDelta(1, 0, [7])]
-            assert b.columns is None
+            assert b.tokens is None
             assert list((await routers.next("b")).token_deltas()) == [TokenDelta(2, 0, [9])]
 
     asyncio.run(main())

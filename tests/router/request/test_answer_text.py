@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import Hello, PromptLogprobs, SamplingParams, TokenDelta
+from quire.protos.wire import Facts, Hello, PromptLogprobs, SamplingParams, TokenDelta
 from quire.replica.builtin_model import CHECKPOINT
 from quire.router.chat.family import load_families
 from quire.router.chat.reply_parser import ReplyParser, load_template
@@ -23,6 +26,8 @@ from quire.router.types import GenerationRequest, Mark, Origin, OutputDelta, Res
 TOKENIZER = TextTokenizer.load(CHECKPOINT)
 DETOKENIZERS = DetokenizerFactory(TOKENIZER.backend)
 IDS = st.lists(st.integers(3, TOKENIZER.vocab_size - 1), min_size=2, max_size=40)
+# Numbers of tokens of the deltas of an answer.
+SPLITS = st.lists(st.integers(1, 5), min_size=1, max_size=8)
 # Start and length of the parts that replicas send; they may repeat or leave gaps.
 SPANS = st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40)), max_size=8)
 
@@ -42,19 +47,28 @@ def answer(
     )
 
 
+def parts_of(ids: list[int], splits: list[int], start: int = 0) -> Iterator[tuple[int, list[int]]]:
+    """The ids from `start` on, cut into deltas of these lengths; the last length goes on to the end."""
+    for size in itertools.chain(splits, itertools.repeat(splits[-1])):
+        if start >= len(ids):
+            return
+        yield start, ids[start : start + size]
+        start += size
+
+
 def take(text: AnswerText, index: int, token_ids: list[int], finish_reason: str | None = None):
-    event = TokenDelta(1, index, token_ids, finish_reason)
+    event = TokenDelta(1, index, token_ids, Facts(finish_reason))
     return text.take(event, text.new_ids(event))
 
 
-@given(IDS)
-def test_the_fast_path_gives_the_deltas_of_the_general_one(ids):
+@given(IDS, SPLITS)
+def test_the_fast_path_gives_the_deltas_of_the_general_one(ids, splits):
     fast, general = answer(), answer()
     assert fast.is_plain
     assert take(fast, 0, ids[:1]) == take(general, 0, ids[:1])
-    for index, token_id in enumerate(ids[1:], start=1):
-        delta = fast.next_token(TokenDelta(1, index, [token_id]))
-        assert delta == take(general, index, [token_id])
+    for index, token_ids in parts_of(ids, splits, start=1):
+        delta = fast.next_tokens(TokenDelta(1, index, token_ids))
+        assert delta == take(general, index, token_ids)
     end = len(ids)
     assert take(fast, end, [], "length") == take(general, end, [], "length")
     assert fast.token_ids == general.token_ids == ids
@@ -65,16 +79,16 @@ def test_the_fast_path_gives_the_deltas_of_the_general_one(ids):
     [
         TokenDelta(1, 0, [9]),
         TokenDelta(1, 2, [9]),
-        TokenDelta(1, 1, [9, 10]),
+        TokenDelta(1, 0, [8, 9]),
         TokenDelta(1, 1, []),
-        TokenDelta(1, 1, [9], "stop"),
-        TokenDelta(1, 1, [9], logprobs=[]),
+        TokenDelta(1, 1, [9], Facts("stop")),
+        TokenDelta(1, 1, [9], Facts(logprobs=[])),
     ],
 )
-def test_the_fast_path_takes_nothing_but_the_next_token(event):
+def test_the_fast_path_takes_nothing_but_the_next_tokens(event):
     text = answer()
     take(text, 0, [8])
-    assert text.next_token(event) is None and text.token_ids == [8]
+    assert text.next_tokens(event) is None and text.token_ids == [8]
 
 
 def test_answers_with_stop_strings_are_not_plain():
@@ -168,7 +182,7 @@ def test_regions_become_fields_of_deltas():
 def test_an_answer_with_calls_that_stopped_has_its_own_finish_reason():
     text = answer(parser())
     deltas_of(text)
-    event = TokenDelta(1, len(REPLY_IDS), [], "stop")
+    event = TokenDelta(1, len(REPLY_IDS), [], Facts("stop"))
     assert text.take(event, []).finish_reason == "tool_calls"
 
 

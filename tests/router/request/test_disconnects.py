@@ -19,9 +19,9 @@ from local_serve import LocalCluster, LocalReplica, assert_idle, start_replica, 
 
 from quire.cluster.bench.results.report import Bar, write
 from quire.protos.errors import Unavailable
-from quire.protos.wire import Grammar
+from quire.protos.wire import Grammar, TokenDelta
 from quire.replica.builtin_model import CHECKPOINT
-from quire.replica.core.request import Phase, RequestDelta
+from quire.replica.core.request import Phase
 from quire.replica.scheduler.scheduler import Scheduler
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.fleet.replicas import ReplicaTable
@@ -82,7 +82,7 @@ def aborted_in(patch) -> list[Phase]:
     phases: list[Phase] = []
     abort = Scheduler.abort
 
-    def record(scheduler: Scheduler, key: Hashable) -> RequestDelta | None:
+    def record(scheduler: Scheduler, key: Hashable) -> TokenDelta | None:
         if key in scheduler.book.requests:
             phases.append(scheduler.book.requests[key].phase)
         return abort(scheduler, key)

@@ -543,7 +543,7 @@ def test_the_deadline_goes_to_the_engine_and_ends_the_request_there(runner, repl
 
 def test_a_client_that_leaves_before_the_first_token_frees_the_engine(runner, replicas):
     async def withhold(frame: Frame) -> list[Frame | bytes]:
-        return [dataclasses.replace(frame, deltas=[], columns=None)]
+        return [dataclasses.replace(frame, tokens=None, facts=[])]
 
     async def run() -> None:
         async with stack_of(replicas) as stack:
@@ -789,7 +789,7 @@ def test_a_gap_in_the_tokens_is_closed_by_another_replica(runner, replicas, refe
     async def drop(frame: Frame) -> list[Frame | bytes]:
         for replica in replicas:
             replica.network = perfect
-        return [dataclasses.replace(frame, deltas=[], columns=None)]
+        return [dataclasses.replace(frame, tokens=None, facts=[])]
 
     async def run() -> None:
         async with stack_of(replicas) as stack:
@@ -806,7 +806,7 @@ def test_a_gap_in_the_tokens_is_closed_by_another_replica(runner, replicas, refe
 def test_gaps_without_end_are_an_error_and_nothing_leaks(runner, replicas):
     async def network(frame: Frame) -> list[Frame | bytes]:
         if any(delta.index % 3 == 1 for delta in frame.token_deltas()):
-            return [dataclasses.replace(frame, deltas=[], columns=None)]
+            return [dataclasses.replace(frame, tokens=None, facts=[])]
         return [frame]
 
     async def run() -> None:
@@ -862,7 +862,7 @@ def test_a_lost_last_frame_is_noticed(runner, replicas, reference, monkeypatch):
     async def drop(frame: Frame) -> list[Frame | bytes]:
         for replica in replicas:
             replica.network = perfect
-        return [dataclasses.replace(frame, deltas=[], columns=None)]
+        return [dataclasses.replace(frame, tokens=None, facts=[])]
 
     async def run() -> None:
         async with stack_of(replicas) as stack:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.protos.errors import Unavailable
-from quire.protos.wire import Frame, Load, SamplingParams, Submit, TokenColumns, TokenDelta
+from quire.protos.wire import Facts, Frame, Load, SamplingParams, Submit, TokenDelta, TokenRecord
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.transport.bus import Bus
@@ -31,11 +31,11 @@ def submit(bus):
 
 def columns(*rows):
     ids, index, tokens = zip(*rows, strict=True)
-    return TokenColumns(np.array(ids, np.int64), np.array(index, np.int32), np.array(tokens))
+    return TokenRecord(np.array(ids, np.int64), np.array(index, np.int32), np.array(tokens))
 
 
-def arrive(bus, **fields):
-    frame = Frame("epoch", load=Load(num_running=2), **fields)
+def arrive(bus, deltas=(), columns=None):
+    frame = Frame("epoch", *Frame.pack(deltas, columns), load=Load(num_running=2))
     bus._on_frame("replica", Frame.decode(frame.encode()))
 
 
@@ -43,19 +43,19 @@ def test_each_attempt_gets_its_tokens_whichever_way_they_travelled():
     async def main():
         bus, table = make_bus()
         one, two = submit(bus), submit(bus)
-        arrive(bus, deltas=[TokenDelta(one.stream_id, 0, [5], None, 2, 0.5)])
+        arrive(bus, deltas=[TokenDelta(one.stream_id, 0, [5], Facts(None, 2, 0.5))])
         # 999: a request that this router has given up.
         rows = [(999, 3, 9), (two.stream_id, 0, 6), (one.stream_id, 1, 8)]
         arrive(bus, columns=columns(*rows))
         arrive(
             bus,
-            deltas=[TokenDelta(one.stream_id, 2, [4], "stop")],
+            deltas=[TokenDelta(one.stream_id, 2, [4], Facts("stop"))],
             columns=columns((two.stream_id, 1, 7)),
         )
         assert [await one.next() for _ in range(3)] == [
-            TokenDelta(one.stream_id, 0, [5], None, 2, 0.5),
+            TokenDelta(one.stream_id, 0, [5], Facts(None, 2, 0.5)),
             TokenDelta(one.stream_id, 1, [8]),
-            TokenDelta(one.stream_id, 2, [4], "stop"),
+            TokenDelta(one.stream_id, 2, [4], Facts("stop")),
         ]
         assert [await two.next() for _ in range(2)] == [
             TokenDelta(two.stream_id, 0, [6]),

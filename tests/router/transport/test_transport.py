@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos.errors import Overloaded
-from quire.protos.wire import Completion, TokenDelta
+from quire.protos.wire import Completion, Facts, TokenDelta
 from quire.router.transport.transport import Attempt, AttemptEvent, Lost
 
 ERROR = Overloaded("full").to_wire()
@@ -41,7 +41,7 @@ def drain(*events: AttemptEvent) -> tuple[list[AttemptEvent], Attempt]:
 @pytest.mark.parametrize("completion_at", [0, 1, 2, 3])
 def test_a_good_end_is_the_last_delta_wherever_the_completion_comes(reason, completion_at):
     deltas: list[AttemptEvent] = [TokenDelta(1, i, [i]) for i in range(2)] + [
-        TokenDelta(1, 2, [2], reason)
+        TokenDelta(1, 2, [2], Facts(reason))
     ]
     events = [*deltas]
     events.insert(completion_at, completion(reason))
@@ -53,7 +53,7 @@ def test_a_good_end_is_the_last_delta_wherever_the_completion_comes(reason, comp
 @pytest.mark.parametrize("reason", ["error", "abort"])
 @pytest.mark.parametrize("delta_first", [True, False])
 def test_a_bad_end_is_the_completion_which_says_why(reason, delta_first):
-    end = [TokenDelta(1, 1, [8], reason), completion(reason)]
+    end = [TokenDelta(1, 1, [8], Facts(reason)), completion(reason)]
     seen, attempt = drain(TokenDelta(1, 0, [7]), *(end if delta_first else end[::-1]))
     assert seen[0] == TokenDelta(1, 0, [7])
     assert seen[-1] == completion(reason)
@@ -78,7 +78,7 @@ EVENTS = st.one_of(
         st.just(1),
         st.integers(0, 9),
         st.lists(st.integers(0, 9), max_size=2),
-        st.sampled_from([None, None, "stop", "length", "abort", "error"]),
+        st.sampled_from([None, None, "stop", "length", "abort", "error"]).map(Facts),
     ),
     st.sampled_from(["stop", "length", "abort", "error"]).map(completion),
     st.just(Lost("a", "gone")),

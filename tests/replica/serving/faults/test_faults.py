@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.protos.errors import EngineError
-from quire.protos.wire import Frame, SamplingParams, Submit, TokenColumns, TokenDelta
+from quire.protos.wire import Frame, SamplingParams, Submit, TokenDelta, TokenRecord
 from quire.replica.serving.faults.faults import Fault, Faults, FaultyEngine, disturbed, parse
 
 PROMPT = [5, 6, 7, 8]
@@ -125,7 +125,8 @@ def test_an_idle_engine_forgets_what_it_has_cached_and_says_so(engine):
 def test_a_frame_is_found_by_its_token():
     faults = Faults()
     faults.arm(parse(submit("fault:drop@9")))
-    before, it = Frame("e", [TokenDelta(7, 8, [1])]), Frame("e", [TokenDelta(7, 9, [1, 2])])
+    before = Frame("e", *Frame.pack([TokenDelta(7, 8, [1])]))
+    it = Frame("e", *Frame.pack([TokenDelta(7, 9, [1, 2])]))
     assert faults.of_frame("router", before) is None
     assert faults.of_frame("other", it) is None
     assert faults.of_frame("router", it).kind == "drop"
@@ -141,7 +142,12 @@ def test_what_is_sent_instead_of_a_frame():
     assert instead("delay:1") == [b"abc"]
     (flipped,) = instead("corrupt")
     assert flipped != b"abc" and len(flipped) == 3
-    columns = TokenColumns(np.array([6, 7]), np.array([4, 9], np.int32), np.array([1, 2], np.int32))
-    frame = Frame("e", [TokenDelta(7, 9, [1]), TokenDelta(8, 9, [1])], columns=columns)
+    columns = TokenRecord(np.array([6, 7]), np.array([4, 9], np.int32), np.array([1, 2], np.int32))
+    frame = Frame("e", *Frame.pack([TokenDelta(7, 9, [1]), TokenDelta(8, 9, [1, 2])], columns))
     (left,) = instead("lose", frame.encode())
-    assert [delta.stream_id for delta in Frame.decode(left).token_deltas()] == [8, 6]
+    left = Frame.decode(left)
+    assert [(delta.key, delta.token_ids) for delta in left.token_deltas()] == [
+        (8, [1, 2]),
+        (6, [1]),
+    ]
+    assert len(left.facts) == 1

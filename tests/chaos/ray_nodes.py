@@ -1,0 +1,35 @@
+"""Several Ray nodes on this machine, in a process of their own: a head without CPUs, and workers as in k8s/.
+
+It prints one JSON line when they run, adds a worker for each line that it reads, and ends them at the end of its input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from ray.cluster_utils import Cluster
+
+NUM_WORKERS = 3
+# Room for one replica (1.0) and routers (0.1), as a worker of k8s/ has it.
+WORKER = {"num_cpus": 1.5, "object_store_memory": 80 * 1024**2}
+
+
+def main() -> None:
+    """Run the nodes."""
+    head = {"num_cpus": 0, "object_store_memory": 80 * 1024**2}
+    head |= {"include_dashboard": True, "dashboard_port": int(sys.argv[1])}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(NUM_WORKERS):
+            nodes.add_node(wait=False, **WORKER)
+        nodes.wait_for_nodes()
+        print(json.dumps({"address": nodes.address}), flush=True)
+        for _ in sys.stdin:
+            nodes.add_node(wait=False, **WORKER)
+    finally:
+        nodes.shutdown()
+
+
+if __name__ == "__main__":
+    main()

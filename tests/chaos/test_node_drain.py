@@ -1,0 +1,174 @@
+"""No stream fails while a node of a Ray cluster is drained, as before every planned end of a machine.
+
+Real Ray: a head and three workers on this machine, with Ray's token. `quire drain-node`, the command of the pods'
+`preStop`, takes a node away that has a router and a replica, while sixty streams of every kind run. `CHAOS_SIZE=long`
+takes five nodes, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from chaos_load import NUM_STREAMS, Load, until_changed
+from live import CHANGE_TIMEOUT_S, ROOT, SIZE, Cluster, take_ports, wait_until, write_bars
+
+from quire.cluster.bench.results.report import Bar
+from quire.cluster.local.ports import free_ports
+
+NUM_DRAINS = {"ci": 1, "long": 5}[SIZE]
+DEADLINE_S = 150  # as in k8s/base/rayservice.yaml
+MAX_TOLD = 20  # failures
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.chaos,
+    pytest.mark.slow,  # a minute and a half on two cores, most of it the start of four raylets
+    pytest.mark.timeout(900 if SIZE == "ci" else 3600),
+]
+
+
+@dataclass
+class Nodes:
+    """A Ray cluster of several nodes and the application on it."""
+
+    cluster: Cluster
+    process: subprocess.Popen[str]
+    address: str  # of the GCS
+
+    def add(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("add\n")
+        self.process.stdin.flush()
+
+    def placed(self) -> dict[str, Counter[str]]:
+        """How many running replicas of each deployment a node has, by its id."""
+        found: dict[str, Counter[str]] = {}
+        deployments = self.cluster.serve_status()["applications"]["quire"]["deployments"]
+        for name, deployment in deployments.items():
+            for replica in deployment["replicas"]:
+                if replica["state"] == "RUNNING":
+                    found.setdefault(replica["node_id"], Counter())[name] += 1
+        return found
+
+    def is_complete(self) -> bool:
+        total = sum(self.placed().values(), Counter())
+        return self.cluster.is_running() and total == {"Router": 2, "Replica": 3}
+
+    def drain(self, node_id: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "quire.cluster.cli", "drain-node"]
+        command += ["--address", self.address, "--node-id", node_id]
+        command += ["--deadline-s", str(DEADLINE_S)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S + 60)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+        yield from running_nodes(tmp_path_factory.mktemp("nodes"))
+
+
+def running_nodes(tmp_path: Path) -> Iterator[Nodes]:
+    (port,) = free_ports(1)
+    script = Path(__file__).parent / "ray_nodes.py"
+    output = tmp_path / "nodes.out"
+    with output.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, output.read_text()
+        cluster = deployed(f"http://127.0.0.1:{port}", output)
+        yield Nodes(cluster, process, json.loads(line)["address"])
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(120)
+
+
+def deployed(dashboard: str, output: Path) -> Cluster:
+    """Give Serve the repository's cluster.yaml with three replicas, one for each worker."""
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    take_ports(config)
+    config["proxy_location"] = "HeadOnly"  # proxies of several nodes cannot share a machine's ports
+    config["http_options"]["host"] = "0.0.0.0"
+    args = config["applications"][0]["args"]
+    args |= {"replicas": 3, "routers": 2, "engine": {"deterministic": True}}
+    args["replica_resources"] = {"num_cpus": 1.0}
+    # Streams of a replica that ends must move; those of a router have the whole time.
+    args["router"] = {"max_move_s": 120.0, "drain_timeout_s": 0.0}
+    config["applications"][0]["deployments"] = [
+        {"name": "Router", "graceful_shutdown_timeout_s": 60.0}
+    ]
+    env = config["controller_options"]["runtime_env"]["env_vars"]
+    env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
+    http_port, grpc_port = config["http_options"]["port"], config["grpc_options"]["port"]
+    cluster = Cluster(http_port, grpc_port, output, dashboard, config)
+    cluster.deploy(config)
+    wait_until(cluster.is_running, CHANGE_TIMEOUT_S, "Serve has started the application")
+    wait_until(cluster.every_router_knows_every_replica, CHANGE_TIMEOUT_S, "routers know replicas")
+    return cluster
+
+
+def test_no_stream_fails_while_nodes_are_drained(nodes: Nodes) -> None:
+    drained: list[str] = []
+    took_s: list[float] = []
+
+    def drain_nodes() -> None:
+        for _ in range(NUM_DRAINS):
+            placed = nodes.placed()
+            # Every worker has a replica, and one or two of them have the routers.
+            node_id = max(placed, key=lambda node: placed[node]["Router"])
+            assert set(placed[node_id]) == {"Router", "Replica"}, placed
+            nodes.add()
+            began_s = time.monotonic()
+            result = nodes.drain(node_id)
+            took_s.append(round(time.monotonic() - began_s, 1))
+            print(result.stdout, f"{took_s[-1]} s", flush=True)
+            assert result.returncode == 0, result.stdout + result.stderr
+            assert result.stdout.endswith("s: nothing is left on the node\n")
+            drained.append(node_id)
+            until_changed(nodes.is_complete, "3 replicas and 2 routers run")
+            assert not set(drained) & set(nodes.placed())
+
+    load = Load(nodes.cluster)
+    try:
+        asyncio.run(load.run(drain_nodes))
+    finally:
+        told = [line[:200] for line in load.bad[:MAX_TOLD]]
+        details = {"drain_seconds": took_s, "moved": load.num_moved, "told": told}
+        write_bars(
+            "chaos_drain.json",
+            [
+                Bar("chaos/drain_failures", len(load.bad), "streams", 0, details=details),
+                Bar("chaos/drain_not_ready", len(load.not_ready), "answers", 0),
+                Bar("chaos/drain_nodes", len(drained), "nodes", NUM_DRAINS, at_most=False),
+                Bar("chaos/drain_streams", load.num_streams, "streams", NUM_STREAMS, at_most=False),
+            ],
+        )
+    assert not load.bad, f"{len(load.bad)} of {load.num_streams}: {told}"
+    assert not load.not_ready, load.not_ready[:MAX_TOLD]
+    assert load.num_moved, "no stream outlived the drain of its replica"
+
+
+def test_the_command_says_why_it_cannot_drain(nodes: Nodes) -> None:
+    result = nodes.drain("ab" * 28)
+    assert result.returncode == 1
+    assert "has no living node abab" in result.stderr
