@@ -151,6 +151,7 @@ def test_prefix_tokens_that_were_available_captured_and_delivered(transport):
         return [router.read(f"quire_{name}_tokens_total") for name in names]
 
     async def scenario(router: Router) -> None:
+        router.service.policy = make_policy("prefix_affinity")
         prompt = tuple(range(7, 307))
         await router.answer(prompt=prompt, n=2)
         # The engine is one under three names, so it delivers what no table knew of.
