@@ -54,9 +54,9 @@ class VllmName:
 def _finished(metrics: MetricSet) -> Series:
     """Count answers that ended with a tool call as stopped: vLLM's engine does not know of calls."""
     counts: defaultdict[tuple[str, ...], Value] = defaultdict(Value)
-    for reason in ("stop", "length", "tool_calls", "abort", "error"):
-        count = metrics.value("quire_requests_finished_total", reason).value
-        counts["stop" if reason == "tool_calls" else reason,].value += count
+    for (reason,), found in metrics.series("quire_requests_finished_total").items():
+        assert isinstance(found, Value)
+        counts["stop" if reason == "tool_calls" else reason,].value += found.value
     return counts
 
 
@@ -72,8 +72,12 @@ def _missed_on_device(metrics: MetricSet) -> Series:
 
 
 def _cache_config(metrics: MetricSet) -> Series:
-    """The labels of `quire_cache_info` begin with these two."""
-    return {labels[:2]: found for labels, found in metrics.series("quire_cache_info").items()}
+    names = metrics.families["quire_cache_info"].labels
+    block_size, num_blocks = names.index("block_size"), names.index("num_blocks")
+    return {
+        (labels[block_size], labels[num_blocks]): found
+        for labels, found in metrics.series("quire_cache_info").items()
+    }
 
 
 VLLM_NAMES = (

@@ -23,7 +23,8 @@ GATEWAY = {
     "vllm:kv_cache_usage_perc": ("gauge", set()),
     "vllm:cache_config_info": ("gauge", {"block_size", "num_gpu_blocks"}),
 }
-# Of vLLM's own dashboard (examples/observability/prometheus_grafana/grafana.json).
+# Of vLLM's own dashboard (examples/observability/prometheus_grafana/grafana.json), all except the longest answer of a
+# request's choices, vllm:request_max_num_generation_tokens: Quire counts each answer.
 DASHBOARD = {
     "vllm:e2e_request_latency_seconds": "histogram",
     "vllm:prompt_tokens_total": "counter",

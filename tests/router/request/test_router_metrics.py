@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -150,6 +151,7 @@ def test_prefix_tokens_that_were_available_captured_and_delivered(transport):
         return [router.read(f"quire_{name}_tokens_total") for name in names]
 
     async def scenario(router: Router) -> None:
+        router.service.policy = make_policy("prefix_affinity")
         prompt = tuple(range(7, 307))
         await router.answer(prompt=prompt, n=2)
         # The engine is one under three names, so it delivers what no table knew of.
@@ -173,12 +175,17 @@ def test_prefix_tokens_that_were_available_captured_and_delivered(transport):
 
 def test_requests_of_a_session_are_counted_by_where_they_went(transport):
     async def scenario(router: Router) -> None:
-        for _ in range(3):
-            await router.answer(session="talk")
+        replicas = []
+        for _ in range(6):
+            stream = await router.open(session="talk")
+            replicas.append(stream.explain.replica)
+            async for _ in stream:
+                pass
         await router.answer()
         name = "quire_session_requests_total"
         found = {outcome: router.read(name, outcome=outcome) for outcome in SESSION_OUTCOMES}
-        assert found == {"same": 2, "other": 0, "unknown": 1}
+        num_same = sum(one == other for one, other in itertools.pairwise(replicas))
+        assert found == {"same": num_same, "other": 5 - num_same, "unknown": 1}
         assert router.read("quire_router_sessions") == 1
 
     run(transport, scenario)
