@@ -111,7 +111,7 @@ def deployed(dashboard: str, output: Path) -> Cluster:
     config["http_options"]["host"] = "0.0.0.0"
     args = config["applications"][0]["args"]
     args |= {"replicas": 3, "routers": 2, "engine": {"deterministic": True}}
-    args["replica_resources"] = {"num_cpus": 1.0}
+    args["replica_resources"] = {"num_cpus": 1.5}
     # Streams of a replica that ends must move; those of a router have the whole time.
     args["router"] = {"max_move_s": 120.0, "drain_timeout_s": 0.0}
     config["applications"][0]["deployments"] = [
