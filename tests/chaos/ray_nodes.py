@@ -11,8 +11,8 @@ import sys
 from ray.cluster_utils import Cluster
 
 NUM_WORKERS = 3
-# Room for one replica (1.0) and routers (0.1), as a worker of k8s/ has it.
-WORKER = {"num_cpus": 1.5, "object_store_memory": 80 * 1024**2}
+# Room for one replica and routers, as a worker of k8s/ has it.
+WORKER = {"num_cpus": 2, "object_store_memory": 80 * 1024**2}
 
 
 def main() -> None:
