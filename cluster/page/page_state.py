@@ -15,7 +15,7 @@ from quire.router.types import Service
 
 # An encoded state is sent to all who ask within this time.
 MAX_AGE_S = 0.25
-_DIGITS = 4  # significant digits of seconds and costs
+_DIGITS = 6  # of seconds: microseconds
 
 
 class StateFeed:
@@ -143,7 +143,7 @@ def _move(decision: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{_DIGITS}g}")
+    return None if value is None else round(value, _DIGITS)
 
 
 def _quantile(ascending: list[float], q: float) -> float | None:
