@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     add_model(commands)
     add_bench(commands)
     add_drain_node(commands)
+    _add_top(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -56,6 +57,13 @@ def main(argv: list[str] | None = None) -> int:
         # Python flushes stdout once more at exit. Redirect it to the null device, so that this does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _add_top(commands: argparse._SubParsersAction) -> None:
+    # Its libraries for terminals take a fifth of a second to load, which other commands need not wait for.
+    from quire.cluster.top.top_command import add_top
+
+    add_top(commands)
 
 
 def _add_config(commands: argparse._SubParsersAction) -> None:

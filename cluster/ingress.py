@@ -46,6 +46,7 @@ from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.router_metrics import RouterMetrics
 from quire.router.request.service import RouterService
 from quire.router.scoring.embedding_format import EmbeddingFormat
+from quire.router.status_types import LiveState
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.transport.bus import Bus
@@ -185,7 +186,11 @@ class Router(GrpcApi):
         self, request_id: str | None, limit: int, payer: str | None = None
     ) -> tuple[str, list[dict[str, Any]]]:
         """Return this router's id and its recent decisions; the other routers call this through `Peers`."""
-        return self.service.router_id, self.service.own_decisions(request_id, limit, payer)
+        return self.service.router_id, self.service.ring.recent(request_id, limit, payer)
+
+    async def own_state(self, payer: str | None) -> LiveState:
+        """Return what this router knows; the other routers call this through `Peers`."""
+        return self.service.own_state(payer)
 
     async def own_metrics(self) -> tuple[str, Page]:
         """Return this router's id and its metrics; the other routers call this through `Peers`."""
@@ -279,7 +284,7 @@ def _service(
         retain_s=app.session.retain_s,
         max_explained_decisions=limits.max_explained_decisions,
         decision_log=_decision_log(limits, router_id),
-        peers=peers.decisions,
+        peers=peers,
         scrape=scrape.text,
         ready_timeout_s=limits.ready_timeout_s,
         admission=_admission(limits),

@@ -131,3 +131,104 @@ class TierOccupancy(_message.Message):
     blocks_total: int
     blocks_retained: int
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_retained: _Optional[int] = ...) -> None: ...
+
+class WatchRouterRequest(_message.Message):
+    __slots__ = ("period_ms",)
+    PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
+    period_ms: int
+    def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
+
+class WatchRouterResponse(_message.Message):
+    __slots__ = ("router", "num_routers", "model", "now_s", "queue", "num_decisions", "num_deltas", "ttft_median_ms", "ttft_p95_ms", "replicas", "requests", "moves", "routers")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NOW_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MEDIAN_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P95_MS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    num_routers: int
+    model: str
+    now_s: float
+    queue: RouterQueue
+    num_decisions: int
+    num_deltas: int
+    ttft_median_ms: float
+    ttft_p95_ms: float
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaState]
+    requests: _containers.RepeatedCompositeFieldContainer[RoutedRequest]
+    moves: _containers.RepeatedCompositeFieldContainer[RoutedRequest]
+    routers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, router: _Optional[str] = ..., num_routers: _Optional[int] = ..., model: _Optional[str] = ..., now_s: _Optional[float] = ..., queue: _Optional[_Union[RouterQueue, _Mapping]] = ..., num_decisions: _Optional[int] = ..., num_deltas: _Optional[int] = ..., ttft_median_ms: _Optional[float] = ..., ttft_p95_ms: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RouterQueue(_message.Message):
+    __slots__ = ("num_requests", "num_prompt_tokens", "expected_wait_ms")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_prompt_tokens: int
+    expected_wait_ms: float
+    def __init__(self, num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., expected_wait_ms: _Optional[float] = ...) -> None: ...
+
+class ReplicaState(_message.Message):
+    __slots__ = ("load", "state", "prompt_tokens", "cached_tokens", "predicted_tokens")
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    load: ReplicaLoad
+    state: str
+    prompt_tokens: int
+    cached_tokens: int
+    predicted_tokens: int
+    def __init__(self, load: _Optional[_Union[ReplicaLoad, _Mapping]] = ..., state: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., predicted_tokens: _Optional[int] = ...) -> None: ...
+
+class RoutedRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "decided_s", "prompt_tokens", "left_replica", "best", "runner_up", "ttft_ms", "cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
+    RUNNER_UP_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    decided_s: float
+    prompt_tokens: int
+    left_replica: str
+    best: ReplicaCost
+    runner_up: ReplicaCost
+    ttft_ms: float
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decided_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., left_replica: _Optional[str] = ..., best: _Optional[_Union[ReplicaCost, _Mapping]] = ..., runner_up: _Optional[_Union[ReplicaCost, _Mapping]] = ..., ttft_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class ReplicaCost(_message.Message):
+    __slots__ = ("replica", "cost_ms", "terms_ms", "cached_tokens")
+    class TermsMsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    COST_MS_FIELD_NUMBER: _ClassVar[int]
+    TERMS_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    cost_ms: float
+    terms_ms: _containers.ScalarMap[str, float]
+    cached_tokens: int
+    def __init__(self, replica: _Optional[str] = ..., cost_ms: _Optional[float] = ..., terms_ms: _Optional[_Mapping[str, float]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...

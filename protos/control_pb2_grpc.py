@@ -50,6 +50,11 @@ class ControlStub(object):
                 request_serializer=quire_dot_protos_dot_control__pb2.WatchCacheRequest.SerializeToString,
                 response_deserializer=quire_dot_protos_dot_control__pb2.WatchCacheResponse.FromString,
                 _registered_method=True)
+        self.WatchRouter = channel.unary_stream(
+                '/quire.v1.Control/WatchRouter',
+                request_serializer=quire_dot_protos_dot_control__pb2.WatchRouterRequest.SerializeToString,
+                response_deserializer=quire_dot_protos_dot_control__pb2.WatchRouterResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -77,6 +82,14 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchRouter(self, request, context):
+        """What the routers know: replicas, queues, the newest decisions. Immediately, and then once per period. `quire top`
+        shows it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.WatchCache,
                     request_deserializer=quire_dot_protos_dot_control__pb2.WatchCacheRequest.FromString,
                     response_serializer=quire_dot_protos_dot_control__pb2.WatchCacheResponse.SerializeToString,
+            ),
+            'WatchRouter': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRouter,
+                    request_deserializer=quire_dot_protos_dot_control__pb2.WatchRouterRequest.FromString,
+                    response_serializer=quire_dot_protos_dot_control__pb2.WatchRouterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +196,33 @@ class Control(object):
             '/quire.v1.Control/WatchCache',
             quire_dot_protos_dot_control__pb2.WatchCacheRequest.SerializeToString,
             quire_dot_protos_dot_control__pb2.WatchCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRouter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.Control/WatchRouter',
+            quire_dot_protos_dot_control__pb2.WatchRouterRequest.SerializeToString,
+            quire_dot_protos_dot_control__pb2.WatchRouterResponse.FromString,
             options,
             channel_credentials,
             insecure,

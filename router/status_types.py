@@ -116,27 +116,32 @@ class PrefixHits:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """What one router knows now, in a size that does not depend on the number of requests or blocks.
+    """What some routers know now, in a size that does not depend on the number of requests or blocks.
 
     Attributes
     ----------
+    router
+        The router that sees the replicas as in `replicas`; others see the same within a step.
+    routers
+        The routers whose queues and decisions are included.
     num_routers
-        Routers of the application. All see the same replicas; each has its own queue and decisions.
+        Routers of the application.
     num_decisions, num_deltas
-        Decisions, and deltas of streams after their first one, since this router's start.
+        Decisions, and deltas of streams after their first one, since the routers' starts.
     num_kept
-        Number of decisions that the router keeps.
+        Number of decisions that a router keeps.
     hits
-        Answered requests among the last `explain.live_state.WINDOW` decisions, by replica.
+        Answered requests among each router's last `explain.live_state.WINDOW` decisions, by replica.
     ttft_s
         Their times to the first token, ascending.
     decisions
         The newest decisions, as `Decisions` has them, with the best two replicas only.
     moves
-        Those of the last `WINDOW` decisions that continued a request of another replica, newest first.
+        Those of these decisions that continued a request of another replica, newest first.
     """
 
     router: str
+    routers: list[str]
     model: str
     now: float  # seconds since 1970
     num_routers: int
@@ -149,3 +154,8 @@ class LiveState:
     ttft_s: list[float]
     decisions: list[dict[str, Any]]
     moves: list[dict[str, Any]]
+
+    def ttft_quantile_s(self, q: float) -> float | None:
+        """Return the nearest-rank quantile of `ttft_s`, in seconds; None without values."""
+        values = self.ttft_s
+        return values[min(len(values) - 1, int(q * len(values)))] if values else None

@@ -460,8 +460,8 @@ class Service(Protocol):
         """Return the Prometheus page of all routers and replicas of the application."""
         ...
 
-    def live_state(self, payer: str | None = None) -> LiveState:
-        """Return what this router knows now; only the requests of `payer`, if given."""
+    async def live_state(self, payer: str | None = None) -> LiveState:
+        """Return what all routers know now; only the requests of `payer`, if given."""
         ...
 
     def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:

@@ -83,6 +83,7 @@ LAYERS = (
     "cluster.bench.engines",
     "cluster.bench.results",
     "cluster.bench",
+    "cluster.top",
     "cluster",
 )
 # Entries that load no torch but hold no policy.
@@ -326,6 +327,7 @@ MAY_READ_ENVIRONMENT = {
     "quire.cluster.bench.serve_command",
     "quire.cluster.local.local_serve",
     "quire.cluster.local.serve_api",
+    "quire.cluster.top.top_command",  # the key
     "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables
     "quire.replica.proof.verdicts",  # the folder of a machine, not an option of an engine
 }

@@ -58,6 +58,7 @@ GRPC_RULES = {
     "GetModelInfo": Right.ANY_KEY,
     "GetLoads": Right.OBSERVE,
     "WatchCache": Right.OBSERVE,
+    "WatchRouter": Right.OBSERVE,
     "Check": Right.OPEN,
     "Watch": Right.OPEN,
 }

@@ -151,9 +151,10 @@ class KeyedService:
         key, text = self._own_key(), await self._service.metrics()
         return text if Right.ADMIN in key.rights else visible_to(key.label, text)
 
-    def live_state(self, payer: str | None = None) -> LiveState:
+    async def live_state(self, payer: str | None = None) -> LiveState:
         """See `Service`. A tenant sees its own requests, `admin` all."""
-        return self._service.live_state(payer if self.shown_payer is None else self.shown_payer)
+        payer = payer if self.shown_payer is None else self.shown_payer
+        return await self._service.live_state(payer)
 
     def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         """See `Service`."""

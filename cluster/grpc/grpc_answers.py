@@ -23,7 +23,7 @@ from quire.protos.errors import QuireError
 from quire.protos.wire import Load
 from quire.router.request.resume import EventIds
 from quire.router.scored_token import ScoredToken, TokenScores
-from quire.router.status_types import ReplicaStatus
+from quire.router.status_types import LiveState, PrefixHits, ReplicaStatus
 from quire.router.types import GenerationRequest, GenerationStream, OutputDelta, Usage
 
 _FINISH_REASONS = {
@@ -209,6 +209,68 @@ def replica_cache(status: ReplicaStatus) -> control.ReplicaCache:
         report_age_ms=status.report_age_s * 1000,
         cache=_occupancy(status.load),
         indexed_blocks=status.indexed_blocks,
+    )
+
+
+def router_state(state: LiveState) -> control.WatchRouterResponse:
+    queue = state.queue
+    message = control.WatchRouterResponse(
+        router=state.router,
+        routers=state.routers,
+        num_routers=state.num_routers,
+        model=state.model,
+        now_s=state.now,
+        queue=control.RouterQueue(
+            num_requests=queue.num_requests,
+            num_prompt_tokens=queue.num_prompt_tokens,
+            expected_wait_ms=queue.expected_wait_s * 1000,
+        ),
+        num_decisions=state.num_decisions,
+        num_deltas=state.num_deltas,
+        replicas=[_replica_state(status, state.hits) for status in state.replicas],
+        requests=[_routed_request(decision) for decision in state.decisions],
+        moves=[_routed_request(decision) for decision in state.moves],
+    )
+    median_s, p95_s = state.ttft_quantile_s(0.5), state.ttft_quantile_s(0.95)
+    if median_s is not None and p95_s is not None:
+        message.ttft_median_ms, message.ttft_p95_ms = median_s * 1000, p95_s * 1000
+    return message
+
+
+def _replica_state(status: ReplicaStatus, hits: dict[str, PrefixHits]) -> control.ReplicaState:
+    found = hits.get(status.replica, PrefixHits())
+    return control.ReplicaState(
+        load=replica_load(status),
+        state=status.state,
+        prompt_tokens=found.prompt_tokens,
+        cached_tokens=found.cached_tokens,
+        predicted_tokens=found.predicted_tokens,
+    )
+
+
+def _routed_request(decision: dict[str, Any]) -> control.RoutedRequest:
+    """Convert a decision, in the form of `explain.decisions.DecisionRing`."""
+    best, *others = (_replica_cost(score) for score in decision["ranking"])
+    outcome = decision["outcome"]
+    return control.RoutedRequest(
+        request_id=decision["request_id"],
+        attempt=decision["attempt"],
+        decided_s=decision["decided"],
+        prompt_tokens=decision["prompt_tokens"],
+        left_replica=decision["left_replica"],
+        best=best,
+        runner_up=others[0] if others else None,
+        ttft_ms=None if outcome is None else outcome["ttft_s"] * 1000,
+        cached_tokens=None if outcome is None else outcome["cached_tokens"],
+    )
+
+
+def _replica_cost(score: dict[str, Any]) -> control.ReplicaCost:
+    return control.ReplicaCost(
+        replica=score["replica"],
+        cost_ms=score["cost_s"] * 1000,
+        terms_ms={name: seconds * 1000 for name, seconds in score["terms"].items() if seconds},
+        cached_tokens=score["cached_tokens"] + score["host_cached_tokens"],
     )
 
 

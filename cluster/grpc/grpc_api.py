@@ -34,6 +34,7 @@ from quire.cluster.grpc.grpc_answers import (
     prompt_scores,
     replica_cache,
     replica_load,
+    router_state,
     set_explain,
     set_finish,
     set_status,
@@ -319,6 +320,18 @@ class GrpcApi:
                     yield control.WatchCacheResponse(
                         replicas=[replica_cache(status) for status in statuses]
                     )
+
+    async def WatchRouter(
+        self, request: control.WatchRouterRequest, grpc_context: Context
+    ) -> AsyncGenerator[control.WatchRouterResponse, None]:
+        """Stream what this router knows."""
+        with self._streaming(grpc_context), self._watching(grpc_context):
+            service = self._service_for(grpc_context, "WatchRouter")
+            accepted(request)
+            interval_s = period_s(request)
+            while True:
+                yield router_state(await service.live_state())
+                await asyncio.sleep(interval_s)
 
     # -- grpc.health.v1.Health ---------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ def _bounded(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def period_s(request: control.WatchCacheRequest) -> float:
+def period_s(request: control.WatchCacheRequest | control.WatchRouterRequest) -> float:
     period_ms = request.period_ms if request.HasField("period_ms") else DEFAULT_PERIOD_MS
     if not MIN_PERIOD_MS <= period_ms <= MAX_PERIOD_MS:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-// The live page: reads the state of one router from `ui/state` and draws it.
+// The live page: reads the state of the routers from `ui/state` and draws it.
 //
 // Ids and names come from clients and may hold anything, so text reaches the page through `textContent` only.
 
@@ -152,7 +152,8 @@ let decisionRate = null, tokenRate = null;
 const past = []; // [time, decisions, deltas] of the last seconds
 
 function updateRates(state) {
-  if (previous && (previous.router !== state.router || previous.num_decisions > state.num_decisions)) {
+  // With another set of routers, or after the restart of one, the sums are of something else.
+  if (previous && (previous.routers.join() !== state.routers.join() || previous.num_decisions > state.num_decisions)) {
     past.length = 0;
   }
   past.push([state.now, state.num_decisions, state.num_deltas]);
@@ -165,12 +166,12 @@ function updateRates(state) {
 
 // Title, and a function from the state to: value, unit, more text, and what the curve shows.
 const NUMBERS = [
-  ["Requests", () => [rate(decisionRate), "/s", "decided by this router", decisionRate]],
-  ["Tokens", () => [rate(tokenRate), "/s", "streamed by this router", tokenRate]],
+  ["Requests", () => [rate(decisionRate), "/s", "decided by routers", decisionRate]],
+  ["Tokens", () => [rate(tokenRate), "/s", "in streams", tokenRate]],
   ["Prefix hits", (state) => {
     const [prompt, cached, predicted] = ["prompt_tokens", "cached_tokens", "predicted_tokens"]
       .map((field) => sum(state.replicas, (r) => r[field]));
-    return [percent(cached, prompt), "of prompt tokens", `predicted ${percent(predicted, prompt)}`,
+    return [percent(cached, prompt), "of tokens", `predicted ${percent(predicted, prompt)}`,
       prompt ? cached / prompt : null];
   }],
   ["First token", (state) => [seconds(state.ttft_s[0]), "median", `95% within ${seconds(state.ttft_s[1])}`,
@@ -183,7 +184,7 @@ const NUMBERS = [
     const tokens = sum(state.replicas, (r) => r.prefill_tokens);
     return [count(tokens), "tokens", "of requests at replicas", tokens];
   }],
-  ["Router's queue", (state) => [count(state.queue.requests), "requests",
+  ["Routers' queue", (state) => [count(state.queue.requests), "requests",
     state.queue.requests ? `${seconds(state.queue.expected_wait_s)} to a first token` : "nothing waits",
     state.queue.requests]],
   ["KV in use", (state) => {
@@ -405,7 +406,7 @@ function showRequests(state) {
     if ($("requests").children[i] !== entry.row) $("requests").insertBefore(entry.row, $("requests").children[i] || null);
   });
   const policy = state.requests.length ? `policy ${state.requests[0].policy}; ` : "";
-  const kept = state.num_kept ? `the newest ${state.requests.length}, of this router` : "router.max_explained_decisions is 0: no decision is kept";
+  const kept = state.num_kept ? `the newest ${state.requests.length}` : "router.max_explained_decisions is 0: no decision is kept";
   write($("requests-note"), policy + kept);
 }
 
@@ -524,10 +525,15 @@ let paused = false;
 let heard = 0; // time of the last state, ms
 let latest = null;
 
+function routersText({ router, routers, num_routers: number }) {
+  if (number === 1) return router;
+  if (routers.length >= number) return `${number} routers, this is from ${router}`;
+  return `${router}: ${routers.length} of ${number} routers answered, requests of the others are missing`;
+}
+
 function show(state) {
   write($("model"), state.model);
-  write($("router"), state.num_routers > 1
-    ? `${state.router}, one of ${state.num_routers} routers: requests and queue are its own, replicas are everyone's` : state.router);
+  write($("router"), routersText(state));
   document.title = `Quire: ${state.model}`;
   updateRates(state);
   showNumbers(state);

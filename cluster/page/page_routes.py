@@ -3,7 +3,7 @@
 ```
 GET /ui                          the page
 GET /ui/page.css, /ui/page.js    its style and its script
-GET /ui/state                    the state of this router: JSON, or server-sent events if `Accept` asks for them
+GET /ui/state                    the state of the routers: JSON, or server-sent events if `Accept` asks for them
 ```
 
 The page loads nothing from other hosts, and a browser runs no script in it but `page.js` (`_PAGE_HEADERS`).
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -57,7 +57,7 @@ _STATE_HEADERS = {
 
 
 class StateEvents(Response):
-    """Sends the state of a router, again and again, until the viewer leaves.
+    """Sends the state of the routers, again and again, until the viewer leaves.
 
     Each event has the whole state, so a slow viewer gets fewer events and nothing waits in a queue for it.
 
@@ -73,7 +73,9 @@ class StateEvents(Response):
 
     media_type = EVENTS
 
-    def __init__(self, read: Callable[[], bytes], watchers: Watchers, client: str, viewer: str):
+    def __init__(
+        self, read: Callable[[], Awaitable[bytes]], watchers: Watchers, client: str, viewer: str
+    ):
         super().__init__(headers=_STATE_HEADERS)
         del self.headers["content-length"]
         self._read = read
@@ -86,7 +88,7 @@ class StateEvents(Response):
             await until_disconnect(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
-        state = self._read()
+        state = await self._read()
         await send(
             {"type": "http.response.start", "status": 200, "headers": self.raw_headers},
         )
@@ -104,7 +106,7 @@ class StateEvents(Response):
                 )
                 return
             await asyncio.sleep(max(PERIOD_S, len(event) / MAX_BYTES_PER_S))
-            state = self._read()
+            state = await self._read()
         await send_bytes(b"", send, is_last=True)
 
 
@@ -130,7 +132,7 @@ def add_routes(
         service = get_service()
         if EVENTS not in request.headers.get("accept", ""):
             return Response(
-                feed.state(service), headers=_STATE_HEADERS, media_type="application/json"
+                await feed.state(service), headers=_STATE_HEADERS, media_type="application/json"
             )
         host, port = request.client or ("an unknown address", 0)
         client = client_of(f"{host}:{port}", request.headers.getlist(FORWARDED_FOR))

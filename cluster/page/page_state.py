@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,11 @@ from quire.router.types import Service
 
 # An encoded state is sent to all who ask within this time.
 MAX_AGE_S = 0.25
-_DIGITS = 4  # significant digits of seconds and costs
+_DIGITS = 6  # of seconds: microseconds
 
 
 class StateFeed:
-    """Encodes the state of a router, once for all viewers of a tenant.
+    """Encodes the state of the routers, once for all viewers of a tenant.
 
     Parameters
     ----------
@@ -30,21 +31,27 @@ class StateFeed:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         # Tenant whose requests are shown (None: all) -> time, and the state.
-        self._made: dict[str | None, tuple[float, bytes]] = {}
+        self._made: dict[str | None, tuple[float, asyncio.Task[bytes]]] = {}
 
-    def state(self, service: Service) -> bytes:
+    async def state(self, service: Service) -> bytes:
         """Return the state that the caller of `service` may see, as JSON."""
         now_s, payer = self._clock(), shown_payer(service)
         self._made = {p: made for p, made in self._made.items() if now_s - made[0] < MAX_AGE_S}
         if payer not in self._made:
-            self._made[payer] = now_s, orjson.dumps(page_state(service.live_state()))
-        return self._made[payer][1]
+            self._made[payer] = now_s, asyncio.ensure_future(_encoded(service))
+        # A viewer that leaves does not take the state from the others.
+        return await asyncio.shield(self._made[payer][1])
+
+
+async def _encoded(service: Service) -> bytes:
+    return orjson.dumps(page_state(await service.live_state()))
 
 
 def page_state(state: LiveState) -> dict[str, Any]:
     """Convert a state to plain data."""
     return {
         "router": state.router,
+        "routers": state.routers,
         "num_routers": state.num_routers,
         "model": state.model,
         "now": round(state.now, 3),
@@ -56,7 +63,7 @@ def page_state(state: LiveState) -> dict[str, Any]:
         "num_decisions": state.num_decisions,
         "num_deltas": state.num_deltas,
         "num_kept": state.num_kept,
-        "ttft_s": [_short(_quantile(state.ttft_s, q)) for q in (0.5, 0.95)],
+        "ttft_s": [_short(state.ttft_quantile_s(q)) for q in (0.5, 0.95)],
         "replicas": _columns([_replica(status, state.hits) for status in state.replicas]),
         "requests": [_request(decision) for decision in state.decisions],
         "moves": [_move(decision) for decision in state.moves],
@@ -112,6 +119,7 @@ def _request(decision: dict[str, Any]) -> dict[str, Any]:
         "answer_id": decision["answer_id"],
         "attempt": decision["attempt"],
         "decided": round(decision["decided"], 2),
+        "router": decision["router"],
         "policy": decision["policy"],
         "prompt_tokens": decision["prompt_tokens"],
         "num_replicas": decision["num_replicas"],
@@ -143,9 +151,4 @@ def _move(decision: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{_DIGITS}g}")
-
-
-def _quantile(ascending: list[float], q: float) -> float | None:
-    """The nearest-rank quantile; None without values."""
-    return ascending[min(len(ascending) - 1, int(q * len(ascending)))] if ascending else None
+    return None if value is None else round(value, _DIGITS)

@@ -132,6 +132,12 @@ class DecisionRing:
         newest = found[: -limit - 1 : -1]
         return [self.describe(decision) for decision in newest]
 
+    def recent(
+        self, request_id: str | None, limit: int, payer: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return what `find` does for a request id, and what `last` does without one."""
+        return self.last(limit, payer) if request_id is None else self.find(request_id, payer)
+
     def newest(self, limit: int) -> Iterator[RoutingDecision]:
         """Yield the last `limit` decisions, newest first."""
         return itertools.islice(reversed(self._decisions), limit)

@@ -17,6 +17,7 @@ from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.token_scores import TokenScorer
 from quire.router.scoring.embedding_format import EmbeddingFormat
+from quire.router.status_types import Decisions, LiveState
 from quire.router.transport.transport import Transport
 
 
@@ -68,3 +69,17 @@ class RouterContext(Protocol):
     # Seconds for which replicas retain the blocks of a conversation that will soon go on.
     retain_s: float
     scorer: TokenScorer
+
+
+class PeerRouters(Protocol):
+    """All routers of the application, the asking one included. `transport.peers.Peers` implements this."""
+
+    async def decisions(
+        self, request_id: str | None, limit: int, payer: str | None = None
+    ) -> Decisions:
+        """Return the last decisions of all routers; raises `Unavailable` if none answered."""
+        ...
+
+    async def live_states(self, payer: str | None) -> list[LiveState]:
+        """Return the states of the routers that answered; raises `Unavailable` if none did."""
+        ...

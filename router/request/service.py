@@ -19,8 +19,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
-from quire.router.explain.live_state import live_state
+from quire.router.explain.live_state import live_state, merged
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
@@ -40,7 +39,7 @@ from quire.router.question_types import Question
 from quire.router.request import params, resume
 from quire.router.request.attempts import NO_REPLICA_RETRY_S
 from quire.router.request.choices import ChoicesStream
-from quire.router.request.context import ModelFacts
+from quire.router.request.context import ModelFacts, PeerRouters
 from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.prompt_encoder import PromptEncoder, of_prompt
 from quire.router.request.prompts import PromptOnlyStream, PromptsStream
@@ -90,7 +89,7 @@ class RouterService:
     decision_log
         Records every decision and its outcome; None: nothing is recorded.
     peers
-        Asks all routers, including this one, for their `own_decisions`; None: this is the only router.
+        All routers, including this one, to ask them; None: this is the only router.
     scrape
         Returns the Prometheus page of the whole application; None: an empty page.
     """
@@ -114,7 +113,7 @@ class RouterService:
         admission: AdmissionLimits | None = None,
         max_explained_decisions: int = 256,
         decision_log: DecisionLog | None = None,
-        peers: Callable[[str | None, int, str | None], Awaitable[Decisions]] | None = None,
+        peers: PeerRouters | None = None,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -440,17 +439,6 @@ class RouterService:
     def replicas(self) -> list[ReplicaStatus]:
         return self.table.statuses(self.clock())
 
-    def own_decisions(
-        self, request_id: str | None, limit: int, payer: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Return the decisions of this router for one request id, or (None) the last `limit` for any request.
-
-        `payer`: only those of this tenant; None: of all tenants.
-        """
-        if request_id is None:
-            return self.ring.last(limit, payer)
-        return self.ring.find(request_id, payer)
-
     async def decisions(
         self, request_id: str | None, limit: int, payer: str | None = None
     ) -> Decisions:
@@ -458,14 +446,23 @@ class RouterService:
         num_silent = 0
         if self._peers is not None:
             try:
-                return await self._peers(request_id, limit, payer)
+                return await self._peers.decisions(request_id, limit, payer)
             except Unavailable:
                 num_silent = 1
-        return Decisions([self.router_id], num_silent, self.own_decisions(request_id, limit, payer))
+        return Decisions([self.router_id], num_silent, self.ring.recent(request_id, limit, payer))
 
-    def live_state(self, payer: str | None = None) -> LiveState:
+    def own_state(self, payer: str | None = None) -> LiveState:
+        """Return what this router knows; only the requests of `payer`, if given."""
         parts = (self.ring, self.gate, self.table, self.observer)
         return live_state(*parts, self.facts.name, self.clock(), payer)
+
+    async def live_state(self, payer: str | None = None) -> LiveState:
+        own = self.own_state(payer)
+        if self._peers is None or own.num_routers == 1:
+            return own
+        with suppress(Unavailable):
+            return merged(own, await self._peers.live_states(payer))
+        return own
 
     async def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         last = None

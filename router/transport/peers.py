@@ -17,11 +17,13 @@ from ray.serve.handle import DeploymentHandle
 
 from quire.protos.errors import Unavailable
 from quire.protos.metric_families import Page
-from quire.router.status_types import Decisions
+from quire.router.status_types import Decisions, LiveState
 from quire.router.transport.calls import answer_of
 
 logger = logging.getLogger("ray.serve")
 ANSWER_TIMEOUT_S = 5.0
+# The live page asks twice a second: a router that hangs may not hold the others' states up for long.
+_STATE_TIMEOUT_S = 0.8
 # Time between attempts while a new handle does not know the routers yet.
 _RETRY_S = 0.05
 
@@ -32,7 +34,7 @@ class Peers:
     Parameters
     ----------
     routers
-        Handle of the routers' deployment; it has the methods `own_decisions` and `own_metrics`.
+        Handle of the routers' deployment; it has the methods `own_decisions`, `own_metrics` and `own_state`.
     """
 
     def __init__(self, routers: DeploymentHandle):
@@ -69,6 +71,19 @@ class Peers:
         """
         answers, num_silent = await self._ask("own_metrics", timeout_s=timeout_s)
         return dict(answers), num_silent
+
+    async def live_states(self, payer: str | None) -> list[LiveState]:
+        """Return the states of the routers that answered.
+
+        `payer`: with only this tenant's requests; None: with those of all tenants.
+
+        Raises
+        ------
+        Unavailable
+            No router answered.
+        """
+        states, _ = await self._ask("own_state", payer, timeout_s=_STATE_TIMEOUT_S)
+        return states
 
     async def _ask(
         self, method: str, *args: Any, timeout_s: float = ANSWER_TIMEOUT_S

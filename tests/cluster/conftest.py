@@ -348,7 +348,7 @@ class FakeService:
         table.on_frame("replica-a", Frame("e1", load=self.load), 0.0)
         return table
 
-    def live_state(self, payer: str | None = None) -> LiveState:
+    async def live_state(self, payer: str | None = None) -> LiveState:
         """The requests are those of `payer`."""
         self._refuse()
         gate = AdmissionGate(AdmissionLimits(), time.monotonic)

@@ -34,7 +34,7 @@ UNARY = (
     "GetLoads",
     "Check",
 )
-STREAMING = ("Generate", "WatchCache", "Watch")
+STREAMING = ("Generate", "WatchCache", "WatchRouter", "Watch")
 
 
 class Servicer:

@@ -168,7 +168,7 @@ class FleetService:
 
     # -- the service ------------------------------------------------------------------------------------
 
-    def live_state(self, payer: str | None = None) -> LiveState:
+    async def live_state(self, payer: str | None = None) -> LiveState:
         observer = Observer()
         observer.num_deltas = lambda: int(self.deltas)
         parts = (self.ring, self.gate, self.table, observer)

@@ -464,13 +464,38 @@ def test_watch_cache_sends_the_state_then_its_changes(service, mode: str) -> Non
     run(service, mode, body)
 
 
-@pytest.mark.parametrize("period_ms", [0, 99, 60_001])
-def test_watch_cache_bounds_its_period(service, period_ms: int) -> None:
+def test_watch_router_sends_the_state_again_and_again(service) -> None:
     async def body(clients: Clients) -> None:
-        asked = control_pb2.WatchCacheRequest(period_ms=period_ms)
-        error = await failure(clients.control.WatchCache(asked))
-        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert f"[100, 60000], got {period_ms}" in error.details()
+        states = aiter(clients.control.WatchRouter(control_pb2.WatchRouterRequest(period_ms=100)))
+        state = await anext(states)
+        (replica,) = state.replicas
+        assert (replica.load.replica, replica.state, state.model) == (
+            "replica-a",
+            "attached",
+            "acme/tiny",
+        )
+        assert not state.requests and not state.HasField("ttft_median_ms")
+        await clients.generation.GenerateOnce(request())
+        while not state.requests:
+            state = await anext(states)
+        (decision,) = state.requests
+        assert (decision.best.replica, decision.runner_up.replica) == ("replica-a", "replica-b")
+        assert dict(decision.best.terms_ms) == {"wait_s": 250.0, "prefill_s": 500.0}
+        assert decision.HasField("ttft_ms") and state.HasField("ttft_median_ms")
+
+    run(service, "direct", body)
+
+
+@pytest.mark.parametrize("period_ms", [0, 99, 60_001])
+def test_a_watch_bounds_its_period(service, period_ms: int) -> None:
+    async def body(clients: Clients) -> None:
+        for watch, asked in (
+            (clients.control.WatchCache, control_pb2.WatchCacheRequest(period_ms=period_ms)),
+            (clients.control.WatchRouter, control_pb2.WatchRouterRequest(period_ms=period_ms)),
+        ):
+            error = await failure(watch(asked))
+            assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert f"[100, 60000], got {period_ms}" in error.details()
 
     run(service, "direct", body)
 
@@ -682,7 +707,7 @@ def test_an_unknown_method_is_answered_with_those_that_there_are(service, mode: 
                     "GenerateOnce, Render, Tokenize"
                 )
             error = await failure(channel.unary_unary("/quire.v1.Control/Stop")(b""))
-            assert error.details().endswith("has GetLoads, GetModelInfo, WatchCache")
+            assert error.details().endswith("has GetLoads, GetModelInfo, WatchCache, WatchRouter")
             error = await failure(channel.unary_unary("/quire.v2.Generation/Generate")(b""))
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 

@@ -92,7 +92,7 @@ def test_it_draws_a_fleet(browser, port):
         open_page(browser, port, 2)
         assert texts(browser, "#model") == ["Qwen/Qwen3-8B"]
         assert service.ring.router_id in texts(browser, "#router")[0]
-        assert "one of 2 routers" in texts(browser, "#router")[0]
+        assert "1 of 2 routers answered" in texts(browser, "#router")[0]
         assert sorted(texts(browser, ".tile .name")) == sorted(service.replicas)
         assert len(texts(browser, "#requests tr")) == 20
         newest = service.ring.last(1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from page_fleets import FleetService
@@ -9,13 +10,13 @@ from page_fleets import FleetService
 from quire.cluster.page.page_routes import MAX_BYTES_PER_S, PERIOD_S
 from quire.cluster.page.page_state import MAX_AGE_S, StateFeed, page_state
 from quire.protos.wire import Frame, Load
-from quire.router.explain.live_state import MAX_DECISIONS, MAX_MOVES, WINDOW
+from quire.router.explain.live_state import MAX_DECISIONS, MAX_MOVES, WINDOW, merged
 from quire.router.types import Explain
 
 
 def state_of(service: FleetService, payer: str | None = None) -> dict:
     """As the script has it, with a row for each replica."""
-    state = json.loads(json.dumps(page_state(service.live_state(payer))))
+    state = json.loads(json.dumps(page_state(asyncio.run(service.live_state(payer)))))
     columns = state["replicas"]
     state["replicas"] = [
         dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
@@ -26,7 +27,7 @@ def state_of(service: FleetService, payer: str | None = None) -> dict:
 def test_a_hundred_replicas_with_a_million_blocks_come_twice_a_second():
     service = FleetService(100, 10_000)
     service.pass_time(2.0, requests_per_s=300)
-    state = StateFeed().state(service)
+    state = asyncio.run(StateFeed().state(service))
     blocks = sum(sum(tier) for tier in json.loads(state)["replicas"]["device"])
     assert blocks == 1_000_000
     assert len(state) / MAX_BYTES_PER_S <= PERIOD_S
@@ -35,14 +36,14 @@ def test_a_hundred_replicas_with_a_million_blocks_come_twice_a_second():
 def test_the_size_does_not_grow_with_requests():
     service = FleetService(3)
     service.pass_time(1.0, requests_per_s=400)
-    before = len(StateFeed().state(service))
+    before = len(asyncio.run(StateFeed().state(service)))
     service.pass_time(3.0, requests_per_s=400)
     for name in list(service.replicas)[:2]:
         service.lose(name)
     state = state_of(service)
     assert len(state["requests"]) == MAX_DECISIONS and len(state["moves"]) <= MAX_MOVES
     assert state["num_decisions"] > WINDOW
-    assert len(StateFeed().state(service)) < 1.5 * before
+    assert len(asyncio.run(StateFeed().state(service))) < 1.5 * before
 
 
 def test_every_block_has_one_state():
@@ -114,11 +115,47 @@ def test_the_state_of_a_replica_is_said():
 def test_viewers_share_one_encoding():
     service, now_s, calls = FleetService(2), [0.0], []
     live_state = service.live_state
-    service.live_state = lambda payer=None: calls.append(payer) or live_state(payer)
-    feed = StateFeed(clock=lambda: now_s[0])
-    states = {feed.state(service) for _ in range(50)}
-    assert len(states) == len(calls) == 1
-    service.ask()
-    now_s[0] += MAX_AGE_S
-    assert feed.state(service) not in states and len(calls) == 2
-    assert len(feed._made) == 1
+
+    async def slow_state(payer=None):
+        calls.append(payer)
+        await asyncio.sleep(0.01)  # as for the other routers' answers
+        return await live_state(payer)
+
+    service.live_state = slow_state
+
+    async def watch() -> None:
+        feed = StateFeed(clock=lambda: now_s[0])
+        viewers = [asyncio.ensure_future(feed.state(service)) for _ in range(50)]
+        await asyncio.sleep(0)
+        viewers[0].cancel()  # a viewer that leaves takes nothing from the others
+        states = set(await asyncio.gather(*viewers[1:]))
+        assert len(states) == len(calls) == 1
+        service.ask()
+        now_s[0] += MAX_AGE_S
+        assert await feed.state(service) not in states and len(calls) == 2
+        assert len(feed._made) == 1
+
+    asyncio.run(watch())
+
+
+def test_the_states_of_several_routers_are_added():
+    services = [FleetService(2, seed=1), FleetService(2, seed=1)]
+    services[1].ring.router_id = "router-b"
+    for i, service in enumerate(services):
+        for n in range(15):
+            service.now_s += 1.0
+            answered(service.ask(f"r{i}-{n}"), 0.1 * (i + 1), 64)
+    services[0].ask("moved", left="elsewhere", attempts=2)
+    own, other = (asyncio.run(service.live_state()) for service in services)
+    state = merged(own, [own, other])  # a router also asks itself
+    assert state.routers == sorted([own.router, "router-b"]) and state.router == own.router
+    assert state.num_decisions == 31 and len(state.ttft_s) == 30
+    assert sum(found.num_requests for found in state.hits.values()) == 30
+    assert sum(found.cached_tokens for found in state.hits.values()) == 30 * 64
+    shown = [decision["request_id"] for decision in state.decisions]
+    assert len(shown) == MAX_DECISIONS and {name[:2] for name in shown} >= {"r0", "r1"}
+    times = [decision["decided"] for decision in state.decisions]
+    assert times == sorted(times, reverse=True)
+    assert [move["request_id"] for move in state.moves] == ["moved"]
+    assert merged(own, []).num_decisions == own.num_decisions
+    assert sum(f.num_requests for f in own.hits.values()) == 15, "the parts stay as they were"

@@ -164,7 +164,7 @@ def test_the_bill_is_that_of_one_answer(transport) -> None:
         )
         assert answer.cached_tokens == scores.usage.cached_tokens
         assert answer.prefill_s > 0 == answer.decode_s
-        own = service.own_decisions("r", 20, "team")
+        own = service.ring.recent("r", 20, "team")
         assert len(own) == len(PAIRS), "the tenant finds the routing of its own request"
         # Refused before any token is computed: it costs nothing.
         bill.clear()

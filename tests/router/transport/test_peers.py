@@ -68,6 +68,19 @@ def test_answers_are_joined_newest_first():
     asyncio.run(main())
 
 
+def test_the_states_of_the_routers_that_answer_in_time(monkeypatch):
+    monkeypatch.setattr(peers_module, "_STATE_TIMEOUT_S", 0.05)
+
+    async def main() -> None:
+        handle = Handle("state of r1", None, "state of r2")
+        assert sorted(await Peers(handle).live_states("team-a")) == ["state of r1", "state of r2"]
+        assert handle.calls == [("own_state", "team-a")]
+        with pytest.raises(Unavailable):
+            await Peers(Handle(None)).live_states(None)
+
+    asyncio.run(main())
+
+
 def test_a_router_that_hangs_or_fails_hides_no_other(monkeypatch):
     monkeypatch.setattr(peers_module.Peers._ask, "__kwdefaults__", {"timeout_s": 0.05})
 

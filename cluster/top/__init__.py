@@ -1,0 +1,1 @@
+"""`quire top`: what a router knows, in a terminal."""
