@@ -1,7 +1,7 @@
 """Sampling parameters as records of a numpy array, one for each row. The layout follows from `SamplingParams`.
 
 ```
- record of a row     temperature  top_k  top_p  min_p │ seed  choice  repetition_penalty  ...
+ record of a row     temperature  top_k  top_p  ...    │ seed  choice  repetition_penalty  ...
                      limits: the device has a copy     │ only on the host
 ```
 
