@@ -135,7 +135,11 @@ class Attempt:
         if not self._events:
             return None
         event = self._events.popleft()
-        if self._unread_since_s is not None and not self._events:
+        if self._events:
+            # Events that arrive together wake the reader once, and it may be away before it takes the second.
+            if self._unread_since_s is None:
+                self._unread_since_s = time.monotonic()
+        elif self._unread_since_s is not None:
             self._unread_s, self._unread_since_s = self.unread_s(), None
         if isinstance(event, TokenDelta):
             self.num_read = event.index + len(event.token_ids)

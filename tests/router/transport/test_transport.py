@@ -115,3 +115,23 @@ def test_an_event_wakes_the_reader_and_cancel_reaches_the_callback():
     asyncio.run(run())
     attempt.cancel()
     assert cancelled == [attempt]
+
+
+def test_output_that_arrived_together_is_unread_while_the_reader_is_away():
+    attempt = Attempt(4, "a", on_cancel=lambda attempt: None)
+
+    async def run() -> None:
+        reading = asyncio.create_task(attempt.next())
+        await asyncio.sleep(0)
+        for i in range(3):
+            attempt.put(TokenDelta(4, i, [i]))
+        await reading
+        await asyncio.sleep(0.05)
+        assert attempt.unread_s() >= 0.05
+        attempt.take()
+        attempt.take()
+        unread_s = attempt.unread_s()
+        await asyncio.sleep(0.05)
+        assert attempt.unread_s() == unread_s, "nothing is unread"
+
+    asyncio.run(run())
