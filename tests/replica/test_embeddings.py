@@ -128,12 +128,10 @@ def test_a_recurrent_model_has_embeddings(tmp_path, pooling):
             *engine.generate([prompt(LENGTH)], SamplingParams(pooling=pooling)),
             *engine.generate([prompt(LENGTH)], SamplingParams(pooling=pooling)),
         )
-    assert cosine(cold.facts.embedding, expected) >= 0.999999
-    assert warm.facts.embedding.tobytes() == cold.facts.embedding.tobytes()
+    assert cosine(cold.embedding, expected) >= 0.999999
+    assert warm.embedding.tobytes() == cold.embedding.tobytes()
     # A prefix comes with the states at its end.
-    assert cold.facts.num_cached_tokens == 0 and (warm.facts.num_cached_tokens > 0) == (
-        pooling == "last"
-    )
+    assert cold.num_cached_tokens == 0 and (warm.num_cached_tokens > 0) == (pooling == "last")
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
