@@ -71,11 +71,11 @@ class EngineClient:
             self._engine.submit(Request(key, prompt_ids, params, retain_s=retain_s))
             while True:
                 now_s, delta = await queue.get()
-                if delta.error is not None:
-                    raise delta.error
+                if delta.facts.error is not None:
+                    raise delta.facts.error
                 if delta.token_ids:
                     if not answer.tokens:
-                        answer.cached_tokens = delta.num_cached_tokens
+                        answer.cached_tokens = delta.facts.num_cached_tokens
                     answer.arrivals_s.append(now_s)
                     answer.tokens.append(len(delta.token_ids))
                     answer.token_ids += delta.token_ids

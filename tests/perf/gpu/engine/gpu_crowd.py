@@ -146,7 +146,7 @@ class Crowd:
         ended = [delta for delta in deltas.whole if delta.finish_reason is not None]
         for delta in ended:
             self._open.discard(delta.key)
-            self._error = self._error or delta.error
+            self._error = self._error or delta.facts.error
         if len(keys) == self._size and self._on_full is not None:
             self._on_full(self._num_full)
             self._num_full += 1
