@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -182,6 +183,8 @@ def test_it_follows_a_router_and_survives_its_restart(tmp_path):
             stderr=theirs,
             env=environment,
             start_new_session=True,
+            # A job in the background ignores Ctrl-C, and its children do too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             wait_for(next(iter(service.replicas)))
@@ -192,8 +195,12 @@ def test_it_follows_a_router_and_survives_its_restart(tmp_path):
             raise
     try:
         wait_for("connecting again")
-        process.send_signal(2)
-        assert process.wait(30) == 0
+        process.send_signal(signal.SIGINT)
+        end_s = time.monotonic() + 60
+        while process.poll() is None:
+            shows("")  # a terminal reads
+            assert time.monotonic() < end_s
+        assert process.returncode == 0
     finally:
         process.kill()
         os.close(ours)

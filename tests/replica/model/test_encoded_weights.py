@@ -245,7 +245,8 @@ def test_packed_codes_are_the_codes():
     scales = torch.rand(70, generator=random) + 0.1
     packed = PackedWeight.from_codes(codes, scales)
     x = torch.randn(3, 32, generator=random).bfloat16()
-    expected = x.double() @ (codes.double() * scales[:, None]).t()
+    # The product rounds a code times its scale to bfloat16.
+    expected = x.double() @ (codes.float() * scales[:, None]).bfloat16().double().t()
     assert torch.allclose(packed_linear(x, packed).double(), expected, rtol=2**-8, atol=1e-3)
     with pytest.raises(ValueError, match="codes: must be int8 with a multiple of 4"):
         PackedWeight.from_codes(codes[:, :30], scales)
