@@ -32,7 +32,7 @@ import uvicorn
 from quire.cluster.app import APIS
 from quire.cluster.bench.results import report
 from quire.cluster.http.http_api import build_app
-from quire.protos.wire import Frame, Hello, Load, Submit, TokenDelta
+from quire.protos.wire import NO_FACTS, Facts, Frame, Hello, Load, Submit, TokenDelta
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
@@ -83,9 +83,10 @@ class InstantTransport:
         return attempt
 
     def _answer(self, attempt: Attempt, index: int) -> None:
-        reason = "length" if index == OUTPUT - 1 else None
-        attempt.put(TokenDelta(attempt.stream_id, index, [100 + index], reason, 0, 0.0))
-        if reason is None:
+        is_last = index == OUTPUT - 1
+        facts = Facts("length") if is_last else NO_FACTS if index else Facts()
+        attempt.put(TokenDelta(attempt.stream_id, index, [100 + index], facts))
+        if not is_last:
             asyncio.get_running_loop().call_soon(self._answer, attempt, index + 1)
 
 
