@@ -18,8 +18,7 @@ import numpy as np
 
 from quire.protos import ragged
 from quire.protos.errors import QuireError
-from quire.protos.sampling_params import Grammar as Grammar
-from quire.protos.sampling_params import SamplingParams as SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire_codec import (
     Message,
     Record,

@@ -113,12 +113,15 @@ def _tier(in_use: int, cached: int, free: int, total: int) -> list[int]:
     return [in_use, max(0, total - in_use - cached - free), cached, free]
 
 
+def _attempt(decision: dict[str, Any]) -> dict[str, Any]:
+    """Which attempt of which request a decision was for, and when."""
+    names = ("request_id", "answer_id", "attempt")
+    return {name: decision[name] for name in names} | {"decided": round(decision["decided"], 2)}
+
+
 def _request(decision: dict[str, Any]) -> dict[str, Any]:
     return {
-        "request_id": decision["request_id"],
-        "answer_id": decision["answer_id"],
-        "attempt": decision["attempt"],
-        "decided": round(decision["decided"], 2),
+        **_attempt(decision),
         "router": decision["router"],
         "policy": decision["policy"],
         "prompt_tokens": decision["prompt_tokens"],
@@ -141,10 +144,7 @@ def _outcome(outcome: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _move(decision: dict[str, Any]) -> dict[str, Any]:
     return {
-        "request_id": decision["request_id"],
-        "answer_id": decision["answer_id"],
-        "attempt": decision["attempt"],
-        "decided": round(decision["decided"], 2),
+        **_attempt(decision),
         "left": decision["left_replica"],
         "replica": decision["ranking"][0]["replica"],
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 
 VOCAB_SIZE = 1000
 NO_INTEGERS = (1.5, 1.0, "1", math.nan, math.inf, True, [1], 1e10)

@@ -7,16 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 
+from quire.protos.sampling_params import Grammar, SamplingParams
 from quire.protos.wire import (
     CacheEvents,
     Completion,
     Facts,
     Frame,
-    Grammar,
     Hello,
     Load,
     PromptLogprobs,
-    SamplingParams,
     Submit,
     TokenDelta,
     TokenLogprob,

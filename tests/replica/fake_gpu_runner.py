@@ -27,7 +27,8 @@ from device_harness import Harness, config_of
 from fake_device import FakeDevice
 from fake_gpu import FakeGpu
 
-from quire.protos.wire import Load, SamplingParams, TokenDelta
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Load, TokenDelta
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request

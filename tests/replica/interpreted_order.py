@@ -18,7 +18,7 @@ from test_bit_equality import fresh, prompt, run
 
 from quire.kernels.rows import matmul_fixed
 from quire.kernels.rows.matmul_fixed import MatmulConfig, Tile
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.runner.runner import Runner
 from tests.kernels.compile.interpreter import repair_interpreter

@@ -9,7 +9,7 @@ import pytest
 from device_harness import Harness, config_of, prompt, tight
 from fake_device import FakeDevice
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.device.cpu_device import CpuDevice

@@ -14,7 +14,7 @@ import torch
 import transformers
 from step_driver import make_runner
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.runner.runner import Runner
 from quire.replica.scheduler.scheduler import Scheduler

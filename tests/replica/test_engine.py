@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quire.protos.errors import ContextLengthExceeded, EngineError, InvalidRequest, Unavailable
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica import Engine, EngineArgs
 from quire.replica import offline as offline_module
 from quire.replica.core.request import Request
@@ -24,7 +24,7 @@ VOCAB_SIZE = 173
 BUSY_ENGINE = """
 import sys
 from quire.replica import Engine
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 
 engine = Engine(model=sys.argv[1], device="cpu", num_blocks=64, block_size=16, max_model_len=256)
 pool, prefault = engine._runner.pool, engine._runner.steps.prefault

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from step_driver import Driver, make_runner
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.core.request import Request
 from quire.replica.kv_cache.groups import sequence_blocks

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from quire.protos.errors import DeadlineExceeded, EngineError, Overloaded, Unavailable
-from quire.protos.wire import SamplingParams, TokenDelta
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import TokenDelta
 from quire.replica.config import EngineConfig
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.request import Request

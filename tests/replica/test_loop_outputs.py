@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from quire.protos.errors import Unavailable
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica import Engine
 from quire.replica.config import LIGHT_FIELDS, SizingError
 from quire.replica.core.request import Request

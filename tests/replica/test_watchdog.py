@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos.errors import EngineError
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica import Engine
 from quire.replica.core.request import Request
 from quire.replica.watchdog import SLACK, StepWatch

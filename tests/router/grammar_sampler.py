@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import AddedToken, Tokenizer
 
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.grammar.grammar_source import to_source
 from quire.router.chat.added_tokens import AddedTokens

@@ -20,7 +20,7 @@ import pytest
 from live import SIZE, Cluster, start_cluster, wait_until, write_bars
 
 from quire.cluster.bench.results.report import Bar
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica import Engine
 from quire.replica.builtin_model import CHECKPOINT
 from quire.router.scoring.embedding_format import EmbeddingFormat

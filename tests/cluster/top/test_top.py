@@ -25,6 +25,13 @@ from quire.cluster.cli import main
 from quire.cluster.grpc.grpc_answers import router_state
 from quire.cluster.top.top_screen import TopScreen
 
+# A job in the background ignores Ctrl-C, and its children do too, unless they ask for it.
+TOP = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from quire.cluster.cli import main
+sys.exit(main(["top", *sys.argv[1:]]))
+"""
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -175,7 +182,7 @@ def test_it_follows_a_router_and_survives_its_restart(tmp_path):
 
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "200", "LINES": "50"}
     with grpc_port(service) as port:
-        command = [sys.executable, "-m", "quire.cluster.cli", "top", f"127.0.0.1:{port}"]
+        command = [sys.executable, "-c", TOP, f"127.0.0.1:{port}"]
         process = subprocess.Popen(
             [*command, "--period-s", "0.1"],
             stdin=theirs,
@@ -183,8 +190,6 @@ def test_it_follows_a_router_and_survives_its_restart(tmp_path):
             stderr=theirs,
             env=environment,
             start_new_session=True,
-            # A job in the background ignores Ctrl-C, and its children do too.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             wait_for(next(iter(service.replicas)))

@@ -19,7 +19,8 @@ import numpy as np
 
 from quire.cluster.bench.load.clients import Answer, RequestFailed
 from quire.protos.routing_hash import RoutingHasher
-from quire.protos.wire import Frame, SamplingParams, TokenDelta
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Frame, TokenDelta
 from quire.replica.config import EngineConfig
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.request import Request

@@ -27,7 +27,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from quire.protos.wire import SamplingParams, TokenDelta
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import TokenDelta
 from quire.replica.config import EngineArgs
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine

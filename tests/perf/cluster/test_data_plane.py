@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.protos import generation_pb2 as pb
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.step_plan import SamplingBatch, StepPlan
 from quire.router.text.tokenizer import TextTokenizer
 from tests.perf.cluster import data_plane, paced_replica

@@ -13,7 +13,7 @@ from ray.serve.config import RequestRouterConfig
 
 from quire.cluster.bench.load.clients import Answer, OpenAIClient
 from quire.cluster.config.serve_config import load
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica import Engine
 from tests.perf.agents import agents
 from tests.perf.cluster import data_plane, ray_routers, truth

@@ -28,7 +28,7 @@ import torch
 from quire.cluster.bench.engines.engine_process import wait_until_idle
 from quire.cluster.bench.load.workloads import WORKLOADS, Workload, batches
 from quire.cluster.bench.results import report
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import EngineArgs
 from quire.replica.engine import Engine
 from quire.replica.model.fusion.cpu_fused_parts import PackedProduct

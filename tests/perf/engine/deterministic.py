@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from quire.cluster.bench.results import report
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.engine import Engine
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from quire.cluster.bench.results.report import RESULTS, Bar, write
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.engine import Engine
 from quire.replica.model.text_part import causal_model

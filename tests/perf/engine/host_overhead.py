@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from quire.cluster.bench.results import report
-from quire.protos.wire import Frame, SamplingParams
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Frame
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult

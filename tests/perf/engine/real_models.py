@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from quire.cluster.bench.results.report import RESULTS, ROOT, Bar, write
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.engine import Engine
 from tests.perf.engine.packaged_checkpoints import PACKAGES, make
 

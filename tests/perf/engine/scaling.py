@@ -21,7 +21,7 @@ import numpy as np
 
 from quire.cluster.bench.results import plots, report
 from quire.cluster.bench.results.report import Bar, Spread, spread_json
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult

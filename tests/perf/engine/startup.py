@@ -26,7 +26,7 @@ GOAL_MB = 500.0
 
 def child(checkpoint: str, dtype: str, kv_cache_gib: float) -> None:
     """The measured process: prints a JSON line at its first token, and one at its end."""
-    from quire.protos.wire import SamplingParams
+    from quire.protos.sampling_params import SamplingParams
     from quire.replica.engine import Engine
 
     with Engine(

@@ -94,7 +94,7 @@ def measure(session: Session, point: Point) -> Row:
 
 def serve(engine: Engine, max_tokens: int) -> int:
     """Serve every kind of request; returns the number of greedy answers that differ in the second run."""
-    from quire.protos.wire import SamplingParams
+    from quire.protos.sampling_params import SamplingParams
     from tests.perf.gpu.engine.gpu_crowd import random_prompts
     from tests.perf.gpu.gpu_tiny_models import VOCAB_SIZE
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest
-from quire.protos.wire import SamplingParams, TokenRecord
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import TokenRecord
 from quire.replica.config import EngineConfig
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.request import (

@@ -10,8 +10,7 @@ import pytest
 from quire.kernels.sampling import sampling_tile
 from quire.protos.errors import InvalidRequest
 from quire.protos.field_checks import Range
-from quire.protos.sampling_params import Column, annotated
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import Column, SamplingParams, annotated
 from quire.replica.core.sampling_checks import check_params
 from quire.replica.core.sampling_record import LIMITS, RECORD, limits_of, record_of, records
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, UnsupportedField
-from quire.protos.wire import Grammar, SamplingParams
+from quire.protos.sampling_params import Grammar, SamplingParams
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.request import Request
 from quire.replica.core.sampling_record import records

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from quire.protos.errors import InvalidRequest, Overloaded, QuireError, Unavailable
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.grammar import compiler as module
 from quire.replica.grammar.compiler import GrammarCompiler

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_config import small_config
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.kv_cache.block_eviction import FairLeastRecentlyUsed

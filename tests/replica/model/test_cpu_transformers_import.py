@@ -12,7 +12,7 @@ CHILD = """
 import sys
 {before}
 import quire.replica.startup.runtime
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.engine import Engine
 
 engine = Engine(model="embedded", kv_cache_gib=0.01, num_threads=1)

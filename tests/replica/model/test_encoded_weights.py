@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from quire.kernels.cpu.cpu_attention import has_native
 from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
 from quire.kernels.rows import fp8_linear, int8_linear
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.checkpoint.weight_bytes import loading_bytes, weight_bytes
 from quire.replica.config import EngineArgs, SizingError

@@ -10,7 +10,7 @@ import torch
 import transformers
 from families import default_entries, write_config
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica import Engine
 from quire.replica.checkpoint.checkpoint import weight_files
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import FinishReason, Phase, Request
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup

@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_config import small_config
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Phase, Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.device import host_pool

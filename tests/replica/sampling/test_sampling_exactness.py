@@ -10,7 +10,7 @@ import torch
 import transformers
 from step_driver import engine_config
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.core.request import Request
 from quire.replica.runner.runner import Runner

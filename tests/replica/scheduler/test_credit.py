@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from small_config import small_config
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import SamplingParams, Submit
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Submit
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.scheduler.scheduler import Scheduler

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from step_driver import engine_config, make_runner
 
 from quire.protos.errors import DeadlineExceeded, EngineError
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.core.request import FinishReason, Phase, Request
 from quire.replica.runner.runner import Runner

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_config import small_config
 
-from quire.protos.wire import ISOLATED_TOKENS, SamplingParams, Submit
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import ISOLATED_TOKENS, Submit
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.scheduler.scheduler import Scheduler

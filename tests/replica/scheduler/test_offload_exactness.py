@@ -10,7 +10,7 @@ import pytest
 import torch
 from step_driver import make_runner
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.device.host_pool import HostPool
 from quire.replica.kv_cache.groups import sequence_blocks

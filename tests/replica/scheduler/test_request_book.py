@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_config import small_config
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import SchedulerName
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult

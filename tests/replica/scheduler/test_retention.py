@@ -7,7 +7,7 @@ import pytest
 from small_config import small_config
 
 from quire.protos.errors import EngineError
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.scheduler.scheduler import Scheduler

@@ -6,7 +6,7 @@ from small_config import small_config
 
 from quire.protos.errors import DeadlineExceeded, EngineError
 from quire.protos.routing_hash import RoutingHasher
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup

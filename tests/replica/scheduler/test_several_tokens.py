@@ -10,7 +10,8 @@ from small_config import small_config
 
 from quire.protos import ragged
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import SamplingParams, TokenDelta, TokenLogprob
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import TokenDelta, TokenLogprob
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import NO_TOKEN, StepPlan, StepResult
 from quire.replica.request_table.rows import RowTable

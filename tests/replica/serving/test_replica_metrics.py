@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from quire.protos.metric_families import join
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput

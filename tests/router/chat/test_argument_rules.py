@@ -14,7 +14,7 @@ from family_templates import SPECIAL
 from grammar_sampler import Sampler
 
 from quire.protos.errors import UnsupportedField
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 from quire.router.chat.argument_schema import with_types
 from quire.router.chat.family import load_families
 from quire.router.chat.reply_parser import ReplyParser, load_template

@@ -12,7 +12,7 @@ from engine_transport import EngineTransport, make_service
 from family_templates import PLAIN, THINKING
 
 from quire.protos.errors import InvalidRequest, UnsupportedField
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 from quire.router.request import resume
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.tool_types import Tool, ToolCall, ToolChoice

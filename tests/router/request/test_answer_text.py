@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import Facts, Hello, PromptLogprobs, SamplingParams, TokenDelta
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Facts, Hello, PromptLogprobs, TokenDelta
 from quire.replica.builtin_model import CHECKPOINT
 from quire.router.chat.family import load_families
 from quire.router.chat.reply_parser import ReplyParser, load_template

@@ -19,7 +19,8 @@ from local_serve import LocalCluster, LocalReplica, assert_idle, start_replica, 
 
 from quire.cluster.bench.results.report import Bar, write
 from quire.protos.errors import Unavailable
-from quire.protos.wire import Grammar, TokenDelta
+from quire.protos.sampling_params import Grammar
+from quire.protos.wire import TokenDelta
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.request import Phase
 from quire.replica.scheduler.scheduler import Scheduler

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.router.request.params import GenerationDefaults, Limits, check, resolve
 from quire.router.types import GenerationRequest
 from tests.protos.sampling_bound_cases import (

@@ -28,7 +28,8 @@ from quire.protos.errors import (
     QuireError,
     Unavailable,
 )
-from quire.protos.wire import Frame, Grammar, SamplingParams
+from quire.protos.sampling_params import Grammar, SamplingParams
+from quire.protos.wire import Frame
 from quire.replica import Engine
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.serving import actor as actor_module

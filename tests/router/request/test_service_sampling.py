@@ -13,7 +13,7 @@ import pytest
 from engine_transport import EngineTransport, make_service
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import Grammar
+from quire.protos.sampling_params import Grammar
 from quire.router.request.service import RouterService
 from quire.router.types import GenerationRequest, OutputDelta
 

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.protos import ragged
-from quire.protos.wire import Grammar, TokenLogprob
+from quire.protos.sampling_params import Grammar
+from quire.protos.wire import TokenLogprob
 from quire.replica import Engine
 from quire.replica.core.step_plan import NO_TOKEN, StepPlan, StepResult
 from quire.replica.loop import StepRunner

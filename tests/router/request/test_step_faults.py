@@ -9,7 +9,7 @@ import pytest
 from local_serve import LocalCluster, LocalReplica, start_replica, until
 
 from quire.protos.errors import EngineCrash
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica import Engine
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.serving.faults.faulty_actor import FaultyReplica

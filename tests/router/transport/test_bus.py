@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from quire.protos.errors import Unavailable
-from quire.protos.wire import Facts, Frame, Load, SamplingParams, Submit, TokenDelta, TokenRecord
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Facts, Frame, Load, Submit, TokenDelta, TokenRecord
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.transport.bus import Bus

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from local_serve import LocalCluster, LocalReplica, assert_idle, start_replica, until
 
 from quire.protos.errors import SlowClient
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica import Engine
 from quire.replica.builtin_model import CHECKPOINT
 from quire.router.fleet.replicas import ReplicaTable

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cluster.bench.results import report
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.engine import Engine
 from tests.perf.gpu.engine.gpu_models import SMALL, checkpoint
 from tests.perf.gpu.engine.mixed_requests import mixed_waves

@@ -134,7 +134,7 @@ def start(path: Path, device: str, dtype: str) -> Start:
 def child(path: str, device: str, dtype: str) -> None:
     """The measured process: prints a JSON line at its first token."""
     began_s = time.perf_counter()
-    from quire.protos.wire import SamplingParams
+    from quire.protos.sampling_params import SamplingParams
     from quire.replica.engine import Engine
 
     modules_s = time.perf_counter() - began_s

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from quire.cluster.bench.results import report
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 from quire.replica.engine import Engine
 from tests.perf.gpu import gpu_tiny_models
 from tests.perf.gpu.engine.gpu_crowd import random_prompts

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.protos.wire import SamplingParams
+from quire.protos.sampling_params import SamplingParams
 
 # Lengths around a block, a tile and a multiple of 16; then several chunks.
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 250)

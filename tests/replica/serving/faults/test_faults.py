@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from quire.protos.errors import EngineError
-from quire.protos.wire import Frame, SamplingParams, Submit, TokenDelta, TokenRecord
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import Frame, Submit, TokenDelta, TokenRecord
 from quire.replica.serving.faults.faults import Fault, Faults, FaultyEngine, disturbed, parse
 
 PROMPT = [5, 6, 7, 8]
