@@ -55,7 +55,7 @@ class SpeculationOptions:
         "Where drafts come from. off: no drafts. ngram: the text that followed the last tokens at their most recent "
         "earlier place in the same request. suffix: as ngram, and otherwise recent answers to the same tenant. "
         "auto: as suffix, with the number of drafted tokens chosen by measured acceptance and measured step times, 0 "
-        "where drafts do not pay. draft_model: not served yet. With each of them except off, the field `prediction` "
+        "where drafts do not pay. draft_model: not served yet. Except with off, the field `prediction` "
         "of a request is the first source for that request.",
     )
     max_draft_tokens: int = option(
@@ -332,12 +332,12 @@ def check_args(args: EngineArgs) -> None:
     SizingError
         The message names the option, its bound and the value.
     """
-    for problem in option_fields.problems(args):
-        raise SizingError(problem)
+    for message in option_fields.problems(args):
+        raise SizingError(message)
     if (problem := block_size_problem(args.block_size)) is not None:
         raise SizingError(f"block_size {problem}")
-    for problem in conflicts(args):
-        raise SizingError(problem)
+    for message in conflicts(args):
+        raise SizingError(message)
 
 
 def block_size_problem(block_size: int | None) -> str | None:

@@ -43,9 +43,7 @@ class SpeculationArgs(_options(replica_config.SpeculationOptions)):  # type: ign
         return "off" if value is False else value
 
 
-class EngineArgs(  # type: ignore[misc]
-    _options(replica_config.EngineOptions, speculation=SpeculationArgs)
-):
+class EngineArgs(_options(replica_config.EngineOptions, speculation=SpeculationArgs)):  # type: ignore[misc]
     """Options of each replica's engine."""
 
     aliases: ClassVar[dict[str, str]] = {"allow_block_sharing": "prefix_caching"}

@@ -108,6 +108,8 @@ class Request:
     fork_of
         Key of a live request with the same prompt and tenant, which computes the prompt for both (`forks.py`). If that
         request has ended, this is an ordinary request.
+    prediction_ids
+        [tokens] int32: the client's guess of the output, a source of drafts (`replica/speculation`).
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Request:
         num_expected_cached: int = 0,
         payer: str = "",
         retain_s: float = 0.0,
+        prediction_ids: np.ndarray | None = None,
     ):
         self.key = key
         self.params = params
@@ -143,6 +146,7 @@ class Request:
         self.alone = alone
         self.num_expected_cached = num_expected_cached
         self.retain_s = retain_s
+        self.prediction_ids = prediction_ids
         # Number of output tokens that the credit allows now, those of earlier attempts included; None: no limit.
         self.credit_end = None if credit_tokens is None else num_emitted + credit_tokens
         self.parent: Request | None = None  # the request of `fork_of`, until this one starts
