@@ -190,7 +190,7 @@ class PromptLogprobs:
 class Facts(NamedTuple):
     """Rare facts about a stream: its first output, its end, log-probabilities. Most frames have none.
 
-    A frame has the fields up to `embedding`. The others stay in the replica, for `Completion`.
+    A frame has the fields up to `num_accepted`. The others stay in the replica, for `Completion`.
     """
 
     finish_reason: str | None = None  # stop | length | abort | error, at the end only
@@ -202,13 +202,16 @@ class Facts(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
     # [hidden size] float32, at the end of a request with `SamplingParams.pooling`. It has no tokens.
     embedding: np.ndarray | None = None
+    # Drafted tokens that were verified, and those of them that were right. None: there were none.
+    num_drafted: int | None = None
+    num_accepted: int | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, those of earlier attempts included
     prefill_s: float = 0.0  # first scheduled to first token
     error: QuireError | None = None
 
     def to_wire(self) -> list[Any]:
-        values: list[Any] = list(self[:7])
+        values: list[Any] = list(self[:9])
         if self.prompt_logprobs is not None:
             values[5] = self.prompt_logprobs.to_wire()
         if self.embedding is not None:

@@ -35,6 +35,8 @@ LIGHT_FIELDS = (
 )
 # The default of resume_margin exceeds safety_margin by this. A larger value lowers throughput and saves no preemption.
 _RESUME_STEP = 0.1
+# Samples of a step that an engine of few rows has memory for, so that its rows may have drafts.
+_DRAFT_SAMPLES = 32
 
 
 class SizingError(ValueError):
@@ -458,6 +460,11 @@ class EngineConfig(EngineOptions):
     def num_rows(self) -> int:
         """Number of rows (request slots) in the request table: a step must have room for one token of each."""
         return min(self.max_running_requests, self.max_batch_tokens)
+
+    @property
+    def max_samples(self) -> int:
+        """Maximum number of samples of a step. A row with a draft has several; few rows must have room for drafts."""
+        return max(self.num_rows, min(_DRAFT_SAMPLES, self.max_batch_tokens))
 
     @property
     def max_row_blocks(self) -> int:

@@ -170,6 +170,9 @@ class Request:
         self.num_host_cached_tokens = (
             0  # the part of `num_cached_tokens` restored from the host tier
         )
+        # Drafted tokens that steps have verified, and those of them that were right.
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.offloaded: OffloadedBlocks | None = None  # its blocks, while OFFLOADED
         self.is_preempted = False  # was preempted and waits to return
         self.is_paused = False
@@ -315,6 +318,8 @@ class Request:
             num_output_tokens=index + len(token_ids),
             prefill_s=_elapsed_s(self.first_scheduled_s, self.first_token_s),
             error=error,
+            num_drafted=self.num_drafted or None,
+            num_accepted=self.num_accepted if self.num_drafted else None,
         )
         return TokenDelta(self.key, index, token_ids, facts)
 
