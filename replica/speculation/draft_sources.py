@@ -138,6 +138,8 @@ class AutoSource(LookupSource):
 
     # A look pays if it predicts tokens of this multiple of its own time.
     _LOOK_WORTH = 2.0
+    # A longer time since the last step, in durations of a step, is a pause.
+    _MAX_INTERVAL = 4.0
     _WEIGHT = 0.05
 
     def __init__(self, options: SpeculationOptions, clock: Callable[[], float] = perf_counter):
@@ -150,9 +152,13 @@ class AutoSource(LookupSource):
         # Average seconds of a look, and seconds per row of the last plain step.
         self._look_s = 0.0
         self._row_s = 0.0
+        # Time of the last `observe_step`, and number of calls of `propose` since then.
+        self._observed_s = 0.0
+        self._num_proposals = 0
 
     def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
         began_s = self._clock()
+        self._num_proposals += 1
         drafts = [_NO_DRAFT] * len(requests)
         if requests and not self._budget.is_resting():
             num_looks = self._draft(requests, drafts)
@@ -168,13 +174,26 @@ class AutoSource(LookupSource):
     def observe_step(self, num_rows: int, num_drafted: int, duration_s: float) -> None:
         costs = self._costs
         predicted_s = costs.predicted_extra_s(num_rows, num_drafted)
-        costs.observe(num_rows, num_drafted, duration_s)
+        seconds = self._since_last_step(duration_s)
+        costs.observe(num_rows, num_drafted, seconds)
         plain_s = costs.plain_s(num_rows)
         if not num_drafted:
             self._budget.earn(plain_s)
         elif plain_s:
             # `propose` has paid what was predicted.
-            self._budget.spend(duration_s - plain_s - predicted_s)
+            self._budget.spend(seconds - plain_s - predicted_s)
+
+    def _since_last_step(self, duration_s: float) -> float:
+        """Seconds from the last step to this one, which took `duration_s` from its launch.
+
+        The two differ if steps overlap, or if the device waits for the host. After a pause, or after a step with
+        prefill, which is not reported here, only the duration is known.
+        """
+        now_s = self._clock()
+        seconds = now_s - self._observed_s
+        is_next = self._num_proposals == 1 and seconds <= self._MAX_INTERVAL * duration_s
+        self._observed_s, self._num_proposals = now_s, 0
+        return seconds if is_next else duration_s
 
     def end(self, request: Request) -> None:
         super().end(request)
