@@ -74,6 +74,8 @@ class Submit(Message):
     # Seconds for which the request's blocks are evicted after all others, once it has ended; the router can end this
     # earlier (`Replica.renew`).
     retain_s: float = 0.0
+    # [tokens] int32: the client's guess of the answer, a source of drafts.
+    prediction_ids: Annotated[np.ndarray | None, optional(array("<i4"))] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,7 +339,7 @@ def validate(request: Request, config: EngineConfig) -> None:
         Another field is out of its bounds. The message names the field, the bound and the value.
     """
     _validate_tokens(request, config)
-    _validate_labels(request)
+    _validate_labels(request, config)
     check_params(request.params, config.vocab_size, config.eos_token_ids)
     _validate_lengths(request, config)
 
@@ -360,7 +360,21 @@ def _validate_tokens(request: Request, config: EngineConfig) -> None:
         raise invalid("prompt", f"token ids in [0, {config.vocab_size})", bad)
 
 
-def _validate_labels(request: Request) -> None:
+def _validate_prediction(ids: np.ndarray | None, config: EngineConfig) -> None:
+    if ids is None or not len(ids):
+        return
+    if len(ids) > config.max_model_len:
+        raise InvalidRequest(
+            f"prediction must have at most {config.max_model_len} tokens, got {len(ids)}",
+            field="prediction",
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= config.vocab_size:
+        bad = low if low < 0 else high
+        raise invalid("prediction", f"token ids in [0, {config.vocab_size})", bad)
+
+
+def _validate_labels(request: Request, config: EngineConfig) -> None:
     try:
         request.tenant.encode()
     except (AttributeError, UnicodeEncodeError):
@@ -369,6 +383,7 @@ def _validate_labels(request: Request) -> None:
     if deadline_s is not None and (type(deadline_s) not in (int, float) or math.isnan(deadline_s)):
         raise invalid("deadline_s", "a number", deadline_s)
     PRIORITY.check("priority", request.priority)
+    _validate_prediction(request.prediction_ids, config)
     _COUNT.check("num_expected_cached", request.num_expected_cached)
     if request.credit_end is not None:
         _COUNT._replace(low=1).check("credit_tokens", request.credit_end - request.num_emitted)
