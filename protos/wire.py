@@ -204,7 +204,7 @@ class Facts(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
     # [hidden size] float32, at the end of a request with `SamplingParams.pooling`. It has no tokens.
     embedding: np.ndarray | None = None
-    # Drafted tokens that were verified, and those of them that were right. None: there were none.
+    # Drafted tokens that were verified, and the accepted ones among these. None: there were none.
     num_drafted: int | None = None
     num_accepted: int | None = None
     num_prompt_tokens: int = 0

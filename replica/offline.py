@@ -47,7 +47,7 @@ class RequestOutput:
     prompt_logprobs: list[PromptLogprobs] | None = None
     # [hidden size] float32, if `SamplingParams.pooling` is set.
     embedding: np.ndarray | None = None
-    # Drafted tokens that were verified, and the part of them in `token_ids`.
+    # Drafted tokens that were verified, and the accepted ones, which are in `token_ids`.
     num_drafted: int = 0
     num_accepted: int = 0
 

@@ -170,7 +170,7 @@ class Request:
         self.num_host_cached_tokens = (
             0  # the part of `num_cached_tokens` restored from the host tier
         )
-        # Drafted tokens that steps have verified, and those of them that were right.
+        # Drafted tokens that steps have verified, and the accepted ones among these.
         self.num_drafted = 0
         self.num_accepted = 0
         self.offloaded: OffloadedBlocks | None = None  # its blocks, while OFFLOADED

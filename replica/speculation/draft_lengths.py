@@ -1,7 +1,7 @@
 """How many tokens to draft for each request: as many as raise the tokens per second of the whole step.
 
 A draft's k-th token counts only if those before it are right, so it is worth `acceptance ** k` tokens. All tokens of
-all drafts are sorted by their worth. The first j of them are drafted, with the j that is best for
+all drafts are sorted by their worth. The first j are drafted, with the j that is best for
 
     (rows + worth of the first j) / (1 + fixed + per_token * j)
 """

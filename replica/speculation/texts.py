@@ -60,7 +60,7 @@ class OwnText:
     """The tokens of one request, prompt and output, as a text to look up its own last tokens."""
 
     def __init__(self) -> None:
-        # Number of tokens that are indexed, but for the grams that end with the last of them.
+        # Number of tokens that are indexed, but for the grams that end with the newest one.
         self._end = 0
         self._tables: GramTables | None = None
         # Hashes of the last tokens; empty while there are too few.
