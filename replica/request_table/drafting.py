@@ -45,7 +45,6 @@ class Drafting:
         blocks: BlockManager,
         source: DraftSource | None,
     ):
-        self._max_samples = config.max_samples
         self._vocab_size = config.vocab_size
         self._rows = rows
         self._blocks = blocks
@@ -59,11 +58,10 @@ class Drafting:
         num_decoding = np.count_nonzero(self._rows.decoding)
         return bool(0 < _LOCKSTEP_SHARE * num_decoding <= num_verified)
 
-    def choose(self, decodes: DecodeRows, max_tokens: int) -> list[Draft]:
-        """The drafts of a step with these rows: at most `max_tokens` drafted tokens, for which the rows have blocks."""
+    def choose(self, decodes: DecodeRows, room: int) -> list[Draft]:
+        """The drafts of a step with these rows: at most `room` drafted tokens, for which the rows have blocks."""
         source, table = self._source, self._rows
-        room = min(max_tokens, self._max_samples) - len(decodes)
-        if source is None or room <= 0:
+        if source is None or room <= 0 or not len(decodes):
             return []
         rows = decodes.ids.tolist()
         for row in rows:
