@@ -22,11 +22,6 @@ from quire.replica.kv_cache.blocks import BlockManager
 from quire.replica.request_table.decode_rows import DecodeRows, Draft
 from quire.replica.request_table.rows import RowTable
 
-# If at least this share of the decoding rows has a draft in flight, the next step is planned after the commit: a step
-# without these rows would delay them more than the pause of the device delays the others.
-_LOCKSTEP_SHARE = 0.1
-
-
 class Drafting:
     """Gives drafts to decoding rows.
 
@@ -37,6 +32,10 @@ class Drafting:
     source
         Proposes the drafts. None: there are none, as for recurrent models, whose states cannot go back.
     """
+
+    # If at least this share of the decoding rows has a draft in flight, the next step is planned after the commit: a
+    # step without these rows would delay them more than the pause of the device delays the others.
+    LOCKSTEP_SHARE = 0.1
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class Drafting:
             return False
         num_verified = np.count_nonzero(self._rows.num_drafted)
         num_decoding = np.count_nonzero(self._rows.decoding)
-        return bool(0 < _LOCKSTEP_SHARE * num_decoding <= num_verified)
+        return bool(0 < self.LOCKSTEP_SHARE * num_decoding <= num_verified)
 
     def choose(self, decodes: DecodeRows, room: int) -> list[Draft]:
         """The drafts of a step with these rows: at most `room` drafted tokens, for which the rows have blocks."""

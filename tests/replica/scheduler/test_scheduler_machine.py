@@ -338,6 +338,8 @@ DRAFTS = st.fixed_dictionaries(
         "max_draft_tokens": st.integers(1, 20),
         "wrong": st.sampled_from([0.0, 0.05, 0.3]),
         "silent": st.sampled_from([0.0, 0.3]),
+        # The share of rows with a draft in flight for which the next plan waits; above 1 it never does.
+        "share": st.sampled_from([0.1, 2.0, 2.0]),
     }
 )
 
@@ -419,8 +421,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = self.config
         num_states = config.num_rows + 1 + config.num_snapshots + config.num_host_snapshots
         self.outputs = {}  # by key
+        share = None if drafts is None else drafts.pop("share")
         self.source = None if drafts is None else OracleDrafts(self.outputs, VOCAB, **drafts)
         self.scheduler = Scheduler(self.config, max_event_batches=4, draft_source=self.source)
+        if share is not None:
+            self.scheduler.book.drafting.LOCKSTEP_SHARE = share
         self.device = ModelDevice(
             num_blocks,
             num_host_blocks,
