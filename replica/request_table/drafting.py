@@ -22,11 +22,6 @@ from quire.replica.kv_cache.blocks import BlockManager
 from quire.replica.request_table.decode_rows import DecodeRows, Draft
 from quire.replica.request_table.rows import RowTable
 
-# If at least this share of the decoding rows has a draft in flight, the next step is planned after the commit: a step
-# without these rows would delay them more than the pause of the device delays the others.
-_LOCKSTEP_SHARE = 0.1
-
-
 class Drafting:
     """Gives drafts to decoding rows.
 
@@ -38,6 +33,10 @@ class Drafting:
         Proposes the drafts. None: there are none, as for recurrent models, whose states cannot go back.
     """
 
+    # If at least this share of the decoding rows has a draft in flight, the next step is planned after the commit: a
+    # step without these rows would delay them more than the pause of the device delays the others.
+    LOCKSTEP_SHARE = 0.1
+
     def __init__(
         self,
         config: EngineConfig,
@@ -45,7 +44,6 @@ class Drafting:
         blocks: BlockManager,
         source: DraftSource | None,
     ):
-        self._max_samples = config.max_samples
         self._vocab_size = config.vocab_size
         self._rows = rows
         self._blocks = blocks
@@ -57,13 +55,12 @@ class Drafting:
             return False
         num_verified = np.count_nonzero(self._rows.num_drafted)
         num_decoding = np.count_nonzero(self._rows.decoding)
-        return bool(0 < _LOCKSTEP_SHARE * num_decoding <= num_verified)
+        return bool(0 < self.LOCKSTEP_SHARE * num_decoding <= num_verified)
 
-    def choose(self, decodes: DecodeRows, max_tokens: int) -> list[Draft]:
-        """The drafts of a step with these rows: at most `max_tokens` drafted tokens, for which the rows have blocks."""
+    def choose(self, decodes: DecodeRows, room: int) -> list[Draft]:
+        """The drafts of a step with these rows: at most `room` drafted tokens, for which the rows have blocks."""
         source, table = self._source, self._rows
-        room = min(max_tokens, self._max_samples) - len(decodes)
-        if source is None or room <= 0:
+        if source is None or room <= 0 or not len(decodes):
             return []
         rows = decodes.ids.tolist()
         for row in rows:

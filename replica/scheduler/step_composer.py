@@ -54,6 +54,7 @@ class StepComposer:
     ):
         self._block_size = config.block_size
         self._max_batch_tokens = config.max_batch_tokens
+        self._num_rows, self._max_samples = config.num_rows, config.max_samples
         self._num_groups = len(config.groups)
         self._memory = memory
         self._rows = memory.rows
@@ -131,7 +132,7 @@ class StepComposer:
         if grown is None:
             return None
         decodes, may_admit = grown
-        drafts = self._drafting.choose(decodes, self._max_batch_tokens)
+        drafts = self._drafting.choose(decodes, self._draft_room(len(decodes)))
         num_drafted = sum(len(draft.token_ids) for draft in drafts)
         budget = self._chunking.budget(len(decodes) + num_drafted)
         step = Step(self._next_number, budget, num_decodes=len(decodes), drafts=drafts)
@@ -230,6 +231,11 @@ class StepComposer:
             may_admit = False
         self._rows.append_blocks(decodes, lacking, blocks)
         return decodes, may_admit
+
+    def _draft_room(self, num_decodes: int) -> int:
+        """Number of drafted tokens for which a step has room, if each row that may be in it samples once besides."""
+        num_rows = min(self._num_rows, len(self._book.requests))
+        return min(self._max_batch_tokens - num_decodes, self._max_samples - num_rows)
 
     def _is_blocked(self) -> bool:
         """Whether some request could run if a running one were preempted."""
