@@ -3,7 +3,8 @@
     python -m tests.perf speculation [--rounds N] [--tokens N] [--home FOLDER]
 
 Two engines of one process run the same greedy requests in turns, one with `speculation.method` auto and one with off.
-Each round gives one ratio; a bar is the median. The tokens of both engines must be equal. The model is SmolLM2 135M
+Each round gives one ratio; a bar is the median. `cpu_ratios` are those of the process's CPU time, on which other load
+of the machine has less effect. The tokens of both engines must be equal. The model is SmolLM2 135M
 (`packaged_checkpoints.py`).
 
 | text | what a draft can use |
@@ -79,28 +80,30 @@ TEXTS = {"json": json_prompt, "code": code_prompt, "free": free_prompt}
 
 def generate(
     engine: Engine, prompts: Sequence[str], num_tokens: int
-) -> tuple[float, list[RequestOutput]]:
-    """Generate the same number of tokens for each prompt; returns the seconds and the outputs."""
+) -> tuple[float, float, list[RequestOutput]]:
+    """Generate the same number of tokens for each prompt; returns seconds, CPU seconds and the outputs."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    began_s = time.perf_counter()
+    began_s, cpu_began_s = time.perf_counter(), time.process_time()
     outputs = engine.generate(prompts, params, progress=False)
-    return time.perf_counter() - began_s, outputs
+    return time.perf_counter() - began_s, time.process_time() - cpu_began_s, outputs
 
 
 def measure(
     engines: dict[str, Engine], name: str, prompts: Sequence[str], num_tokens: int, rounds: int
 ) -> Bar:
     """Compare the engines on these prompts, in turns: one after the other begins a round."""
-    ratios, drafted, accepted, differing = [], 0, 0, 0
+    ratios, cpu_ratios, drafted, accepted, differing = [], [], 0, 0, 0
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     # Not counted: the first run computes prompts that later ones find in the cache.
     for engine in engines.values():
         generate(engine, prompts, 4)
     for i in range(rounds):
+        cpu_s: dict[str, float] = {}
         outputs: dict[str, list[RequestOutput]] = {}
         for method in METHODS[:: 1 if i % 2 == 0 else -1]:
-            spent_s, outputs[method] = generate(engines[method], prompts, num_tokens)
+            spent_s, cpu_s[method], outputs[method] = generate(engines[method], prompts, num_tokens)
             seconds[method].append(spent_s)
+        cpu_ratios.append(cpu_s["off"] / cpu_s["auto"])
         ratios.append(seconds["off"][-1] / seconds["auto"][-1])
         drafted += sum(output.num_drafted for output in outputs["auto"])
         accepted += sum(output.num_accepted for output in outputs["auto"])
@@ -119,6 +122,7 @@ def measure(
         at_most=False,
         details={
             "ratios": [round(ratio, 3) for ratio in ratios],
+            "cpu_ratios": [round(ratio, 3) for ratio in cpu_ratios],
             "tokens_per_s": {m: round(num / median(s), 1) for m, s in seconds.items()},
             "drafted": drafted,
             "accepted": accepted,
