@@ -30,6 +30,7 @@ BENCHMARKS = {
     },
     "router": {
         "router_index": "speed of a routing decision and of the prefix index",
+        "router_rebuild": "time for a new router to learn 2 million blocks, and its hits meanwhile",
         "router_admission": "time to admit a request, and to refuse one",
         "auth_cost": "time that a key, its quotas and a line of usage add to a request",
         "page_cost": "what an open live page costs a router, in CPU time for a request",
