@@ -111,18 +111,18 @@ class _Fleet:
 
     def __init__(self, run: list[RoutingDecision]):
         self._index: dict[str, int] = {}
-        # By identity: decisions share the list of names until the fleet changes.
+        # By identity: decisions share the list of names until the fleet changes, and the speeds for a while.
         self._rows: dict[int, np.ndarray] = {}
-        for decision in run:
-            names = decision.ranking.fleet.replicas
-            if id(names) not in self._rows:
-                rows = [self._index.setdefault(name, len(self._index)) for name in names]
-                self._rows[id(names)] = np.array(rows, np.int64)
+        views = [decision.ranking.fleet for decision in run]
+        distinct = {(id(view.replicas), id(view.prefill_s_per_work)): view for view in views}
+        for view in distinct.values():
+            rows = [self._index.setdefault(name, len(self._index)) for name in view.replicas]
+            self._rows[id(view.replicas)] = np.array(rows, np.int64)
         self.s_per_work = np.zeros(len(self._index))
-        for decision in run:
-            view = decision.ranking.fleet
+        for view in distinct.values():
             known = view.prefill_s_per_work > 0
-            self.s_per_work[self.rows(decision)[known]] = view.prefill_s_per_work[known]
+            rows_known = self._rows[id(view.replicas)][known]
+            self.s_per_work[rows_known] = view.prefill_s_per_work[known]
         measured = self.s_per_work[self.s_per_work > 0]
         typical = np.median(measured) if len(measured) else CostPolicy().fallback_prefill_s_per_work
         self.s_per_work[self.s_per_work == 0] = typical

@@ -34,6 +34,7 @@ BENCHMARKS = {
         "router_admission": "time to admit a request, and to refuse one",
         "auth_cost": "time that a key, its quotas and a line of usage add to a request",
         "page_cost": "what an open live page costs a router, in CPU time for a request",
+        "regret_cost": "processor time of the regret of decisions, and what it does to the event loop",
         "router_tokenizer": "time to tokenise the next turn of a chat, with and without the previous turn's tokens",
         "routersim": "the routing policies in a simulated cluster, against a pooled oracle",
         "bus_overhead": "Python per token on both sides of the bus",
