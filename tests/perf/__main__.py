@@ -45,6 +45,7 @@ BENCHMARKS = {
         "data_plane": "streams through the whole system, with a device that takes 20 ms a step",
         "tls_cost": "what TLS adds to a streamed token, against the plain ports, in turns",
         "ray_routers": "Quire against Ray Serve's own request routers, in turns; --mix spread or hot",
+        "many_routers": "4, 8 and 16 routers on a real cluster: hits, agreement of their indexes, streams",
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
     },
     "agents": {
