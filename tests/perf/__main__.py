@@ -49,6 +49,7 @@ BENCHMARKS = {
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
     },
     "agents": {
+        "router_cost": "processor time of the routers for a million prompt tokens of agents, with tokenising",
         "agents": "agents on a real cluster: token hits and TTFT, against round_robin and Serve's router",
     },
     "gpu": {

@@ -115,6 +115,8 @@ def serve_config(num_routers: int) -> dict[str, Any]:
         "device": "cpu",
         "replicas": NUM_REPLICAS,
         "routers": num_routers,
+        # So that Ray places 16 of them on two cores.
+        "router_resources": {"num_cpus": 0.01},
         "engine": {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "num_threads": 1},
     }
     return config
@@ -283,19 +285,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "many_routers.json")
     options = parser.parse_args()
     asked = prompts(options.requests)
+    command = (
+        f"python -m tests.perf many_routers --routers {' '.join(map(str, options.routers))} "
+        f"--requests {options.requests}"
+    )
     found = {}
     for num_routers in options.routers:
         found[num_routers] = measure(num_routers, asked)
         print(
             f"{num_routers} routers: {100 * found[num_routers].hit_ratio():.1f}% hits", flush=True
         )
-    bars = bars_of(found)
-    write(
-        options.out,
-        f"python -m tests.perf many_routers --routers {' '.join(map(str, options.routers))} "
-        f"--requests {options.requests}",
-        bars,
-    )
+        # After each: what was measured stays if a later cluster does not start.
+        write(options.out, command, bars_of(found), show=num_routers == options.routers[-1])
     return 0
 
 
