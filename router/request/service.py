@@ -32,6 +32,7 @@ from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
 from quire.router.explain.live_state import live_state, merged
+from quire.router.explain.regret_worker import RegretWorker
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
@@ -131,6 +132,7 @@ class RouterService:
         self.clock = clock
         self.gate = AdmissionGate(admission or AdmissionLimits(), clock, max_away_s=max_move_s)
         self.ring = DecisionRing(router_id, max_explained_decisions, clock)
+        self.regret = RegretWorker(self.ring, clock)
         self.decision_log = decision_log
         self._peers = peers
         self._scrape = scrape
@@ -454,7 +456,7 @@ class RouterService:
     def own_state(self, payer: str | None = None) -> LiveState:
         """Return what this router knows; only the requests of `payer`, if given."""
         parts = (self.ring, self.gate, self.table, self.observer)
-        return live_state(*parts, self.facts.name, self.clock(), payer)
+        return live_state(*parts, self.facts.name, self.clock(), payer, self.regret.regrets)
 
     async def live_state(self, payer: str | None = None) -> LiveState:
         own = self.own_state(payer)
