@@ -207,6 +207,12 @@ ROUTER_FAMILIES = (
         GAUGE,
         "Seconds to the first token of a request that came after all that wait at the router; 0 if none waits.",
     ),
+    Family("quire_trace_spans_exported_total", COUNTER, "Spans that the traces' collector took."),
+    Family(
+        "quire_trace_spans_dropped_total",
+        COUNTER,
+        "Spans that were lost: the queue was full, or the collector did not take them.",
+    ),
     Family(
         "quire_router_attached_replicas", GAUGE, "Replicas that the router can send requests to."
     ),
@@ -260,6 +266,10 @@ class RouterMetrics(Observer):
         if router is None:
             return values
         gate = router.gate
+        if router.tracer is not None:
+            sink = router.tracer.sink
+            values["quire_trace_spans_exported_total"] = sink.num_exported
+            values["quire_trace_spans_dropped_total"] = sink.num_dropped
         return values | {
             "quire_router_sessions": len(router.table.sessions),
             "quire_router_queued_requests": len(gate.queue),
