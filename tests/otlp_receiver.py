@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import random
 import threading
 from collections.abc import Iterable
 from concurrent import futures
@@ -26,6 +27,27 @@ def plain(attributes: Iterable[KeyValue]) -> dict[str, Any]:
             value = tuple(getattr(v, v.WhichOneof("value")) for v in value.values)
         found[one.key] = value
     return found
+
+
+def root_of(spans: list[Span]) -> Span:
+    """The request's span of a trace, after a check that all others are below it and within its time."""
+    (root,) = (span for span in spans if span.kind == Span.SPAN_KIND_SERVER)
+    by_id = {span.span_id: span for span in spans}
+    assert len(by_id) == len(spans)
+    for span in spans:
+        assert span.trace_id == root.trace_id
+        assert span.start_time_unix_nano <= span.end_time_unix_nano, span.name
+        if span is not root:
+            parent = by_id[span.parent_span_id]
+            assert parent.start_time_unix_nano <= span.start_time_unix_nano, span.name
+            assert span.end_time_unix_nano <= root.end_time_unix_nano, span.name
+    return root
+
+
+def new_parent() -> tuple[str, str]:
+    """A client's `traceparent` that asks for a trace, and the trace's id."""
+    trace_id = f"{random.getrandbits(128) | 1:032x}"
+    return f"00-{trace_id}-{random.getrandbits(64) | 1:016x}-01", trace_id
 
 
 class Receiver:

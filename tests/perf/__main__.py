@@ -32,6 +32,7 @@ BENCHMARKS = {
         "router_index": "speed of a routing decision and of the prefix index",
         "router_admission": "time to admit a request, and to refuse one",
         "auth_cost": "time that a key, its quotas and a line of usage add to a request",
+        "trace_cost": "processor time that traces add to a request",
         "page_cost": "what an open live page costs a router, in CPU time for a request",
         "router_tokenizer": "time to tokenise the next turn of a chat, with and without the previous turn's tokens",
         "routersim": "the routing policies in a simulated cluster, against a pooled oracle",
