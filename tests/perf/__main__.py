@@ -33,6 +33,7 @@ BENCHMARKS = {
         "router_rebuild": "time for a new router to learn 2 million blocks, and its hits meanwhile",
         "router_admission": "time to admit a request, and to refuse one",
         "auth_cost": "time that a key, its quotas and a line of usage add to a request",
+        "trace_cost": "processor time that traces add to a request",
         "page_cost": "what an open live page costs a router, in CPU time for a request",
         "regret_cost": "processor time of the regret of decisions, and what it does to the event loop",
         "router_tokenizer": "time to tokenise the next turn of a chat, with and without the previous turn's tokens",
