@@ -74,6 +74,8 @@ class Submit(Message):
     # Seconds for which the request's blocks are evicted after all others, once it has ended; the router can end this
     # earlier (`Replica.renew`).
     retain_s: float = 0.0
+    # [tokens] int32: the client's guess of the answer, a source of drafts.
+    prediction_ids: Annotated[np.ndarray | None, optional(array("<i4"))] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ class Facts(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
     # [hidden size] float32, at the end of a request with `SamplingParams.pooling`. It has no tokens.
     embedding: np.ndarray | None = None
-    # Drafted tokens that were verified, and those of them that were right. None: there were none.
+    # Drafted tokens that were verified, and the accepted ones among these. None: there were none.
     num_drafted: int | None = None
     num_accepted: int | None = None
     num_prompt_tokens: int = 0

@@ -338,6 +338,7 @@ class RouterService:
         if answer is not None:
             request = params.with_grammar(request, answer.grammar)
         special_stops = encoder.special_stops(request)
+        prediction_ids = await encoder.encode_prediction(request, candidates[0])
         for hello in candidates:
             sampling = params.resolve(
                 resume.with_seed(request),
@@ -378,6 +379,7 @@ class RouterService:
                 special_stops,
                 None if answer is None else answer.new_parser(origin.answer_id, choice),
                 lead=lead,
+                prediction_ids=prediction_ids,
             )
             streams.append(stream)
             if lead is None and not mark.finished:
