@@ -143,6 +143,8 @@ class GenerationRequest:
         Seconds from the request's arrival to its deadline.
     resume_from
         Return only deltas after the part of the answer that the client has.
+    trace_headers
+        The client's `traceparent` and `tracestate`, unchecked. None: it sent none.
     """
 
     request_id: str
@@ -190,6 +192,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     resume_from: ResumePoint | None = None
     bill: Bill | None = None
+    trace_headers: tuple[str, str] | None = None
 
     @property
     def payer(self) -> str:

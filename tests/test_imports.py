@@ -39,6 +39,7 @@ LAYERS = (
     "router.fleet",
     "router.admission",
     "router.explain",
+    "router.trace",
     "router.transport",
     "router.scoring",
     "router.request",
@@ -80,6 +81,7 @@ LAYERS = (
     "cluster.proxies",
     "cluster.config",
     "cluster.tls",
+    "cluster.tracing",
     "cluster.local",
     "cluster.bench.load",
     "cluster.bench.engines",
@@ -331,6 +333,7 @@ MAY_READ_ENVIRONMENT = {
     "quire.cluster.local.local_serve",
     "quire.cluster.local.serve_api",
     "quire.cluster.top.top_command",  # the key
+    "quire.cluster.tracing.collector",  # OpenTelemetry's variables
     "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables
     "quire.replica.proof.verdicts",  # the folder of a machine, not an option of an engine
 }

@@ -18,9 +18,10 @@ from quire.router.chat.reply_parser import ReplyParser
 from quire.router.request.accounting import Accounting
 from quire.router.request.answer_text import AnswerText
 from quire.router.request.attempts import Attempts
-from quire.router.request.context import RouterContext
+from quire.router.request.context import Arrived, RouterContext
 from quire.router.scored_token import TokenScores
 from quire.router.text.detokenizer import Detokenizer
+from quire.router.trace.request_trace import AnswerTrace
 from quire.router.transport.transport import Attempt, Lost, OutputGap
 from quire.router.types import (
     Explain,
@@ -60,7 +61,7 @@ class RequestStream:
         hashes: np.ndarray,
         hello: Hello,
         detokenizer: Detokenizer,
-        arrived_s: float,
+        arrived: Arrived,
         origin: Origin,
         mark: Mark,
         special_stops: Mapping[int, str],
@@ -85,8 +86,11 @@ class RequestStream:
             special_stops,
             parser,
         )
+        trace = None
+        if arrived.trace is not None and not self.was_complete:
+            trace = AnswerTrace(arrived.trace, sampling.choice, is_fork=lead is not None)
         self._accounting = Accounting(
-            router, request, origin, len(prompt_ids), arrived_s, is_fork=lead is not None
+            router, request, origin, len(prompt_ids), arrived.at_s, trace, is_fork=lead is not None
         )
         lead_attempts = None if lead is None else lead.attempts
         self.attempts: Attempts = Attempts(
@@ -197,7 +201,7 @@ class RequestStream:
             return None
         now_s = self._router.clock()
         if self.explain.answered:
-            self._accounting.on_tokens(attempt.replica, now_s)
+            self._accounting.on_tokens(event.facts, attempt.replica, now_s)
         else:
             is_first_choice = self.attempts.is_at_first_choice
             self._accounting.on_first_token(event.facts, attempt.replica, is_first_choice, now_s)
