@@ -22,6 +22,7 @@ from quire.replica.kv_cache.blocks import BlockManager
 from quire.replica.request_table.decode_rows import DecodeRows, Draft
 from quire.replica.request_table.rows import RowTable
 
+
 class Drafting:
     """Gives drafts to decoding rows.
 
