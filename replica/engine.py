@@ -46,6 +46,7 @@ from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.scheduler.scheduler import Scheduler
+from quire.replica.speculation.draft_sources import open_draft_source
 
 if TYPE_CHECKING:
     from torch import nn
@@ -168,7 +169,7 @@ class Engine:
 
     def _open_draft_source(self) -> DraftSource | None:
         """Return the source of drafts; None: no speculation. Tests override this method."""
-        return None
+        return open_draft_source(self.config)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its output arrives through the callback.

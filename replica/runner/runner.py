@@ -100,10 +100,8 @@ class Runner:
         self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
         self._sampler = StepSampler(config.vocab_size)
         self.kernels = _choose_kernels(config, attention_backend)
-        # One row more than requests: the padding row. A warm-up step samples for it too.
-        self._outputs = self.kernels.outputs(
-            self._device, config.num_rows + 1, config.max_samples + 1
-        )
+        # One row more than requests: the padding row.
+        self._outputs = self.kernels.outputs(self._device, config.num_rows + 1, config.max_samples)
         self._busy_until_s = 0.0  # end of the last collected step
         self._compiles = CompileCount()
         fix_rope(model, config.max_model_len)

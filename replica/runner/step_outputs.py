@@ -86,7 +86,7 @@ class StepOutputs:
     max_rows
         Rows of the request table, including the padding row, which is the last one.
     max_samples
-        Largest number of samples of a step; None: `max_rows`.
+        Largest number of samples of a step, if more than `max_rows`.
     depth
         Number of slots: steps that may be launched before the oldest one is collected.
     """
@@ -94,7 +94,8 @@ class StepOutputs:
     def __init__(
         self, device: Device, max_rows: int, max_samples: int | None = None, depth: int = 2
     ):
-        count = max_rows if max_samples is None else max_samples
+        # A warm-up step has a prefill in addition to the most decoding rows.
+        count = max(max_rows, max_samples or 0)
         self._device = device
         self.num_copies = 0
         self.num_bytes = 0  # of all copies
