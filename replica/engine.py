@@ -38,6 +38,7 @@ from quire.replica.config import (
     check_args,
     light_fields,
 )
+from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.grammar.state import GrammarState
@@ -122,7 +123,7 @@ class Engine:
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         # As it runs; a failed proof looks into it.
         self.model: nn.Module = runtime.runner.model
-        scheduler = Scheduler(self.config, draft_source=open_draft_source(self.config))
+        scheduler = Scheduler(self.config, draft_source=self._open_draft_source())
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)
@@ -165,6 +166,10 @@ class Engine:
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
         """Return runner and clock of the loop. Fault injection in tests (`faults.py`) overrides this method."""
         return runner, time.monotonic
+
+    def _open_draft_source(self) -> DraftSource | None:
+        """Return the source of drafts; None: no speculation. Tests override this method."""
+        return open_draft_source(self.config)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its output arrives through the callback.
