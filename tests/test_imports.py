@@ -28,6 +28,7 @@ LAYERS = (
     "protos",
     "kernels",
     "kernels.cpu",
+    "kernels.adapters",
     "kernels.rows",
     "kernels.attention",
     "kernels.sampling",
@@ -58,6 +59,7 @@ LAYERS = (
     "replica.model",
     "replica.model.fusion",
     "replica.model.deterministic",
+    "replica.adapters",
     "replica.runner.graphs",
     "replica.runner",
     "replica.startup",
@@ -108,6 +110,7 @@ RAY = (
 # Folders and modules that may load torch.
 TORCH = (
     "quire.kernels",
+    "quire.replica.adapters",
     "quire.replica.device",
     "quire.replica.model",
     "quire.replica.proof",

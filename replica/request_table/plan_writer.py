@@ -79,6 +79,8 @@ class PlanWriter:
             rows=rows,
             changes=table.journal.take(table.sampling),
             num_decode_rows=len(rows),
+            adapters=table.adapters.of(rows),
+            adapter_loads=table.adapters.take_loads(),
         )
         table.count_computed(rows, kv_len, len(rows), 0)
         decodes.advance()
@@ -130,6 +132,8 @@ class PlanWriter:
             rows=rows,
             changes=table.journal.take(table.sampling),
             num_decode_rows=num_decodes,
+            adapters=table.adapters.of(rows),
+            adapter_loads=table.adapters.take_loads(),
         )
         table.count_computed(rows, kv_len, num_decodes, int(cu_q[-1]) - num_decodes)
         return plan, rows, sample_rows

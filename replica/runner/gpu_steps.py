@@ -340,7 +340,7 @@ class GpuSteps:
 
     def _queue_decode(self, plan: StepPlan, in_flight: InFlight, part: GraphPart) -> Sample:
         """Queue a step in which every row decodes."""
-        graph = self.graphs.find(plan.num_rows, part)
+        graph = self.graphs.find(plan.num_rows, part, is_adapted=len(plan.adapters) > 0)
         num_rows = plan.num_rows if graph is None else graph.key.num_rows
         keys = self.table.noise_keys(plan.rows, plan.kv_len)
         inputs, new = self.inputs.send_decode(plan, num_rows, keys, self._differences(plan))
@@ -363,7 +363,13 @@ class GpuSteps:
         has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
         if plan.copies or plan.prompts or plan.pooling or not has_rows:
             return None
-        return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
+        return self.graphs.find_mixed(
+            plan.num_rows,
+            plan.num_tokens,
+            int(plan.kv_len.max()),
+            part,
+            is_adapted=len(plan.adapters) > 0,
+        )
 
     def _queue_mixed(self, plan: StepPlan, in_flight: InFlight, graph: CachedGraph) -> Sample:
         new = self._differences(plan)  # first, because it computes the noise keys of new rows

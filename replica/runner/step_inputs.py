@@ -39,7 +39,8 @@ from quire.replica.runner.graphs.graph_key import GraphKey
 _NO_IDS = np.empty(0, np.int64)
 
 
-# Dimensions and dtype of each input: n rows, T tokens, S rows that sample, P tokens of prompts, G layer groups.
+# Dimensions and dtype of each input: n rows, T tokens, S rows that sample, P tokens of prompts, G layer groups. A is T
+# in a step with adapters, otherwise 0.
 _FIELDS: Mapping[str, tuple[tuple[str, ...], type]] = {
     # -1 - r stands for the last token of table row r.
     "token_ids": (("T",), np.int64),
@@ -56,6 +57,8 @@ _FIELDS: Mapping[str, tuple[tuple[str, ...], type]] = {
     "noise_keys": (("S",), np.int64),
     # Tokens to score, of all prompts.
     "target_ids": (("P",), np.int64),
+    # Adapter slots of the tokens.
+    "adapters": (("A",), np.int32),
 }
 
 
@@ -76,6 +79,7 @@ class StepInputs(NamedTuple):
     sample_rows: torch.Tensor
     noise_keys: torch.Tensor
     target_ids: torch.Tensor
+    adapters: torch.Tensor
 
 
 class DecodeInputs(NamedTuple):
@@ -86,6 +90,7 @@ class DecodeInputs(NamedTuple):
     kv_len: torch.Tensor
     slots: torch.Tensor
     noise_keys: torch.Tensor
+    adapters: torch.Tensor
 
 
 _Inputs = TypeVar("_Inputs", StepInputs, DecodeInputs)
@@ -94,11 +99,16 @@ _Shapes = tuple[tuple[tuple[int, ...], type], ...]
 
 @lru_cache(maxsize=256)
 def _shapes(
-    fields: tuple[str, ...], num_groups: int, num_rows: int, num_tokens: int, num_targets: int = 0
+    fields: tuple[str, ...],
+    num_groups: int,
+    num_rows: int,
+    num_tokens: int,
+    num_targets: int = 0,
+    is_adapted: bool = False,
 ) -> _Shapes:
     """Shapes and dtypes of padded inputs; every row may sample."""
     sizes = {"G": num_groups, "n": num_rows, "n + 1": num_rows + 1, "S": num_rows}
-    sizes |= {"T": num_tokens, "P": num_targets}
+    sizes |= {"T": num_tokens, "P": num_targets, "A": num_tokens if is_adapted else 0}
     return tuple((tuple(sizes[i] for i in _FIELDS[name][0]), _FIELDS[name][1]) for name in fields)
 
 
@@ -108,6 +118,7 @@ def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[np.ndarray, ..
         *(plan.token_ids, plan.positions, plan.cu_q, plan.kv_len, plan.rows, plan.slots),
         *(plan.sampling.token_index, plan.sampling.rows, noise_keys),
         np.concatenate([_NO_IDS, *(targets.token_ids for targets in plan.prompts)]),
+        plan.token_adapters,
     )
 
 
@@ -185,10 +196,10 @@ class InputRing:
     ) -> tuple[DecodeInputs, Differences]:
         """Like `send`, for a step in which every row decodes, padded to `num_rows`."""
         own: Sequence[np.ndarray] = (
-            *(plan.rows, plan.positions, plan.kv_len, plan.slots, noise_keys),
+            *(plan.rows, plan.positions, plan.kv_len, plan.slots, noise_keys, plan.adapters),
         )
         if num_rows > plan.num_rows:
-            own = _written(self._decode_padding(num_rows), own)
+            own = _written(self._decode_padding(num_rows, len(plan.adapters) > 0), own)
         return self._send(DecodeInputs, plan, own, new)
 
     def send_differences(self, new: Differences) -> Differences:
@@ -214,10 +225,10 @@ class InputRing:
         views = self._upload(f"inputs of step {plan.step}", (*typed, *_difference_arrays(new)))
         return kind(*views[: len(typed)]), Differences(*views[len(typed) :])
 
-    def _decode_padding(self, num_rows: int) -> list[np.ndarray]:
+    def _decode_padding(self, num_rows: int, is_adapted: bool) -> list[np.ndarray]:
         """Return inputs of a step in which every row decodes and is padding."""
         fields = DecodeInputs._fields
-        shapes = _shapes(fields, self._num_groups, num_rows, num_rows)
+        shapes = _shapes(fields, self._num_groups, num_rows, num_rows, is_adapted=is_adapted)
         return [
             np.full(shape, self._padding.get(name, 0), dtype)
             for name, (shape, dtype) in zip(fields, shapes, strict=True)
@@ -226,7 +237,9 @@ class InputRing:
     def _mixed_padding(self, key: GraphKey, lengths: np.ndarray) -> list[np.ndarray]:
         """Return inputs of a mixed step in which every row is padding; row i has `lengths[i]` tokens."""
         fields = StepInputs._fields
-        shapes = _shapes(fields, self._num_groups, key.num_rows, key.num_tokens)
+        shapes = _shapes(
+            fields, self._num_groups, key.num_rows, key.num_tokens, is_adapted=key.is_adapted
+        )
         own = {"kv_len": lengths, "cu_q": np.concatenate([[0], np.cumsum(lengths)])}
         values: dict[str, Any] = {**self._padding, **own}
         return [
@@ -242,7 +255,7 @@ class InputRing:
             lengths = np.clip(key.num_tokens - before, 0, key.kv_tokens)
             mixed = _typed(StepInputs, self._mixed_padding(key, lengths))
             return StepInputs(*self._upload(f"{key}, padding", mixed))
-        arrays = _typed(DecodeInputs, self._decode_padding(key.num_rows))
+        arrays = _typed(DecodeInputs, self._decode_padding(key.num_rows, key.is_adapted))
         return DecodeInputs(*self._upload(f"{key}, padding", arrays))
 
     def _upload(self, name: str, arrays: Sequence[Typed]) -> list[torch.Tensor]:
@@ -314,5 +327,5 @@ def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_changes: in
         ((max_rows,), np.int64),
         ((max_rows, NUM_LIMITS), np.int32),
     )
-    shapes = _shapes(StepInputs._fields, num_groups, max_rows, max_tokens, max_tokens)
+    shapes = _shapes(StepInputs._fields, num_groups, max_rows, max_tokens, max_tokens, True)
     return Layout.of((*shapes, *differences)).num_bytes

@@ -37,8 +37,8 @@ from ray.serve.handle import DeploymentHandle
 
 from quire.protos.errors import QuireError, SlowClient, Unavailable
 from quire.protos.metric_families import Page
-from quire.protos.parts import MAX_MESSAGE_BYTES
 from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
+from quire.protos.wire_codec import MAX_MESSAGE_BYTES
 from quire.router.fleet import membership
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.transport.calls import CallEnded, answer_of, next_message

@@ -1,0 +1,1 @@
+"""Low-rank adapters: many of them in one product, by row."""
