@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.wire import Load
 
 
@@ -20,6 +21,19 @@ class ModelInfo:
     dtype: str = ""
     eos_token_ids: tuple[int, ...] = ()
     block_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEntry:
+    """An adapter by its name, as the newest change of the name says."""
+
+    ref: AdapterRef
+    version_ns: int  # time of the change, since 1970
+    is_removed: bool = False
+
+    @property
+    def created_s(self) -> int:
+        return self.version_ns // 10**9
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, create_model, field_validator
 
-from quire.cluster.config.section import Section
+from quire.cluster.config.section import NodePath, Section
 from quire.replica import config as replica_config
 
 
@@ -26,6 +26,19 @@ def _options() -> Any:
         name: (hints[name], option_field(name)) for name in replica_config.OPTION_NAMES
     }
     return create_model("EngineOptions", __base__=Section, **fields)
+
+
+class AdapterArgs(Section):
+    """An adapter that requests may name as their model."""
+
+    name: str = Field(
+        min_length=1, max_length=256, description="Name of the adapter in requests (`model`)."
+    )
+    path: NodePath = Field(
+        min_length=1,
+        description="Folder in PEFT's format, readable by every router and replica: adapter_config.json and "
+        "adapter_model.safetensors.",
+    )
 
 
 # A type checker sees no fields here: they exist only at run time.

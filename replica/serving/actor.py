@@ -176,9 +176,13 @@ class Replica:
         known = self._engine.known_adapter(ref)
         return await asyncio.to_thread(self._engine.adapter, ref) if known is None else known
 
-    async def load_adapter(self, ref: list[str], *, route: list[str]) -> None:
-        """Read an adapter (name, path, digest) to host memory; raises `InvalidRequest` if it cannot be used."""
-        await self._adapter(AdapterRef(*ref))
+    async def load_adapter(self, ref: list[str], *, route: list[str]) -> dict[str, Any]:
+        """Read an adapter to host memory; return the error (`QuireError.to_wire`) if it cannot be used, else {}."""
+        try:
+            await self._adapter(AdapterRef.from_wire(ref))
+        except QuireError as error:
+            return error.to_wire()
+        return {}
 
     async def forget_adapter(self, digest: str, *, route: list[str]) -> None:
         """Free the memory of an adapter."""

@@ -24,9 +24,10 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from quire.protos.engine_facts import engine_facts
-from quire.protos.errors import InvalidRequest, QuireError, Unavailable, model_not_found
+from quire.protos.errors import InvalidRequest, QuireError, Unavailable
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import Hello
+from quire.router.adapters.adapter_control import AdapterControl, AdapterMethods
 from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
@@ -67,7 +68,7 @@ from quire.router.types import (
 MAX_MIGRATIONS = 3
 
 
-class RouterService:
+class RouterService(AdapterMethods):
     """Serves generation requests over a transport: the `Service` that HTTP and gRPC call.
 
     Parameters
@@ -115,6 +116,7 @@ class RouterService:
         decision_log: DecisionLog | None = None,
         peers: PeerRouters | None = None,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
+        adapter_control: AdapterControl | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -134,6 +136,7 @@ class RouterService:
         self.decision_log = decision_log
         self._peers = peers
         self._scrape = scrape
+        self.adapter_control = adapter_control or AdapterControl(facts.name)
         self.rng = random.Random(secrets.randbits(64))
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
         self.scorer = TokenScorer(self._detokenizers)
@@ -188,7 +191,7 @@ class RouterService:
 
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:
         """Check a request with one prompt and encode the prompt; nothing is generated."""
-        self._check(request)
+        request = self._check(request)
         return await self._prompt_encoder.encode(request, self._hello(), self.facts)
 
     async def load_parser(self) -> None:
@@ -213,7 +216,7 @@ class RouterService:
         return b"" if self._scrape is None else await self._scrape()
 
     async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
-        self._check(request)
+        request = self._check(request)
         candidates = self._candidates(request)
         self.gate.check(request.payer, request.priority)
         asked = dataclasses.replace(request, max_tokens=1) if request.max_tokens == 0 else request
@@ -241,7 +244,7 @@ class RouterService:
         self, request: GenerationRequest, questions: Sequence[Question], arrived_s: float
     ) -> ReplyScores:
         check_questions(questions)
-        self._check(request)
+        request = self._check(request)
         hello = self._candidates(request)[0]
         self.gate.check(request.payer, request.priority)
         prompts = await self._prompt_encoder.encode_questions(request, questions, hello, self.facts)
@@ -270,7 +273,7 @@ class RouterService:
         embedding = self.facts.embedding
         check_num_inputs(request)
         part = dataclasses.replace(request, prompt=(0,), prompts=(), bill=PartOfBill(request.payer))
-        self._check(part)
+        part = self._check(part)
         hello = self._candidates(request)[0]
         embedding.check(dimensions, hello.hidden_size)
         self.gate.check(request.payer, request.priority)
@@ -298,7 +301,7 @@ class RouterService:
         now_s, deadline_s = self.clock(), part.deadline_s
         if deadline_s is not None:
             deadline_s = max(0.0, deadline_s - (now_s - arrived_s))
-        hashes = await self._prompt_encoder.hashes(prompt_ids, hello, part.tenant)
+        hashes = await self._prompt_encoder.hashes(prompt_ids, hello, part.cache_namespace)
         if sampling.pooling == "mean":
             # Every hidden state is read, so the replica computes the whole prompt.
             hashes = hashes[:0]
@@ -316,11 +319,11 @@ class RouterService:
             {},
         )
 
-    def _check(self, request: GenerationRequest) -> None:
-        """Check everything that needs no tokenizer."""
-        if request.model not in (None, self.facts.name):
-            raise model_not_found(request.model, [self.facts.name])
+    def _check(self, request: GenerationRequest) -> GenerationRequest:
+        """Check everything that needs no tokenizer; return the request with its adapter."""
+        request = self.with_adapter(request, self.facts.name)
         params.check(request, self.facts.limits)
+        return request
 
     async def _stream(
         self,
@@ -348,7 +351,7 @@ class RouterService:
                 bad_word_ids=encoder.bad_word_ids(request),
                 special_stop_ids=[i for i in special_stops if i < hello.vocab_size],
             )
-            hashes = await encoder.hashes(prompt_ids, hello, request.tenant)
+            hashes = await encoder.hashes(prompt_ids, hello, request.cache_namespace)
             try:
                 origin = self._origin(request, prompt_ids, hashes, sampling, hello, answer_id)
                 break
@@ -400,6 +403,7 @@ class RouterService:
             request.n,
             request.tool_choice is not None and request.tool_choice.mode == "none",
             request.parallel_tool_calls,
+            *(() if request.adapter is None else (request.adapter.digest,)),
         )
         fingerprint = resume.fingerprint_of(prompt_ids, hashes, sampling, options, hello)
         if request.resume_from is not None:
