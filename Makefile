@@ -17,13 +17,14 @@
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
 #   make families   which of transformers' causal model types are served, against `generate`, six minutes: docs/models.md
 #   make real-model   SmolLM2 135M and Gemma 3 270M against transformers, on real text; downloads 330 MB once
+#   make adapters  a hundred adapters over one model against the model alone; 1,000 changes of adapters; an interpreted GPU
 #   make lock      the image's packages, with hashes   (needs uv)
 #   make clients   real clients against a real cluster: docs/clients.md   (CLIENTS_MODEL=./folder, ARGS="--only openai_python")
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families real-model clients lock
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families real-model clients lock adapters
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -115,6 +116,10 @@ reference: $(INSTALLED)
 
 proto: $(INSTALLED)
 	$(BIN)/python -m quire.protos.generate
+
+adapters: $(INSTALLED)
+	$(BIN)/python -m tests.perf lora $(ARGS)
+	QUIRE_ADAPTER_SWAPS=1000 $(BIN)/python -m pytest -m "slow or not slow" tests/replica/adapters tests/kernels/adapters
 
 families: $(INSTALLED)
 	$(BIN)/python -m tests.perf families $(ARGS)

@@ -28,7 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
+def adapter_folder(tmp_path_factory) -> Path:
+    """The folder from which the cluster loads adapters at run time."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory, adapter_folder) -> Iterator[Cluster]:
     """HAProxy mode, two routers, two replicas of the embedded model, float32, deterministic."""
     folder = tmp_path_factory.mktemp("cluster")
 
@@ -36,6 +42,8 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         (application,) = config["applications"]
         application["args"]["router"] = {"decision_log_folder": str(folder / "decisions")}
         application["args"]["metrics"] = {"vllm_names": True}
+        application["args"]["adapter_folder"] = str(adapter_folder)
+        application["args"].setdefault("engine", {})["max_loaded_adapters"] = 2
 
     yield from start_cluster(folder, change)
 

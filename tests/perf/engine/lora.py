@@ -132,7 +132,7 @@ def main() -> None:
                 bars.append(measure(engine, adapters, workload, options))
     report.write(
         options.out,
-        "make adapters-speed",
+        f"python -m tests.perf lora --shape {options.shape} --rounds {options.rounds}",
         bars,
         method="tokens of whole requests per second of processor time, medians; alternated",
     )
