@@ -1,1 +1,1 @@
-"""Low-rank adapters: many of them in one product, by row."""
+"""Low-rank adapters by row: many in one product."""

@@ -119,7 +119,7 @@ class AdapterSlots:
             self._free.append(slot)
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """The slots of rows [n] of the request table, [n] int32; empty if none of them has an adapter."""
+        """The slots of rows [n] of the request table, [n] int32; empty if no row has an adapter."""
         if not self._num_adapted_rows:
             return NO_SLOTS
         slots: np.ndarray = self._of_row[rows]
