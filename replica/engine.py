@@ -48,6 +48,7 @@ from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.scheduler.scheduler import Scheduler
+from quire.replica.speculation.draft_sources import open_draft_source
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,7 +131,7 @@ class Engine:
         if (adapted := runtime.runner.adapted) is not None:
             kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
             self._adapters = AdapterLibrary(adapted.read, kept)
-        scheduler = Scheduler(self.config)
+        scheduler = Scheduler(self.config, draft_source=open_draft_source(self.config))
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)

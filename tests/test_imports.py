@@ -22,8 +22,8 @@ MAX_MODULES = 15  # in a folder, `__init__` and generated code aside
 MAX_LINES = 500  # in a module
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
-# From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`
-# and `replica.host_machine` are modules.
+# From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`,
+# `replica.option_fields` and `replica.host_machine` are modules.
 LAYERS = (
     "protos",
     "kernels",
@@ -40,6 +40,7 @@ LAYERS = (
     "router.fleet",
     "router.admission",
     "router.explain",
+    "router.trace",
     "router.transport",
     "router.scoring",
     "router.adapters",
@@ -48,8 +49,10 @@ LAYERS = (
     "replica.builtin_model",
     "replica.grammar",
     "replica.kv_cache",
+    "replica.option_fields",
     "replica.config",
     "replica.core",
+    "replica.speculation",
     "replica.request_table",
     "replica.scheduler",
     "replica.checkpoint",
@@ -82,6 +85,7 @@ LAYERS = (
     "cluster.proxies",
     "cluster.config",
     "cluster.tls",
+    "cluster.tracing",
     "cluster.local",
     "cluster.bench.load",
     "cluster.bench.engines",
@@ -94,6 +98,7 @@ LAYERS = (
 NO_POLICY = {
     "replica.checkpoint",
     "replica.config",
+    "replica.option_fields",
     "replica.builtin_model",
     "replica.host_machine",
     "router.transport",
@@ -333,6 +338,7 @@ MAY_READ_ENVIRONMENT = {
     "quire.cluster.local.local_serve",
     "quire.cluster.local.serve_api",
     "quire.cluster.top.top_command",  # the key
+    "quire.cluster.tracing.collector",  # OpenTelemetry's variables
     "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables
     "quire.replica.proof.verdicts",  # the folder of a machine, not an option of an engine
 }

@@ -365,6 +365,7 @@ def _engine_request(
         payer=submit.payer,
         retain_s=submit.retain_s,
         adapter=adapter,
+        prediction_ids=submit.prediction_ids,
     )
 
 

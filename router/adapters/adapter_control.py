@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from quire.protos.adapter_ref import AdapterRef
+from quire.protos.adapter_ref import AdapterRef, cache_namespace
 from quire.protos.errors import InvalidRequest, QuireError, model_not_found
 from quire.router.adapters.adapter_registry import AdapterRegistry, PlainEntry
 from quire.router.status_types import AdapterEntry
@@ -159,6 +159,11 @@ class AdapterMethods:
     async def unload_adapter(self, name: str) -> None:
         """See `Service`."""
         await self.adapter_control.unload(name)
+
+    @staticmethod
+    def namespace(request: GenerationRequest) -> str:
+        """The scope of a request's cache entries: its tenant and its adapter."""
+        return cache_namespace(request.tenant, request.adapter)
 
     def with_adapter(self, request: GenerationRequest, model_name: str) -> GenerationRequest:
         """Return the request with the adapter that it names as its model.

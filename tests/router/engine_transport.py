@@ -37,11 +37,7 @@ class EngineTransport:
         **options: Any,
     ):
         self.engine = engine_class(
-            num_blocks=256,
-            max_model_len=512,
-            on_output=self._on_output,
-            num_threads=1,
-            **options,
+            num_blocks=256, max_model_len=512, on_output=self._on_output, num_threads=1, **options
         )
         self.table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)
         self.names = names
@@ -86,6 +82,7 @@ class EngineTransport:
                 tenant=submit.tenant,
                 fork_of=submit.fork_of,
                 adapter=None if submit.adapter is None else self.engine.adapter(submit.adapter),
+                prediction_ids=submit.prediction_ids,
             )
         )
         return attempt
