@@ -156,8 +156,8 @@ class Router(GrpcApi):
             peers,
             self._metrics,
             scrape,
-            tracer,
             adapters,
+            tracer,
         )
         self._metrics.follow(self.service)
         if app.auth is not None:
