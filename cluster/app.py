@@ -23,6 +23,7 @@ from ray.serve.context import _get_global_client
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.resources import device_of, lacking, num_gpus, reservations, reserved
 from quire.cluster.config.scaling_sections import ReplicaResources, RouterResources
+from quire.cluster.http.adapters_api import adapters_routes
 from quire.cluster.http.decisions_api import decisions_routes
 from quire.cluster.http.embeddings_api import embeddings_routes
 from quire.cluster.http.http_api import build_app
@@ -45,6 +46,7 @@ APIS = (
     decisions_routes.add_routes,
     embeddings_routes.add_routes,
     page_routes.add_routes,
+    adapters_routes.add_routes,
 )
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0

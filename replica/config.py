@@ -218,6 +218,16 @@ class EngineOptions:
         "For debugging: before each replay of a CUDA graph, compare the addresses of all its inputs and outputs with "
         "those at capture time.",
     )
+    max_loaded_adapters: int = option(
+        0,
+        "Maximum number of adapters that running requests may have at once; as many stay in the device's memory. 0: no "
+        "adapters.",
+        ge=0,
+        le=1024,
+    )
+    max_adapter_rank: int = option(
+        16, "Largest rank of an adapter. On a GPU each slot has room for this rank.", ge=1, le=64
+    )
     nvtx: bool = option(
         False,
         "For debugging on a GPU: mark the parts of the engine's loop and the work that they queue as NVTX ranges, "

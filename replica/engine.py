@@ -25,11 +25,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
 from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import Hello, Load
+from quire.replica.adapters.adapter_library import AdapterLibrary
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import (
     LIGHT_FIELDS,
@@ -38,6 +40,7 @@ from quire.replica.config import (
     check_args,
     light_fields,
 )
+from quire.replica.core.adapter import Adapter
 from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.grammar.compiler import GrammarCompiler
@@ -56,6 +59,8 @@ if TYPE_CHECKING:
 MAX_FAILED_STEPS = 3
 # Tokens of prompt and output of a typical request, a chat of several turns. `hello` reports how many of these fit.
 TYPICAL_LEN = 2048
+# Adapters in host memory, those in the device's memory included.
+MAX_HOST_ADAPTERS = 256
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 
@@ -123,6 +128,10 @@ class Engine:
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         # As it runs; a failed proof looks into it.
         self.model: nn.Module = runtime.runner.model
+        self._adapters: AdapterLibrary | None = None
+        if (adapted := runtime.runner.adapted) is not None:
+            kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
+            self._adapters = AdapterLibrary(adapted.read, kept)
         scheduler = Scheduler(self.config, draft_source=self._open_draft_source())
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
@@ -185,6 +194,31 @@ class Engine:
             self._loop.post(lambda scheduler: scheduler.add(request))
         else:
             self._compile(request)
+
+    def adapter(self, ref: AdapterRef) -> Adapter:
+        """Return an adapter for `Request.adapter`. Reads its folder if it is not in memory; any thread may call this.
+
+        Raises
+        ------
+        InvalidRequest
+            The engine has no adapters, or the folder cannot be used; the message has the reason.
+        """
+        return self._library().get(ref)
+
+    def known_adapter(self, ref: AdapterRef) -> Adapter | None:
+        """Return an adapter that is in memory, or None."""
+        return self._library().find(ref)
+
+    def forget_adapter(self, digest: str) -> None:
+        """Free the memory of an adapter; live requests keep it until they end."""
+        self._library().forget(digest)
+        with contextlib.suppress(Unavailable):
+            self._loop.post(lambda scheduler: scheduler.rows.adapters.forget(digest))
+
+    def _library(self) -> AdapterLibrary:
+        if self._adapters is None:
+            raise InvalidRequest("max_loaded_adapters is 0: the engine has no adapters")
+        return self._adapters
 
     def abort(self, key: Hashable) -> None:
         """End a request if it is still alive; its last delta has the reason `abort`."""
@@ -315,9 +349,10 @@ class Engine:
         *,
         n: int = 1,
         progress: bool | None = None,
+        adapter: Adapter | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts in one batch; outputs are in the order of prompts (`OfflineFront.generate`)."""
-        return self._front().generate(prompts, params, n=n, progress=progress)
+        return self._front().generate(prompts, params, n=n, progress=progress, adapter=adapter)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None

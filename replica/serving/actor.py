@@ -29,12 +29,14 @@ from typing import Any
 import ray
 from ray import serve
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.engine_facts import describe, describe_phases, engine_facts
 from quire.protos.errors import Aborted, QuireError, Unavailable
 from quire.protos.metric_families import Page
-from quire.protos.parts import Part, parts_of
 from quire.protos.wire import LEASE_S, Completion, Facts, Submit
+from quire.protos.wire_codec import Part, parts_of
 from quire.replica.config import EngineArgs
+from quire.replica.core.adapter import Adapter
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
@@ -155,7 +157,8 @@ class Replica:
             self._arrivals.tell(key)
             if request.fork_of is not None:
                 await self._arrivals.wait((request.router_id, request.fork_of))
-            self._engine.submit(_engine_request(key, source, request))
+            adapter = await self._adapter(request.adapter)
+            self._engine.submit(_engine_request(key, source, request, adapter))
             return (await finished).encode()
         except QuireError as error:
             return _failed(error, request).encode()
@@ -165,6 +168,25 @@ class Replica:
         finally:
             self._finished.pop(key, None)
             self._leases.end(key)
+
+    async def _adapter(self, ref: AdapterRef | None) -> Adapter | None:
+        """The adapter of a request; a thread reads it if it is not in memory."""
+        if ref is None:
+            return None
+        known = self._engine.known_adapter(ref)
+        return await asyncio.to_thread(self._engine.adapter, ref) if known is None else known
+
+    async def load_adapter(self, ref: list[str], *, route: list[str]) -> dict[str, Any]:
+        """Read an adapter to host memory; return the error (`QuireError.to_wire`) if it cannot be used, else {}."""
+        try:
+            await self._adapter(AdapterRef.from_wire(ref))
+        except QuireError as error:
+            return error.to_wire()
+        return {}
+
+    async def forget_adapter(self, digest: str, *, route: list[str]) -> None:
+        """Free the memory of an adapter."""
+        self._engine.forget_adapter(digest)
 
     async def renew(
         self,
@@ -321,7 +343,9 @@ def _flight_folder() -> Path:
     return Path(ray._private.worker._global_node.get_session_dir_path()) / "quire"
 
 
-def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
+def _engine_request(
+    key: StreamKey, source: int, submit: Submit, adapter: Adapter | None
+) -> Request:
     now = time.monotonic()
     return Request(
         key,
@@ -340,6 +364,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         num_expected_cached=submit.num_expected_cached,
         payer=submit.payer,
         retain_s=submit.retain_s,
+        adapter=adapter,
         prediction_ids=submit.prediction_ids,
     )
 

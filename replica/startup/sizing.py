@@ -75,6 +75,8 @@ def resolve(
         args = _for_recurrent_layers(args)
     num_threads = args.num_threads or physical_cores()
     sizing = choose_sizing(args.device, num_threads)
+    if args.max_loaded_adapters:
+        _check_adapters(args, spec)
     if has_own_attention(spec):
         args = _for_own_attention(args, spec, sizing)
     device = sizing.device
@@ -208,6 +210,22 @@ def _for_recurrent_layers(args: EngineArgs) -> EngineArgs:
                 f"{name} is {refused!r}, which a model with recurrent layers cannot have"
             )
     return dataclasses.replace(args, cuda_graphs="off", deterministic=False)
+
+
+def _check_adapters(args: EngineArgs, spec: ModelSpec) -> None:
+    """Raise `SizingError` if the model's products are not computed layer by layer for all tokens of a step."""
+    kind = None
+    if spec.has_states:
+        kind = "recurrent layers"
+    elif any(group.values_in_keys for group in spec.groups):
+        kind = "latent attention"
+    elif has_own_attention(spec):
+        kind = "an attention of its own"
+    if kind is not None:
+        raise SizingError(
+            f"max_loaded_adapters is {args.max_loaded_adapters}, and {spec.architecture} has {kind}, with which "
+            "adapters are not supported; use 0"
+        )
 
 
 @dataclass(frozen=True, slots=True)

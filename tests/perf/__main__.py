@@ -23,6 +23,7 @@ BENCHMARKS = {
         "guard": "fails when Quire has become slower, as a ratio to transformers; runs in CI",
         "host_overhead": "host time per step, against transformers' continuous batching",
         "scaling": "time of a step against tokens, waiting requests, cached blocks, tokens generated",
+        "lora": "throughput of a hundred adapters over one model, against the model alone",
         "deterministic": "tokens per second with and without bit-equal results",
         "families": "which of transformers' model types are served, against `generate`",
         "real_models": "trained checkpoints against transformers: greedy tokens, and log-probabilities of text",

@@ -25,9 +25,11 @@ from quire.replica.model.fusion.fused_parts import (
     FusedAttention,
     FusedMLP,
     FusedNorm,
+    Product,
 )
 from quire.replica.model.fusion.fusion_backend import FusionBackend
 from quire.replica.model.layers.fp8 import Fp8Linear, Int8Linear
+from quire.replica.model.layers.linear_parts import keep_parts
 from quire.replica.model.layers.w4 import W4Linear
 
 
@@ -113,8 +115,13 @@ class Candidates:
         activation = _activation_of(module)
         if activation is None:
             return None
-        product = self._backend.product
+        product = self._product
         return self._backend.mlp(product(parts), product([linears["down_proj"]]), activation)
+
+    def _product(self, parts: list[AnyLinear]) -> Product:
+        product = self._backend.product(parts)
+        keep_parts(product, parts)
+        return product
 
     def attention(self, module: nn.Module, table_repeats: int) -> FusedAttention | None:
         """Build an attention.
@@ -164,8 +171,8 @@ class Candidates:
         width = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
         if sum(linears[name].out_features for name in names) != width:
             return None
-        qkv = self._backend.product([linears[name] for name in names])
-        output = self._backend.product([linears["o_proj"]])
+        qkv = self._product([linears[name] for name in names])
+        output = self._product([linears["o_proj"]])
         return self._backend.attention(facts, qkv, output, norms)
 
     def _has_half_tables(self, module: nn.Module, head_dim: int) -> bool:
