@@ -17,13 +17,15 @@
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
 #   make families   which of transformers' causal model types are served, against `generate`, six minutes: docs/models.md
 #   make real-model   SmolLM2 135M and Gemma 3 270M against transformers, on real text; downloads 330 MB once
+#   make image     execute the Dockerfile without a container runtime, then start the pod in its root; some minutes
+#                       (root, Python 3.11, debootstrap, network)
 #   make lock      the image's packages, with hashes   (needs uv)
 #   make clients   real clients against a real cluster: docs/clients.md   (CLIENTS_MODEL=./folder, ARGS="--only openai_python")
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families real-model clients lock
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families real-model clients image lock
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -173,6 +175,10 @@ chaos: $(INSTALLED)
 CLIENTS_MODEL ?=
 clients: $(INSTALLED)
 	$(BIN)/python tests/clients $(if $(CLIENTS_MODEL),--model "$(CLIENTS_MODEL)") $(ARGS)
+
+# IMAGE_FOLDER: where the roots are made, 5 GB.
+image: $(INSTALLED)
+	IMAGE_OUT=tests/perf/results/image.json $(BIN)/python -m pytest -s -m slow tests/k8s/test_image.py $(ARGS)
 
 # The packages of the image, with hashes (k8s/Dockerfile). For the CPU image uv needs PyTorch's index of CPU builds:
 # UV_FIND_LINKS or UV_INDEX.

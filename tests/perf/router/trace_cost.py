@@ -5,8 +5,8 @@
 The whole router over replicas that answer at once with 16 tokens (those of `page_cost`), in this process: without a
 tracer, with one that traces no request (`sample_ratio: 0`), with one whose clients ask for no trace, and with one that
 traces each request. A traced request has nine spans. *loop* is what they add on the event loop; *export* is what the
-queue's thread then does, up to the bytes for the collector. All times are processor times of this process. The four take
-turns, and the fastest rounds are compared, because other programs slow a core down.
+queue's thread then does, up to the bytes for the collector. All times are processor times of this process. The four
+take turns, and the fastest rounds are compared, because other programs slow a core down.
 """
 
 from __future__ import annotations
