@@ -1,7 +1,7 @@
 """Starts an image's root as Kubernetes starts its pod: uid 1000, no capabilities, nothing writable but the volumes.
 
-The process gets a network of its own (a loopback and one interface without a way out), its own process ids and mounts:
-its ports collide with nothing, and its end ends all that it has started.
+The process gets a network of its own (a loopback with the pod's address, and no way out), process ids and mounts of its
+own: its ports collide with nothing, and its end ends all that it has started.
 """
 
 from __future__ import annotations
@@ -95,10 +95,8 @@ def _script(
     lines = [
         "set -e",
         "ip link set lo up",
-        "ip link add eth0 type dummy",
-        f"ip address add {POD_ADDRESS}/24 dev eth0",
-        "ip link set eth0 up",
-        "ip route add default dev eth0",
+        f"ip address add {POD_ADDRESS}/32 dev lo",
+        "ip route add default dev lo",
         f"mount --bind {root} {root}",
         f"mount -t proc proc {root}/proc",
         f"mount --rbind /dev {root}/dev",
