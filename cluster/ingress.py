@@ -151,6 +151,7 @@ class Router(GrpcApi):
         if app.auth is not None and (problem := await open_reflection()):
             logger.error("%s", problem)
         self._bus.start()
+        self.service.regret.start()
         # Serve opens the ports when this method returns, so the first requests find a replica.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
             logger.info(
@@ -226,10 +227,12 @@ class Router(GrpcApi):
         if bus is not None:
             await bus.close()
         service = getattr(self, "service", None)
-        if service is not None and service.decision_log is not None:
-            await asyncio.to_thread(service.decision_log.close)
-        if service is not None and service.tracer is not None:
-            await asyncio.to_thread(service.tracer.sink.close)
+        if service is not None:
+            await asyncio.to_thread(service.regret.close)
+            if service.decision_log is not None:
+                await asyncio.to_thread(service.decision_log.close)
+            if service.tracer is not None:
+                await asyncio.to_thread(service.tracer.sink.close)
         if self.access is not None:
             await asyncio.to_thread(self.access.close)
 

@@ -74,6 +74,8 @@ class Submit(Message):
     # Seconds for which the request's blocks are evicted after all others, once it has ended; the router can end this
     # earlier (`Replica.renew`).
     retain_s: float = 0.0
+    # [tokens] int32: the client's guess of the answer, a source of drafts.
+    prediction_ids: Annotated[np.ndarray | None, optional(array("<i4"))] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ class PromptLogprobs:
 class Facts(NamedTuple):
     """Rare facts about a stream: its first output, its end, log-probabilities. Most frames have none.
 
-    A frame has the fields up to `embedding`. The others stay in the replica, for `Completion`.
+    A frame has the fields up to `num_accepted`. The others stay in the replica, for `Completion`.
     """
 
     finish_reason: str | None = None  # stop | length | abort | error, at the end only
@@ -203,12 +205,15 @@ class Facts(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
     # [hidden size] float32, at the end of a request with `SamplingParams.pooling`. It has no tokens.
     embedding: np.ndarray | None = None
+    # Drafted tokens that were verified, and the accepted ones among these. None: there were none.
+    num_drafted: int | None = None
+    num_accepted: int | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, those of earlier attempts included
     error: QuireError | None = None
 
     def to_wire(self) -> list[Any]:
-        values: list[Any] = list(self[:8])
+        values: list[Any] = list(self[:10])
         if self.prompt_logprobs is not None:
             values[6] = self.prompt_logprobs.to_wire()
         if self.embedding is not None:

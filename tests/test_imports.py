@@ -22,8 +22,8 @@ MAX_MODULES = 15  # in a folder, `__init__` and generated code aside
 MAX_LINES = 500  # in a module
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
-# From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`
-# and `replica.host_machine` are modules.
+# From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`,
+# `replica.option_fields` and `replica.host_machine` are modules.
 LAYERS = (
     "protos",
     "kernels",
@@ -47,8 +47,10 @@ LAYERS = (
     "replica.builtin_model",
     "replica.grammar",
     "replica.kv_cache",
+    "replica.option_fields",
     "replica.config",
     "replica.core",
+    "replica.speculation",
     "replica.request_table",
     "replica.scheduler",
     "replica.checkpoint",
@@ -92,6 +94,7 @@ LAYERS = (
 NO_POLICY = {
     "replica.checkpoint",
     "replica.config",
+    "replica.option_fields",
     "replica.builtin_model",
     "replica.host_machine",
     "router.transport",

@@ -185,6 +185,13 @@ class Accounting:
         self.usage.completion_tokens = num_tokens
         self._router.gate.charge(self._payer, TOKENS_PER_GENERATED * num_new)
 
+    def on_drafts(self, facts: Facts) -> None:
+        """Count the drafted tokens of an attempt that has ended."""
+        if facts.num_drafted:
+            num_accepted = facts.num_accepted or 0
+            self.usage.accepted_prediction_tokens += num_accepted
+            self.usage.rejected_prediction_tokens += facts.num_drafted - num_accepted
+
     def on_lost(self, reason: str) -> None:
         """Record that another attempt has to continue the current one, which `on_release` will end."""
         if self._trace is not None:

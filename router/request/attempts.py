@@ -51,6 +51,8 @@ class Attempts:
     lead
         The attempts of the request's lead (its first choice that runs). This choice starts on the same replica, as a
         fork; None: this is the lead.
+    prediction_ids
+        `Submit.prediction_ids`.
 
     Attributes
     ----------
@@ -73,6 +75,7 @@ class Attempts:
         hashes: np.ndarray,
         weights: str,
         lead: Attempts | None,
+        prediction_ids: np.ndarray | None = None,
     ):
         self.current: Attempt | None = None
         self.booking: RequestBooking | None = None
@@ -86,6 +89,7 @@ class Attempts:
         self._hashes = hashes
         self._weights = weights
         self._lead = lead
+        self._prediction_ids = prediction_ids
         self._admitted: AdmittedRequest | None = None
         self._crash_record = CrashRecord()
         self._failed_on: set[str] = set()
@@ -390,6 +394,7 @@ class Attempts:
             # Without keys one pays for all: a client that sends many salts gains nothing.
             payer="" if self._request.bill is None else self._request.bill.tenant,
             retain_s=router.retain_s if self._request.may_be_retained else 0.0,
+            prediction_ids=self._prediction_ids,
         )
         self.current = router.transport.submit(submit, self.route)
         self.submitted.set()

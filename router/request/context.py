@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.router.admission.gate import AdmissionGate
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
+from quire.router.explain.regret_worker import RegretWorker
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
@@ -88,6 +89,7 @@ class RouterContext(Protocol):
     gate: AdmissionGate
     observer: Observer
     ring: DecisionRing
+    regret: RegretWorker
     decision_log: DecisionLog | None
     tracer: Tracer | None
     budget: FailoverBudget | None

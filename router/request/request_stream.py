@@ -48,6 +48,8 @@ class RequestStream:
         Finds reasoning and tool calls in the answer; None: it has none.
     lead
         The first choice of the same request that runs. This choice is a fork of it, on the same replica.
+    prediction_ids
+        [tokens] int32: the client's guess of the answer; None: it has none.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class RequestStream:
         special_stops: Mapping[int, str],
         parser: ReplyParser | None = None,
         lead: RequestStream | None = None,
+        prediction_ids: np.ndarray | None = None,
     ):
         self.request_id = request.request_id
         self.model = router.facts.name
@@ -91,7 +94,14 @@ class RequestStream:
         )
         lead_attempts = None if lead is None else lead.attempts
         self.attempts: Attempts = Attempts(
-            router, request, self._answer, self._accounting, hashes, hello.weights, lead_attempts
+            router,
+            request,
+            self._answer,
+            self._accounting,
+            hashes,
+            hello.weights,
+            lead_attempts,
+            prediction_ids,
         )
         # The current attempt once it decodes plainly: a delta without facts only needs its text.
         self._plain_attempt: Attempt | None = None
@@ -200,6 +210,8 @@ class RequestStream:
         delta = self._answer.take(event, new_ids)
         self._accounting.on_output(len(self._answer.token_ids))
         self.usage.reasoning_tokens = self._answer.num_reasoning_tokens
+        if event.finish_reason is not None:
+            self._accounting.on_drafts(event.facts)
         if delta is None:
             return None
         if delta.finish_reason is not None:

@@ -32,6 +32,7 @@ from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
 from quire.router.explain.live_state import live_state, merged
+from quire.router.explain.regret_worker import RegretWorker
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
@@ -135,6 +136,7 @@ class RouterService:
         self.clock = clock
         self.gate = AdmissionGate(admission or AdmissionLimits(), clock, max_away_s=max_move_s)
         self.ring = DecisionRing(router_id, max_explained_decisions, clock)
+        self.regret = RegretWorker(self.ring, clock)
         self.decision_log = decision_log
         self._peers = peers
         self._scrape = scrape
@@ -336,6 +338,7 @@ class RouterService:
         if answer is not None:
             request = params.with_grammar(request, answer.grammar)
         special_stops = encoder.special_stops(request)
+        prediction_ids = await encoder.encode_prediction(request, candidates[0])
         for hello in candidates:
             sampling = params.resolve(
                 resume.with_seed(request),
@@ -376,6 +379,7 @@ class RouterService:
                 special_stops,
                 None if answer is None else answer.new_parser(origin.answer_id, choice),
                 lead=lead,
+                prediction_ids=prediction_ids,
             )
             streams.append(stream)
             if lead is None and not mark.finished:
@@ -454,7 +458,7 @@ class RouterService:
     def own_state(self, payer: str | None = None) -> LiveState:
         """Return what this router knows; only the requests of `payer`, if given."""
         parts = (self.ring, self.gate, self.table, self.observer)
-        return live_state(*parts, self.facts.name, self.clock(), payer)
+        return live_state(*parts, self.facts.name, self.clock(), payer, self.regret.regrets)
 
     async def live_state(self, payer: str | None = None) -> LiveState:
         own = self.own_state(payer)

@@ -31,7 +31,7 @@ from quire.cluster.tracing.trace_queue import TraceQueue
 from quire.router.request.service import RouterService
 from quire.router.trace.tracer import Tracer
 from quire.router.types import GenerationRequest
-from tests.perf.router.page_cost import OUTPUT, service_of
+from tests.perf.router.costs.page_cost import OUTPUT, service_of
 
 REQUESTS = 50  # of a round
 TRACED = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
