@@ -15,6 +15,7 @@
 #   make gpu-rehearse   gpu-1 to gpu-3 without a GPU, with that machine's libraries: 5 GB to install, then some minutes
 #   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
+#   make tp      kills ranks of tensor-parallel replicas under 100 streams, ten minutes
 #   make families   which of transformers' causal model types are served, against `generate`, six minutes: docs/models.md
 #   make real-model   SmolLM2 135M and Gemma 3 270M against transformers, on real text; downloads 330 MB once
 #   make lock      the image's packages, with hashes   (needs uv)
@@ -23,7 +24,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families real-model clients lock
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos tp families real-model clients lock
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -168,6 +169,9 @@ chaos: $(INSTALLED)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m "chaos and not soak" tests/chaos $(ARGS)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m chaos --ignore tests/chaos $(ARGS)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m soak $(ARGS)
+
+tp: $(INSTALLED)
+	TP_OUT=tests/perf/results/tp.json $(BIN)/python -m pytest -s -m slow tests/chaos/test_rank_kills.py $(ARGS)
 
 # Each client has an environment of its own in .cache/clients, about 9 GB together.
 CLIENTS_MODEL ?=

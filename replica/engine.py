@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quire.replica.ranks.leading_ranks import LeadingRanks, StartRank
+    from quire.replica.ranks.rank_links import RankEnd
 
 # After this number of consecutive failed steps the engine is unhealthy: the cause is the device (CUDA errors are
 # sticky), not a request. Without a limit the router would send all traffic to this idle engine.
@@ -348,13 +349,13 @@ class Engine:
             raise EngineError(f"the last {self._loop.num_failed_in_a_row} steps failed")
 
     def watch(self, on_hang: Callable[[str], None]) -> threading.Thread:
-        """Start a thread that calls `on_hang` once, with the reason, when a step exceeds its time limit.
-
-        The end of another rank is such a reason too.
-        """
-        if self._ranks is not None:
-            self._ranks.links.on_end(on_hang)
+        """Start a thread that calls `on_hang` once, with the reason, when a step exceeds its time limit."""
         return self._loop.step_watch.watch(on_hang)
+
+    def watch_ranks(self, on_end: Callable[[RankEnd], None]) -> None:
+        """Call `on_end` when another rank has ended; no step can run from then on."""
+        if self._ranks is not None:
+            self._ranks.links.on_end(on_end)
 
     def close(self) -> None:
         """Stop the loop; live requests end with `abort`."""

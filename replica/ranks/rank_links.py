@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -27,6 +27,21 @@ from quire.protos.errors import EngineError
 # A rank imports torch and transformers before it connects.
 _CONNECT_TIMEOUT_S = 300.0
 _SOCKET = "leader"
+# The end of a connection is noticed at once; a limit for a busy machine.
+_NOTICE_S = 5.0
+
+
+class RankEnd(NamedTuple):
+    """The end of a rank."""
+
+    rank: int
+    # Why it has failed; None: its process has ended without a word, as a process that is killed.
+    error: str | None
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of the replica has failed: {self.error or 'its process has ended'}"
+        )
 
 
 class RankLinks:
@@ -46,8 +61,9 @@ class RankLinks:
         self._listener.listen(self._num_others)
         self._links: list[Connection] = []
         self._closing = False
-        self._complaint: str | None = None
-        self._on_end: list[Callable[[str], None]] = []
+        self._end: RankEnd | None = None
+        self._ended = threading.Event()
+        self._on_end: Callable[[RankEnd], None] | None = None
 
     def accept(self) -> None:
         """Wait until all ranks are connected.
@@ -110,16 +126,21 @@ class RankLinks:
         """Start a thread that notices the end of a rank."""
         threading.Thread(target=self._watch, name="quire-ranks", daemon=True).start()
 
-    def on_end(self, call: Callable[[str], None]) -> None:
-        """Call `call` once with the reason when a rank has ended, from a thread of its own."""
-        self._on_end.append(call)
-        if self._complaint is not None:
-            call(self._complaint)
+    def on_end(self, call: Callable[[RankEnd], None]) -> None:
+        """Call `call` when a rank has ended, from the thread of `watch`."""
+        self._on_end = call
+        if self._end is not None:
+            call(self._end)
 
     def check(self) -> None:
         """Raise `EngineError` if a rank has ended."""
-        if self._complaint is not None:
-            raise EngineError(self._complaint)
+        if self._end is not None:
+            raise EngineError(str(self._end))
+
+    def fail(self, error: str) -> None:
+        """Note that a step of the leader has failed, unless `watch` finds that another rank has ended."""
+        if not self._ended.wait(_NOTICE_S):
+            self._note(RankEnd(0, error))
 
     def close(self) -> None:
         """End the connections, and so the other ranks."""
@@ -138,12 +159,16 @@ class RankLinks:
             return
         rank, link = next((r, link) for r, link in enumerate(self._links, 1) if link in ended)
         try:
-            error = msgpack.unpackb(link.recv_bytes())["error"]
+            error: str | None = msgpack.unpackb(link.recv_bytes())["error"]
         except (EOFError, OSError):
-            error = "its process has ended"
-        self._complaint = f"rank {rank} of the replica has failed: {error}"
-        for call in self._on_end:
-            call(self._complaint)
+            error = None
+        self._note(RankEnd(rank, error))
+
+    def _note(self, end: RankEnd) -> None:
+        self._end = end
+        self._ended.set()
+        if self._on_end is not None:
+            self._on_end(end)
 
 
 class LeaderLink:

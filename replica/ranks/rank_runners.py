@@ -26,7 +26,12 @@ class LeadingRunner(Runner):
 
     def _launch(self, plan: StepPlan) -> InFlight:
         self.links.send(self._message(plan))
-        return super()._launch(plan)
+        try:
+            return super()._launch(plan)
+        except Exception as error:
+            # Ranks are out of step from now on, so that the replica ends. The cause may be another rank.
+            self.links.fail(f"{type(error).__name__}: {error}")
+            raise
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """See `Runner.forward`."""

@@ -24,6 +24,7 @@ BENCHMARKS = {
         "host_overhead": "host time per step, against transformers' continuous batching",
         "scaling": "time of a step against tokens, waiting requests, cached blocks, tokens generated",
         "deterministic": "tokens per second with and without bit-equal results",
+        "tensor_parallel": "two ranks against one on the same cores",
         "families": "which of transformers' model types are served, against `generate`",
         "real_models": "trained checkpoints against transformers: greedy tokens, and log-probabilities of text",
         "startup": "from a new process to its first token, and the memory it holds",
