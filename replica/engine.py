@@ -45,6 +45,7 @@ from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.scheduler.scheduler import Scheduler
+from quire.replica.speculation.draft_sources import open_draft_source
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,7 +135,7 @@ class Engine:
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         # As it runs; a failed proof looks into it.
         self.model: nn.Module = runtime.runner.model
-        scheduler = Scheduler(self.config)
+        scheduler = Scheduler(self.config, draft_source=open_draft_source(self.config))
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)

@@ -83,6 +83,7 @@ class LeadingRanks:
         runner = LeadingRunner.from_config(config, spec, group)
         runner.links = self.links
         self.links.receive()
+        self.links.forget_folder()
         self.links.watch()
         logger.info(
             "%d ranks, each with %.0f%% of the weights", group.size, 100 * spec.weight_share

@@ -122,6 +122,10 @@ class RankLinks:
             messages.append(message)
         return messages
 
+    def forget_folder(self) -> None:
+        """Remove the folder: all ranks have met. A process that is killed would leave it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def watch(self) -> None:
         """Start a thread that notices the end of a rank."""
         threading.Thread(target=self._watch, name="quire-ranks", daemon=True).start()
@@ -151,7 +155,7 @@ class RankLinks:
             with socket.socket(fileno=link.fileno()) as own:
                 own.shutdown(socket.SHUT_RDWR)
                 own.detach()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.forget_folder()
 
     def _watch(self) -> None:
         ended = wait(self._links)

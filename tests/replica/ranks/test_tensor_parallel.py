@@ -26,9 +26,11 @@ from quire.protos.errors import EngineError
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.config import EngineArgs, SizingError
+from quire.replica.core.request import Request
 from quire.replica.core.sampling_record import RECORD
 from quire.replica.core.step_plan import BlockTables, PromptTargets, SamplingBatch, StepPlan
 from quire.replica.engine import Engine
+from quire.replica.loop import LoopOutput
 from quire.replica.model.sharded.rank_group import tree_sum
 from quire.replica.model.weights import list_tensors, read_tensors
 from quire.replica.ranks import following_rank
@@ -37,7 +39,8 @@ from quire.replica.ranks.rank_links import RankEnd
 from quire.replica.ranks.step_message import decode, encode
 from quire.replica.startup.rank_sizing import rank_args, rank_spec
 
-LENGTHS = (70, 1, 33, 16, 40)  # of prompts; steps have 24 tokens
+LENGTHS = (70, 1, 33, 16, 40)  # of prompts
+STEP_TOKENS = 24
 SHARED = 32  # of two prompts
 # Of tokens in the cache: half of what the prompts need at the same time.
 FEW_BLOCKS = 20
@@ -49,14 +52,20 @@ def start_thread(folder: Path, rank: int) -> Callable[[], None]:
     return thread.join
 
 
-def engine(folder: Path, num_ranks: int, splits: int, **changes: object) -> Engine:
+def engine(
+    folder: Path,
+    num_ranks: int,
+    splits: int,
+    on_output: Callable[[LoopOutput], None] | None = None,
+    **changes: object,
+) -> Engine:
     options = dict(
         device="cpu",
         dtype="float32",
         num_threads=1,
         block_size=8,
         num_blocks=200,
-        max_batch_tokens=24,
+        max_batch_tokens=STEP_TOKENS,
     )
     return Engine(
         EngineArgs(
@@ -65,6 +74,7 @@ def engine(folder: Path, num_ranks: int, splits: int, **changes: object) -> Engi
             reduction_splits=splits,
             **{**options, **changes},
         ),
+        on_output=on_output,
         prove=False,
         start_rank=start_thread,
     )
@@ -95,7 +105,11 @@ def told(outputs) -> list[tuple]:
 def of_one_rank(folder: Path, splits: int) -> list[list[tuple]]:
     with engine(folder, 1, splits) as alone:
         scored = alone.generate(prompts(), params(prompt_logprobs=2))
-        return [told(alone.generate(prompts(), params())), told(scored)]
+        return [
+            told(alone.generate(prompts(), params())),
+            told(scored),
+            told(alone.generate(prompts(), params(), n=2)),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +126,7 @@ def of_one_rank(folder: Path, splits: int) -> list[list[tuple]]:
 def test_ranks_generate_the_bits_of_one(zoo, name, num_ranks):
     """In chunks of a prompt, in a batch, with prefix hits, greedy and sampled, with log-probabilities of the prompt."""
     folder = zoo(name)
-    expected, scored = of_one_rank(folder, num_ranks)
+    expected, scored, forked = of_one_rank(folder, num_ranks)
     with engine(folder, num_ranks, num_ranks) as ranks:
         outputs = ranks.generate(prompts(), params())
         assert told(outputs) == expected
@@ -120,6 +134,7 @@ def test_ranks_generate_the_bits_of_one(zoo, name, num_ranks):
         assert told(again) == expected
         assert again[-1].num_cached_tokens >= SHARED
         assert told(ranks.generate(prompts(), params(prompt_logprobs=2))) == scored
+        assert told(ranks.generate(prompts(), params(), n=2)) == forked
         ranks.check()
 
 
@@ -127,7 +142,7 @@ def test_ranks_generate_the_bits_of_one(zoo, name, num_ranks):
 def test_blocks_of_all_ranks_are_preempted_and_restored_alike(zoo, restore):
     """Too few blocks for all requests: they are computed again, or copied to the host tier of each rank and back."""
     folder = zoo("llama")
-    expected, _ = of_one_rank(folder, 2)
+    expected, *_ = of_one_rank(folder, 2)
     tier = dict(cpu_offload_gib=0.001) if restore == "always" else {}
     with engine(
         folder, 2, 2, num_blocks=FEW_BLOCKS, safety_margin=0.0, restore=restore, **tier
@@ -137,6 +152,26 @@ def test_blocks_of_all_ranks_are_preempted_and_restored_alike(zoo, restore):
         num_restored = ranks.telemetry()["tiers"]["num_restored"]
         assert (num_restored > 0) == (restore == "always")
         ranks.check()
+
+
+def test_drafts_are_verified_by_all_ranks(zoo):
+    """The prediction is the answer, so a step gives several tokens."""
+    folder, answer, done = zoo("llama"), [], threading.Event()
+    expected, *_ = of_one_rank(folder, 2)
+
+    def on_output(output: LoopOutput) -> None:
+        for delta in output.deltas:
+            answer.extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                done.set()
+
+    with engine(folder, 2, 2, on_output, speculation=dict(method="ngram")) as ranks:
+        prediction = np.array(expected[0][0], np.int32)
+        ranks.submit(Request("a", prompts()[0], params()[0], prediction_ids=prediction))
+        assert done.wait(60)
+        assert answer == prediction.tolist()
+        num_chunks = -(-LENGTHS[0] // STEP_TOKENS)
+        assert ranks.telemetry()["host"]["num_steps"] < num_chunks + len(answer) / 2
 
 
 def test_a_failed_rank_is_the_end_of_the_replica(zoo, monkeypatch):
