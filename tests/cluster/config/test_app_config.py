@@ -104,6 +104,8 @@ STANDARD_TERMS = {
     "resume_margin": "Fraction",
     "max_tokens_default": "tokens",
     "tensor_parallel": "processes",
+    "max_loaded_adapters": "adapters",
+    "max_adapter_rank": "rank",
 }
 
 
