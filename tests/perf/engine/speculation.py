@@ -156,23 +156,21 @@ def main() -> int:
         )
         for method in METHODS
     }
-    bars = []
+    bars: list[Bar] = []
+    given = f"--rounds {options.rounds} --tokens {options.tokens} --threads {options.threads}"
     try:
         for text in TEXTS:
             for batch in (1, BATCH):
                 bars.append(measure(engines, text, batch, options.tokens, options.rounds))
-                print(bars[-1].name, bars[-1].value, bars[-1].details, flush=True)
+                # After each text, because a whole run takes long.
+                write(
+                    options.out,
+                    f"python -m tests.perf speculation {given}",
+                    bars,
+                    model="SmolLM2-135M-Instruct",
+                    dtype=engines["off"].config.dtype,
+                )
     finally:
         for engine in engines.values():
             engine.close()
-    given = f"--rounds {options.rounds} --tokens {options.tokens} --threads {options.threads}"
-    write(
-        options.out,
-        f"python -m tests.perf speculation {given}",
-        bars,
-        model="SmolLM2-135M-Instruct",
-        rounds=options.rounds,
-        dtype=engines["off"].config.dtype,
-        num_threads=options.threads,
-    )
     return 0 if all(bar.holds for bar in bars) else 1
