@@ -30,7 +30,6 @@ BENCHMARKS = {
     },
     "router": {
         "router_index": "speed of a routing decision and of the prefix index",
-        "router_rebuild": "time for a new router to learn 2 million blocks, and its hits meanwhile",
         "router_admission": "time to admit a request, and to refuse one",
         "auth_cost": "time that a key, its quotas and a line of usage add to a request",
         "page_cost": "what an open live page costs a router, in CPU time for a request",
@@ -45,8 +44,11 @@ BENCHMARKS = {
         "data_plane": "streams through the whole system, with a device that takes 20 ms a step",
         "tls_cost": "what TLS adds to a streamed token, against the plain ports, in turns",
         "ray_routers": "Quire against Ray Serve's own request routers, in turns; --mix spread or hot",
-        "many_routers": "4, 8 and 16 routers on a real cluster: hits, agreement of their indexes, streams",
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
+    },
+    "recovery": {
+        "router_rebuild": "time for a new router to learn 2 million blocks, and its hits meanwhile",
+        "many_routers": "4, 8 and 16 routers on a real cluster: hits, agreement of their indexes, streams",
     },
     "agents": {
         "router_cost": "processor time of the routers for a million prompt tokens of agents, with tokenising",
