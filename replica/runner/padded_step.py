@@ -20,10 +20,13 @@ import torch
 from quire.replica.device.device import Device
 from quire.replica.runner.device_table import DeviceTable
 from quire.replica.runner.forward import Forward
-from quire.replica.runner.step_inputs import DecodeInputs, StepInputs
+from quire.replica.runner.step_inputs import (
+    DecodeInputs,
+    FixedInputs,
+    StepInputs,
+    sampling_rows,
+)
 from quire.replica.runner.step_outputs import StepOutputs
-
-FixedInputs = DecodeInputs | StepInputs
 
 
 class PaddedStep:
@@ -111,6 +114,7 @@ class PaddedStep:
             self._table.tables(inputs.rows, self._table.blocks.shape[2]),
             inputs.slots,
             np.ones(n, np.int64),
+            adapters=inputs.adapters,
         )
 
     def _mixed(self, inputs: StepInputs, num_blocks: int | None) -> torch.Tensor:
@@ -129,9 +133,5 @@ class PaddedStep:
             self._table.tables(inputs.rows, num_blocks or self._table.blocks.shape[2]),
             inputs.slots,
             num_query,
+            adapters=inputs.adapters,
         )
-
-
-def sampling_rows(inputs: FixedInputs) -> torch.Tensor:
-    """Table rows [n] int64 whose tokens the step samples, with padding rows."""
-    return inputs.rows if isinstance(inputs, DecodeInputs) else inputs.sample_rows

@@ -245,6 +245,12 @@ ROUTER_FAMILIES = (
         GAUGE,
         "Seconds to the first token of a request that came after all that wait at the router; 0 if none waits.",
     ),
+    Family("quire_trace_spans_exported_total", COUNTER, "Spans that the traces' collector took."),
+    Family(
+        "quire_trace_spans_dropped_total",
+        COUNTER,
+        "Spans that were lost: the queue was full, or the collector did not take them.",
+    ),
     Family(
         "quire_router_attached_replicas", GAUGE, "Replicas that the router can send requests to."
     ),
@@ -311,6 +317,10 @@ class RouterMetrics(Observer):
             return values
         gate = router.gate
         self._show_regrets(router.regret.regrets)
+        if router.tracer is not None:
+            sink = router.tracer.sink
+            values["quire_trace_spans_exported_total"] = sink.num_exported
+            values["quire_trace_spans_dropped_total"] = sink.num_dropped
         return values | {
             "quire_routing_regret_cpu_seconds_total": router.regret.cpu_s,
             "quire_router_sessions": len(router.table.sessions),

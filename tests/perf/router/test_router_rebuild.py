@@ -2,7 +2,7 @@
 
 import json
 
-from tests.perf.recovery import router_rebuild
+from tests.perf.router import router_rebuild
 
 
 def test_a_new_router_learns_all_caches_and_serves_meanwhile(tmp_path, monkeypatch):
