@@ -15,9 +15,11 @@
 #   make gpu-rehearse   gpu-1 to gpu-3 without a GPU, with that machine's libraries: 5 GB to install, then some minutes
 #   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
+#   make tp      kills ranks of tensor-parallel replicas under 100 streams, ten minutes
 #   make families   which of transformers' causal model types are served, against `generate`, six minutes: docs/models.md
 #   make many-routers   1, 4, 8 and 16 routers on real clusters, and the start of one, a quarter of an hour: docs/router.md
 #   make real-model   SmolLM2 135M and Gemma 3 270M against transformers, on real text; downloads 330 MB once
+#   make adapters  a hundred adapters over one model against the model alone; 1,000 changes of adapters; an interpreted GPU
 #   make speculation  what drafts gain and cost with SmolLM2, in turns; downloads 130 MB once
 #   make image     execute the Dockerfile without a container runtime, then start the pod in its root; some minutes
 #                       (root, Python 3.11, debootstrap, network)
@@ -27,7 +29,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families many-routers real-model speculation clients image lock
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos tp families many-routers real-model speculation clients image lock adapters
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -120,6 +122,10 @@ reference: $(INSTALLED)
 proto: $(INSTALLED)
 	$(BIN)/python -m quire.protos.generate
 
+adapters: $(INSTALLED)
+	$(BIN)/python -m tests.perf lora $(ARGS)
+	QUIRE_ADAPTER_SWAPS=1000 $(BIN)/python -m pytest -m "slow or not slow" tests/replica/adapters tests/kernels/adapters
+
 families: $(INSTALLED)
 	$(BIN)/python -m tests.perf families $(ARGS)
 
@@ -179,6 +185,9 @@ chaos: $(INSTALLED)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m "chaos and not soak" tests/chaos $(ARGS)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m chaos --ignore tests/chaos $(ARGS)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m soak $(ARGS)
+
+tp: $(INSTALLED)
+	TP_OUT=tests/perf/results/tp.json $(BIN)/python -m pytest -s -m slow tests/chaos/test_rank_kills.py $(ARGS)
 
 # Each client has an environment of its own in .cache/clients, about 9 GB together.
 CLIENTS_MODEL ?=
