@@ -41,6 +41,7 @@ from quire.replica.config import (
     light_fields,
 )
 from quire.replica.core.adapter import Adapter
+from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.grammar.state import GrammarState
@@ -52,6 +53,9 @@ from quire.replica.speculation.draft_sources import open_draft_source
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from quire.replica.ranks.leading_ranks import LeadingRanks, StartRank
+    from quire.replica.ranks.rank_links import RankEnd
 
 # After this number of consecutive failed steps the engine is unhealthy: the cause is the device (CUDA errors are
 # sticky), not a request. Without a limit the router would send all traffic to this idle engine.
@@ -81,6 +85,8 @@ class Engine:
     prove
         Whether to compare a tiny model of the checkpoint's class with transformers first (`replica/proof`); False for
         the engine of such a comparison.
+    start_rank
+        With `tensor_parallel`, starts another rank; None: as a child process.
 
     Raises
     ------
@@ -95,6 +101,7 @@ class Engine:
         on_output: Callable[[LoopOutput], None] | None = None,
         flight_path: Path | None = None,
         prove: bool = True,
+        start_rank: StartRank | None = None,
         **overrides: Any,
     ):
         if args is not None and overrides:
@@ -113,7 +120,14 @@ class Engine:
             if prove:
                 check_model(spec, device, functools.partial(Engine, prove=False))
 
-        runtime = load_runtime(args, self.startup_s, check)
+        self._ranks: LeadingRanks | None = None
+        if args.tensor_parallel > 1:
+            self._ranks = _lead(args, start_rank)
+        try:
+            runtime = load_runtime(args, self.startup_s, check, self._ranks)
+        except BaseException:
+            self._close_ranks()
+            raise
         self.config: EngineConfig = runtime.config
         short = runtime.spec.short_context
         if prove and short is not None and self.config.max_model_len > short:
@@ -131,7 +145,7 @@ class Engine:
         if (adapted := runtime.runner.adapted) is not None:
             kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
             self._adapters = AdapterLibrary(adapted.read, kept)
-        scheduler = Scheduler(self.config, draft_source=open_draft_source(self.config))
+        scheduler = Scheduler(self.config, draft_source=self._open_draft_source())
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)
@@ -168,12 +182,16 @@ class Engine:
         self._loop.start()
         # If the interpreter exits while the thread is inside torch, the process ends with SIGABRT.
         self._at_exit = weakref.finalize(
-            self, _close, weakref.ref(self._loop), self.config.step_timeout_s
+            self, _close, weakref.ref(self._loop), self.config.step_timeout_s, self._ranks
         )
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
         """Return runner and clock of the loop. Fault injection in tests (`faults.py`) overrides this method."""
         return runner, time.monotonic
+
+    def _open_draft_source(self) -> DraftSource | None:
+        """Return the source of drafts; None: no speculation. Tests override this method."""
+        return open_draft_source(self.config)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its output arrives through the callback.
@@ -363,6 +381,8 @@ class Engine:
         """Raise `EngineError` if the loop has ended, a step hangs, or the last `MAX_FAILED_STEPS` steps failed."""
         if not self._loop.is_alive():
             raise EngineError("the engine's loop has ended")
+        if self._ranks is not None:
+            self._ranks.links.check()
         complaint = self._loop.step_watch.complaint()
         if complaint is not None:
             raise EngineError(complaint)
@@ -373,12 +393,18 @@ class Engine:
         """Start a thread that calls `on_hang` once, with the reason, when a step exceeds its time limit."""
         return self._loop.step_watch.watch(on_hang)
 
+    def watch_ranks(self, on_end: Callable[[RankEnd], None]) -> None:
+        """Call `on_end` when another rank has ended; no step can run from then on."""
+        if self._ranks is not None:
+            self._ranks.links.on_end(on_end)
+
     def close(self) -> None:
         """Stop the loop; live requests end with `abort`."""
         for key in list(self._compiling):
             self.abort(key)
         self._grammars.close()
         self._loop.close()
+        self._close_ranks()
         self._at_exit.detach()
 
     def __enter__(self) -> Engine:
@@ -420,14 +446,28 @@ class Engine:
             self._take_compiling(request.key, request)
             raise
 
+    def _close_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
     def _front(self) -> OfflineFront:
         if self._offline is None:
             raise RuntimeError("this engine's output goes to its on_output callback")
         return self._offline
 
 
-def _close(loop: weakref.ref[EngineLoop], timeout_s: float) -> None:
-    """Close the loop if it still exists; while it runs, its thread keeps it alive."""
+def _lead(args: EngineArgs, start_rank: StartRank | None) -> LeadingRanks:
+    """Start the other ranks; they import their libraries while this one checks the checkpoint."""
+    from quire.replica.ranks.leading_ranks import LeadingRanks, start_process
+
+    check_args(args)
+    return LeadingRanks(args, start_process if start_rank is None else start_rank)
+
+
+def _close(loop: weakref.ref[EngineLoop], timeout_s: float, ranks: LeadingRanks | None) -> None:
+    """Close the loop if it still exists, then the ranks; while the loop runs, its thread keeps it alive."""
     found = loop()
     if found is not None:
         found.close(timeout_s)
+    if ranks is not None:
+        ranks.close()

@@ -60,6 +60,7 @@ LAYERS = (
     "replica.sampling",
     "replica.device",
     "replica.model.layers",
+    "replica.model.sharded",
     "replica.model",
     "replica.model.fusion",
     "replica.model.deterministic",
@@ -67,6 +68,7 @@ LAYERS = (
     "replica.runner.graphs",
     "replica.runner",
     "replica.startup",
+    "replica.ranks",
     "replica.proof",
     "replica",
     # Entries below may import ray.
@@ -121,6 +123,7 @@ TORCH = (
     "quire.replica.device",
     "quire.replica.model",
     "quire.replica.proof",
+    "quire.replica.ranks",
     "quire.replica.runner",
     "quire.replica.sampling",
     "quire.replica.startup",
@@ -417,6 +420,7 @@ DEVICE_CHECKS = {
     "quire.replica.runner.runner": 3,  # the kernels; whether steps are computed or queued
     "quire.replica.proof.verdicts": 1,  # on which devices a class is proven
     "quire.replica.startup.runtime": 1,  # whether memory is measured
+    "quire.replica.startup.rank_sizing": 1,  # whether ranks run there
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory
     "quire.replica.host_machine": 1,  # free memory of the GPU or of the host

@@ -181,6 +181,8 @@ class Request:
         # Drafted tokens that steps have verified, and the accepted ones among these.
         self.num_drafted = 0
         self.num_accepted = 0
+        # Number of its leading tokens that are among the recent answers (`speculation/texts.py`).
+        self.num_remembered = 0
         self.offloaded: OffloadedBlocks | None = None  # its blocks, while OFFLOADED
         self.is_preempted = False  # was preempted and waits to return
         self.is_paused = False

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from typing import Self
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ from quire.replica.model.layers.linear_parts import name_linears
 from quire.replica.model.layers.state_layers import split_state_layers
 from quire.replica.model.loader import load_model
 from quire.replica.model.output_head import split_model
+from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
 from quire.replica.runner.gpu_steps import GpuSteps
@@ -164,9 +166,12 @@ class Runner:
         )
 
     @classmethod
-    def from_config(cls, config: EngineConfig, spec: ModelSpec) -> Runner:
-        """Load the checkpoint of `spec` and allocate the KV pool."""
-        model = load_model(spec, config.device, config.dtype, config.weights)
+    def from_config(
+        cls, config: EngineConfig, spec: ModelSpec, group: RankGroup | None = None
+    ) -> Self:
+        """Load the checkpoint of `spec`, or the part of this rank of a group, and allocate the KV pool."""
+        options = (config.device, config.dtype, config.weights)
+        model = load_model(spec, *options, group=group, num_splits=config.reduction_splits)
         return cls.with_pool(config, spec, model)
 
     @classmethod
@@ -178,7 +183,7 @@ class Runner:
         *,
         device: Device | None = None,
         fused: FuseReport | None = None,
-    ) -> Runner:
+    ) -> Self:
         """Allocate the KV pool for a loaded model."""
         pool = KVPool(
             config.num_blocks,

@@ -40,10 +40,12 @@ from quire.replica.core.adapter import Adapter
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
+from quire.replica.ranks.rank_links import RankEnd
 from quire.replica.serving.arrivals import Arrivals
 from quire.replica.serving.attached_routers import AttachedRouters
 from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.leases import Leases, StreamKey
+from quire.replica.serving.rank_actor import actor_starter
 from quire.replica.serving.ray_metrics import RayMetrics
 from quire.replica.serving.replica_metrics import ReplicaMetrics
 
@@ -72,12 +74,14 @@ class Replica:
         self._event_loop = asyncio.get_running_loop()
         self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        args = EngineArgs(**engine_args)
         with final_errors("replica"):
             self._engine = await asyncio.to_thread(
                 self.engine_class,
-                EngineArgs(**engine_args),
+                args,
                 on_output=self._on_output,
                 flight_path=_flight_folder() / self._replica_id,
+                start_rank=actor_starter() if args.tensor_parallel > 1 else None,
             )
         assert self._engine.recorder is not None
         self._engine.recorder.catch_fatal_signals()
@@ -92,6 +96,7 @@ class Replica:
         )
         self._arrivals = Arrivals()
         self._engine.watch(self._end_process)
+        self._engine.watch_ranks(self._end_with_rank)
         self._router_queues: dict[
             str, float
         ] = {}  # router id to this replica's share of its queued prefill, seconds
@@ -306,6 +311,13 @@ class Replica:
         self._engine.recorder.report(complaint)
         logger.error("%s: ending this process", complaint)
         faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
+    def _end_with_rank(self, end: RankEnd) -> None:
+        """End the process after the end of another rank. A rank that was killed is no request's fault: no report."""
+        if end.error is not None:
+            self._end_process(str(end))
+        logger.error("%s: ending this process", end)
         os._exit(1)
 
     def _on_detach(self, router_id: str) -> None:

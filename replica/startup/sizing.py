@@ -115,7 +115,7 @@ def resolve(
     block_size = sizing.choose_block_size(args)
     loaded = text_tensor_names(spec)
     available = available_bytes(device) if measured is None else measured.available
-    model_bytes = weight_bytes(folder, dtype, weights, loaded)
+    model_bytes = int(weight_bytes(folder, dtype, weights, loaded) * spec.weight_share)
     states = StateSlots()
     if spec.has_states:
         room = int(available * args.max_memory_percent - model_bytes)
@@ -140,7 +140,8 @@ def resolve(
     )
     if sizing.is_final or measured is not None:
         logger.info("memory of %s\n%s", args.model, table)
-    if (needed := loading_bytes(folder, dtype, weights, loaded)) > table.budget:
+    needed = int(loading_bytes(folder, dtype, weights, loaded) * spec.weight_share)
+    if needed > table.budget:
         raise SizingError(
             f"weights is {weights!r}, which needs {needed / GIB:.3f} GiB while the weights are read\n{table}"
         )
@@ -172,6 +173,7 @@ def resolve(
         if args.deterministic is None
         else args.deterministic,
         "num_threads": num_threads,
+        "reduction_splits": args.reduction_splits or args.tensor_parallel,
         **light_fields(args),
     }
     return EngineConfig(

@@ -25,6 +25,7 @@ BENCHMARKS = {
         "scaling": "time of a step against tokens, waiting requests, cached blocks, tokens generated",
         "lora": "throughput of a hundred adapters over one model, against the model alone",
         "deterministic": "tokens per second with and without bit-equal results",
+        "tensor_parallel": "two ranks against one on the same cores",
         "families": "which of transformers' model types are served, against `generate`",
         "real_models": "trained checkpoints against transformers: greedy tokens, and log-probabilities of text",
         "speculation": "tokens per second with drafts and without, on text that repeats and text that does not",
