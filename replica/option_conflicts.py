@@ -37,11 +37,6 @@ def conflicts(options: Any) -> Iterator[str]:
     ranks, splits = options.tensor_parallel, options.reduction_splits or options.tensor_parallel
     if ranks & (ranks - 1) or splits & (splits - 1) or splits < ranks:
         yield f"tensor_parallel ({ranks}) and reduction_splits ({splits}) must be powers of two, in ascending order"
-    if ranks > 1 and options.max_loaded_adapters:
-        yield (
-            f"max_loaded_adapters ({options.max_loaded_adapters}) must be 0 with tensor_parallel above 1: adapters are "
-            "not divided among ranks yet"
-        )
     speculation = options.speculation
     if speculation.method == "draft_model":
         yield (
