@@ -15,6 +15,7 @@ from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.fusion.gpu_fusion import GpuFusion
 from quire.replica.model.output_head import split_model
+from quire.replica.model.recurrence.recurrent_mixers import RecurrenceKernels
 from quire.replica.runner.device_sampler import DeviceSampler
 from quire.replica.runner.model_kernels import ModelKernels
 
@@ -32,6 +33,10 @@ class GpuKernels(ModelKernels):
             return FuseReport()
         decoder, _ = split_model(model)
         return fuse(model, decoder, pool, attentions, GpuFusion())
+
+    def recurrence_kernels(self) -> RecurrenceKernels | None:
+        """See `ModelKernels.recurrence_kernels`."""
+        return None
 
     def fix_order(self, model: nn.Module) -> None:
         """See `ModelKernels.fix_order`."""

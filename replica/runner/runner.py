@@ -108,7 +108,9 @@ class Runner:
         self._attentions = [self._attention(group) for group in pool.groups if group.layers]
         self.states = _state_pool(config, spec, model, self._device)
         if fused is None:
-            fused = self.kernels.fuse(config, model, pool, self._attentions)
+            layout = () if self.states is None else self.states.layout
+            recurrent = self.kernels.fuse_recurrences(config, model, layout)
+            fused = self.kernels.fuse(config, model, pool, self._attentions).joined(recurrent)
         self.fused = fused
         if config.deterministic:
             self.kernels.fix_order(model)
