@@ -1,7 +1,7 @@
 """Recurrent layers on the CPU in C: a step's rows one token after the other, with states where they are.
 
     short_conv     out[t] = act(bias + sum_j weight[j] x[t - taps + 1 + j]), for each channel
-    state_scan     S = a S + k u,  out = q S, for each head;  u = v,  or  u = beta (v - a k S)
+    state_scan     S = a S + k u,  out = q S, for each head;  u = v,  or  u = beta (v - a k S);  a = exp(log_decay)
 
 A row's first tokens read inputs and S from its slot; the slot then has those after the row's last token. One order of
 additions: a token's bits depend neither on the step's other rows nor on how its row is divided into steps.
@@ -117,15 +117,15 @@ def state_scan(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    decay: torch.Tensor,
+    log_decay: torch.Tensor,
     beta: torch.Tensor | None,
     states: torch.Tensor,
     rows: RecurrentRows,
 ) -> torch.Tensor:
     """Scan each head's tokens; see `check_scan` for shapes. Returns [T, heads, value_dim] float32."""
-    check_scan(q, k, v, decay, beta, states, rows)
+    check_scan(q, k, v, log_decay, beta, states, rows)
     wide = [_inner_contiguous(x.float()) for x in (q, k, v)]
-    decay = decay.contiguous()
+    decay = log_decay.exp().contiguous()
     beta = None if beta is None else beta.contiguous()
     out = torch.empty(v.shape, dtype=torch.float32)
     fresh = _fresh(rows)

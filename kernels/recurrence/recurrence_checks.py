@@ -53,7 +53,7 @@ def check_scan(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    decay: torch.Tensor,
+    log_decay: torch.Tensor,
     beta: torch.Tensor | None,
     states: torch.Tensor,
     rows: RecurrentRows,
@@ -66,7 +66,7 @@ def check_scan(
         [T, key heads, key_dim]; each serves heads / key heads consecutive heads of v.
     v
         [T, heads, value_dim].
-    decay, beta
+    log_decay, beta
         [T, heads] float32.
     states
         [slots, heads, key_dim, value_dim] float32; contiguous but for the slots.
@@ -81,7 +81,7 @@ def check_scan(
         check_device(name, x, v.device)
     if heads % key_heads:
         raise ValueError(f"heads: must be a multiple of the {key_heads} key heads, got {heads}")
-    for name, gate in (("decay", decay), ("beta", beta)):
+    for name, gate in (("log_decay", log_decay), ("beta", beta)):
         if gate is not None:
             check_shape(name, gate, (tokens, heads))
             check_dtype(name, gate, (torch.float32,))

@@ -98,9 +98,11 @@ class CpuKernels(ModelKernels):
         backend = CpuFusion(self.workspace)
         return fuse(model, decoder, pool, attentions, backend, int8=config.weights == "int8")
 
-    def recurrence_kernels(self) -> RecurrenceKernels | None:
+    def recurrence_kernels(self, config: EngineConfig) -> RecurrenceKernels | None:
         """See `ModelKernels.recurrence_kernels`; without the compiled library there are none."""
-        return None if native_library.load() is None else cpu_recurrence
+        if native_library.load() is None:
+            return None
+        return RecurrenceKernels(cpu_recurrence.short_conv, cpu_recurrence.state_scan)
 
     def fix_order(self, model: nn.Module) -> None:
         """See `ModelKernels.fix_order`."""

@@ -6,6 +6,9 @@ import torch
 from torch import nn
 
 from quire.kernels.attention.paged_attention import Backend, PagedAttention
+from quire.kernels.recurrence.short_conv import short_conv
+from quire.kernels.recurrence.state_chunks import scan_rows
+from quire.kernels.recurrence.state_scan import state_scan
 from quire.kernels.sampling.sampling_kernel import sample_tokens
 from quire.replica.config import EngineConfig
 from quire.replica.device.device import Device
@@ -34,9 +37,10 @@ class GpuKernels(ModelKernels):
         decoder, _ = split_model(model)
         return fuse(model, decoder, pool, attentions, GpuFusion())
 
-    def recurrence_kernels(self) -> RecurrenceKernels | None:
+    def recurrence_kernels(self, config: EngineConfig) -> RecurrenceKernels | None:
         """See `ModelKernels.recurrence_kernels`."""
-        return None
+        # Chunks are multiplied in TF32.
+        return RecurrenceKernels(short_conv, state_scan if config.dtype == "float32" else scan_rows)
 
     def fix_order(self, model: nn.Module) -> None:
         """See `ModelKernels.fix_order`."""

@@ -44,13 +44,13 @@ class ModelKernels(ABC):
         self, config: EngineConfig, model: nn.Module, layout: Sequence[StateShape]
     ) -> FuseReport:
         """Let recurrent modules run in Quire's kernels where both compute the same, in place. Call it before `fuse`."""
-        kernels = self.recurrence_kernels()
+        kernels = self.recurrence_kernels(config)
         if config.fuse == "off" or kernels is None or not layout:
             return FuseReport()
         return fuse_recurrences(model, layout, kernels)
 
     @abstractmethod
-    def recurrence_kernels(self) -> RecurrenceKernels | None:
+    def recurrence_kernels(self, config: EngineConfig) -> RecurrenceKernels | None:
         """Return the kernels of recurrent layers; None: transformers' modules compute them."""
 
     @abstractmethod

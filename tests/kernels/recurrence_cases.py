@@ -32,13 +32,13 @@ def conv_arguments(tokens: int, channels: int, taps: int, dtype: torch.dtype = t
 
 
 def scan_arguments(tokens: int, key_heads: int, heads: int, key_dim: int, value_dim: int):
-    """q, k, v, decay, beta and states; keys have the length 1, as for the gated delta rule."""
+    """q, k, v, log_decay, beta and states; keys have the length 1, as for the gated delta rule."""
     wide = torch.randn(tokens, 2 * key_heads * key_dim + heads * value_dim)
     q, k, v = wide.split([key_heads * key_dim, key_heads * key_dim, heads * value_dim], dim=1)
     q, k, v = (x.unflatten(1, (n, -1)) for x, n in ((q, key_heads), (k, key_heads), (v, heads)))
     k = k / k.norm(dim=-1, keepdim=True)
-    decay, beta = (torch.rand(tokens, heads) for _ in range(2))
+    log_decay, beta = torch.rand(tokens, heads).log(), torch.rand(tokens, heads)
     size = heads * key_dim * value_dim
     pool = torch.randn(NUM_SLOTS, size + 16)
     states = pool[:, :size].unflatten(1, (heads, key_dim, value_dim))
-    return q, k, v, decay, beta, states
+    return q, k, v, log_decay, beta, states

@@ -47,12 +47,12 @@ def state_scan(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    decay: torch.Tensor,
+    log_decay: torch.Tensor,
     beta: torch.Tensor | None,
     states: torch.Tensor,
     rows: RecurrentRows,
 ) -> torch.Tensor:
-    """A linear recurrence for each head: S_t = a_t S_(t-1) + k_t u_t^T, o_t = S_t^T q_t.
+    """A linear recurrence for each head: S_t = a_t S_(t-1) + k_t u_t^T, o_t = S_t^T q_t, a_t = exp(log_decay).
 
     The recurrences of the field are cases of it:
 
@@ -68,7 +68,7 @@ def state_scan(
         [T, key heads, key_dim]; each serves heads / key heads consecutive heads.
     v
         [T, heads, value_dim].
-    decay, beta
+    log_decay, beta
         [T, heads]; without beta, u = v.
     states
         [slots, heads, key_dim, value_dim]; changed in place.
@@ -82,7 +82,7 @@ def state_scan(
     out = torch.empty_like(v)
     for row, begin, end, state, saves in _each_row(rows, states):
         for t in range(begin, end):
-            state = state * decay[t][:, None, None]
+            state = state * log_decay[t].exp()[:, None, None]
             u = v[t]
             if beta is not None:
                 u = beta[t][:, None] * (u - torch.einsum("hkv,hk->hv", state, k[t]))

@@ -1,8 +1,8 @@
 """Replaces the recurrences of transformers' modules by Quire's kernels, where both compute the same.
 
-A module's names and shapes decide which mixers it may be (`recurrent_mixers.py`). Each is compared with the
-module on random input: two rows in two steps, with a snapshot inside of a row, so that rows begin, continue, decode and
-are copied. Outputs and states must agree; else the module's own code stays.
+A module's names and shapes decide which mixers it may be (`recurrent_mixers.py`). Each is compared with the module on
+random input: two rows in three steps, with a snapshot inside of a row, so that rows begin, continue, decode and are
+copied. Outputs and states must agree; else the module's own code stays.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _KIND = "recurrences"
 # Slots of the proof's two rows; the snapshot's slot is the one after the trash slot.
 _SLOTS = np.array([1, 0])
 _SNAPSHOT = 3
-# Tokens of each row in two steps; the first row has a snapshot after its second token.
-_LENGTHS = ((5, 1), (1, 4))
+# Tokens of each row in three steps; the first row has a snapshot after its second token. Kernels may differ where each
+# row has one token.
+_LENGTHS = ((5, 1), (1, 4), (1, 1))
 
 
 class MixerForward:
@@ -93,6 +94,11 @@ def fuse_recurrences(
     return report
 
 
+def sorts_rows(model: nn.Module) -> bool:
+    """Whether modules of transformers compute some of a model's recurrent layers."""
+    return any(isinstance(module.forward, SplitForward) for module in model.modules())
+
+
 def _one_request(layout: Sequence[StateShape]) -> dict[StateName, torch.Tensor]:
     return {s.name: torch.empty(1, *s.shape, dtype=s.dtype, device="meta") for s in layout}
 
@@ -100,7 +106,7 @@ def _one_request(layout: Sequence[StateShape]) -> dict[StateName, torch.Tensor]:
 def _compare(
     module: nn.Module, mixer: Mixer, layout: Sequence[StateShape], steps: Sequence[torch.Tensor]
 ) -> bool:
-    """Raise ValueError if outputs or states of two random steps differ by more than rounding.
+    """Raise ValueError if outputs or states of random steps differ by more than rounding.
 
     Returns
     -------
@@ -114,7 +120,7 @@ def _compare(
     is_tuple = False
     for i, (hidden, lengths) in enumerate(zip(steps, _LENGTHS, strict=True)):
         kv_len = kv_len + lengths
-        saves = np.array([[0, 2, _SNAPSHOT]][: 1 - i], np.int64).reshape(-1, 3)
+        saves = np.array([[0, 2, _SNAPSHOT]] if i == 0 else [], np.int64).reshape(-1, 3)
         own, other = (StepCache.of(p, _SLOTS, np.array(lengths), kv_len, saves) for p in pools)
         expected = call_recurrent(module, hidden, other)
         if is_tuple := isinstance(expected, tuple):

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -29,33 +29,12 @@ _CONV, _RECURRENT, _LINEAR = ("conv", 0), ("recurrent", 0), ("linear", 0)
 _NORM_EPS = 1e-6  # of the keys of a gated delta rule, in transformers
 
 
-class RecurrenceKernels(Protocol):
+@dataclass(frozen=True, slots=True)
+class RecurrenceKernels:
     """The kernels of a device: `quire.kernels.recurrence`."""
 
-    def short_conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        states: torch.Tensor,
-        rows: RecurrentRows,
-        silu: bool,
-    ) -> torch.Tensor:
-        """Convolve each channel with its last inputs."""
-        ...
-
-    def state_scan(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor | None,
-        states: torch.Tensor,
-        rows: RecurrentRows,
-    ) -> torch.Tensor:
-        """Scan each head's tokens."""
-        ...
+    short_conv: Callable[..., torch.Tensor]  # arguments: `recurrence_checks.check_conv`, and `silu`
+    state_scan: Callable[..., torch.Tensor]  # arguments: `recurrence_checks.check_scan`
 
 
 class Mixer(ABC):
@@ -68,6 +47,11 @@ class Mixer(ABC):
     states
         The states of one request, [1, ...] each, as the module keeps them.
 
+    Attributes
+    ----------
+    constants
+        Parameters of the module in the form that the mixer reads, by name.
+
     Raises
     ------
     AttributeError, KeyError, ValueError
@@ -77,6 +61,11 @@ class Mixer(ABC):
     def __init__(self, module: nn.Module, states: States, kernels: RecurrenceKernels):
         self.module = module
         self.kernels = kernels
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def keep(self, **parameters: torch.Tensor) -> None:
+        """Add constants in float32."""
+        self.constants |= {name: x.detach().float().contiguous() for name, x in parameters.items()}
 
     @abstractmethod
     def __call__(self, hidden: torch.Tensor, states: States, rows: RecurrentRows) -> torch.Tensor:
@@ -90,19 +79,22 @@ class Mixer(ABC):
 class _Conv:
     """A module's depthwise causal convolution; its state is kept as [taps, channels]."""
 
-    def __init__(self, conv: nn.Module, kernels: RecurrenceKernels, silu: bool):
+    def __init__(self, conv: nn.Module, mixer: Mixer, silu: bool):
         channels, one, _ = conv.weight.shape
         if one != 1 or conv.groups != channels:
             raise ValueError(f"a convolution of {list(conv.weight.shape)} is not depthwise")
-        self.weight = conv.weight.detach()[:, 0].float().t().contiguous()
-        self.bias = None if conv.bias is None else conv.bias.detach().float()
-        self._kernels = kernels
+        mixer.keep(conv_weight=conv.weight[:, 0].t())
+        if conv.bias is not None:
+            mixer.keep(conv_bias=conv.bias)
+        self._constants = mixer.constants
+        self._kernels = mixer.kernels
         self._silu = silu
 
     def __call__(self, x: torch.Tensor, states: States, rows: RecurrentRows) -> torch.Tensor:
         """[T, channels] to the same."""
-        own = _transposed(states[_CONV])
-        return self._kernels.short_conv(x, self.weight, self.bias, own, rows, self._silu)
+        own, constants = _transposed(states[_CONV]), self._constants
+        weight, bias = constants["conv_weight"], constants.get("conv_bias")
+        return self._kernels.short_conv(x, weight, bias, own, rows, self._silu)
 
 
 def _transposed(states: torch.Tensor) -> torch.Tensor:
@@ -122,7 +114,7 @@ class ShortConvMixer(Mixer):
     def __init__(self, module: nn.Module, states: States, kernels: RecurrenceKernels):
         super().__init__(module, states, kernels)
         _check_states(states, _CONV)
-        self._conv = _Conv(module.conv, kernels, silu=False)
+        self._conv = _Conv(module.conv, self, silu=False)
 
     def __call__(self, hidden: torch.Tensor, states: States, rows: RecurrentRows) -> torch.Tensor:
         """See `Mixer`."""
@@ -150,26 +142,26 @@ class GatedDeltaMixer(Mixer):
         self._values = self._heads * self._value_dim
         self._keys = (states[_CONV].shape[1] - self._values) // 2
         self._beta_scale = beta_scale
-        self._inputs = _delta_inputs(module)
-        self._conv = _Conv(module.conv1d, kernels, silu=True)
-        self._log_decay = -module.A_log.detach().float().exp()
-        self._dt_bias = module.dt_bias.detach().float()
+        self._conv = _Conv(module.conv1d, self, silu=True)
+        self.keep(a=-module.A_log.float().exp(), dt_bias=module.dt_bias)
         is_short = hasattr(module, "o_proj")
         self._norm_name, self._out_name = ("o_norm", "o_proj") if is_short else ("norm", "out_proj")
-        self._norm = _GatedNorm(getattr(module, self._norm_name), self._value_dim, gate_first=False)
+        self._norm = _GatedNorm(
+            getattr(module, self._norm_name), self, self._value_dim, gate_first=False
+        )
 
     def __call__(self, hidden: torch.Tensor, states: States, rows: RecurrentRows) -> torch.Tensor:
         """See `Mixer`."""
-        inputs, gate, b, a = self._inputs(hidden)
+        inputs, gate, b, a = self._project(hidden)
         inputs = self._conv(inputs, states, rows).float()
         q, k, v = inputs.split([self._keys, self._keys, self._values], dim=-1)
         q, k = (x.unflatten(-1, (-1, self._key_dim)) for x in (q, k))
         v = v.unflatten(-1, (self._heads, self._value_dim))
         q = q * (_inverse_length(q) * self._key_dim**-0.5)
         k = k * _inverse_length(k)
-        decay = (softplus(a.float() + self._dt_bias) * self._log_decay).exp()
+        log_decay = softplus(a.float() + self.constants["dt_bias"]) * self.constants["a"]
         beta = sigmoid(b.float()) * self._beta_scale
-        y = self.kernels.state_scan(q, k, v, decay, beta, states[_RECURRENT], rows)
+        y = self.kernels.state_scan(q, k, v, log_decay, beta, states[_RECURRENT], rows)
         y = self._norm(y, gate.unflatten(-1, (self._heads, self._value_dim)))
         return getattr(self.module, self._out_name)(y.flatten(1).to(hidden.dtype)[None])
 
@@ -177,33 +169,20 @@ class GatedDeltaMixer(Mixer):
         """See `Mixer`."""
         return {_CONV: _reordered(states[_CONV]), _RECURRENT: states[_RECURRENT]}
 
-
-# Inputs of the convolution [T, channels], gate [T, values], b and a [T, heads].
-_DeltaInputs = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-
-
-def _delta_inputs(module: nn.Module) -> _DeltaInputs:
-    """Return the function that computes the inputs of a gated delta rule from [1, T, hidden]."""
-    if hasattr(module, "in_proj_qkv"):
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        return lambda hidden: tuple(getattr(module, name)(hidden)[0] for name in names)
-    if hasattr(module, "in_proj_qkvz"):
-
-        def interleaved(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return inputs of the convolution [T, channels], gate [T, values], b and a [T, heads]."""
+        module = self.module
+        if hasattr(module, "in_proj_qkv"):
+            names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+            return tuple(getattr(module, name)(hidden)[0] for name in names)
+        if hasattr(module, "in_proj_qkvz"):
             products = module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
-            q, k, v, gate, b, a = module.fix_query_key_value_ordering(*products)
-            inputs = torch.cat([x[0].flatten(1) for x in (q, k, v)], dim=-1)
-            return inputs, gate[0].flatten(1), b[0], a[0]
-
-        return interleaved
-
-    def separate(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v, gate, b, a = (
-            getattr(module, f"{name}_proj")(hidden)[0] for name in ("q", "k", "v", "g", "b", "a")
-        )
+            parts = module.fix_query_key_value_ordering(*products)
+            q, k, v, gate, b, a = (part[0] for part in parts)
+            q, k, v, gate = (part.flatten(1) for part in (q, k, v, gate))
+        else:
+            q, k, v, gate, b, a = (getattr(module, f"{name}_proj")(hidden)[0] for name in "qkvgba")
         return torch.cat([q, k, v], dim=-1), gate, b, a
-
-    return separate
 
 
 class Mamba2Mixer(Mixer):
@@ -219,15 +198,13 @@ class Mamba2Mixer(Mixer):
         self._values = self._heads * self._value_dim
         self._channels = states[_CONV].shape[1]
         self._keys = (self._channels - self._values) // 2
-        self._conv = _Conv(module.conv1d, kernels, silu=True)
-        self._a = -module.A_log.detach().float().exp()
-        self._d = module.D.detach().float()
-        self._dt_bias = module.dt_bias.detach().float()
+        self._conv = _Conv(module.conv1d, self, silu=True)
+        self.keep(a=-module.A_log.float().exp(), d=module.D, dt_bias=module.dt_bias)
         self._limits = tuple(getattr(module, "time_step_limit", (0.0, math.inf)))
         self._norm = None
         if not isinstance(module.norm, nn.Identity):
             size = getattr(module.norm, "group_size", self._values * self._state // self._keys)
-            self._norm = _GatedNorm(module.norm, size, gate_first=True)
+            self._norm = _GatedNorm(module.norm, self, size, gate_first=True)
 
     def __call__(self, hidden: torch.Tensor, states: States, rows: RecurrentRows) -> torch.Tensor:
         """See `Mixer`."""
@@ -242,11 +219,12 @@ class Mamba2Mixer(Mixer):
         x, b, c = inputs.split([self._values, self._keys, self._keys], dim=-1)
         x = x.unflatten(-1, (self._heads, self._value_dim))
         b, c = (part.unflatten(-1, (-1, self._state)) for part in (b, c))
-        dt = softplus(dt.float() + self._dt_bias).clamp(*self._limits)
-        decay = (dt * self._a).exp()
+        dt = softplus(dt.float() + self.constants["dt_bias"]).clamp(*self._limits)
         own = _transposed(states[_RECURRENT])
-        y = self.kernels.state_scan(c, b, x * dt[..., None], decay, None, own, rows)
-        y = (y + x * self._d[:, None]).flatten(1)
+        y = self.kernels.state_scan(
+            c, b, x * dt[..., None], dt * self.constants["a"], None, own, rows
+        )
+        y = (y + x * self.constants["d"][:, None]).flatten(1)
         y = y * silu(gate.float()) if self._norm is None else self._norm(y, gate)
         return module.out_proj(y.to(hidden.dtype)[None])
 
@@ -262,18 +240,17 @@ class LightningMixer(Mixer):
         super().__init__(module, states, kernels)
         _check_states(states, _LINEAR)
         _, self._heads, self._size, _ = states[_LINEAR].shape
-        self._decay = (-module.slope_rate.detach().float().view(self._heads)).exp()
-        norm = module.norm
-        self._weight, self._eps = norm.weight.detach().float(), norm.variance_epsilon
+        self.keep(log_decay=-module.slope_rate.view(self._heads), norm=module.norm.weight)
+        self._eps: float = module.norm.variance_epsilon
 
     def __call__(self, hidden: torch.Tensor, states: States, rows: RecurrentRows) -> torch.Tensor:
         """See `Mixer`."""
         module = self.module
         product = silu(module.qkv_proj(hidden)[0].float())
         q, k, v = product.unflatten(-1, (self._heads, -1)).split(self._size, dim=-1)
-        decay = self._decay.expand(len(q), -1)
-        y = self.kernels.state_scan(q, k, v, decay, None, states[_LINEAR], rows).flatten(1)
-        y = _rms_normed(y, self._eps) * self._weight
+        log_decay = self.constants["log_decay"].expand(len(q), -1)
+        y = self.kernels.state_scan(q, k, v, log_decay, None, states[_LINEAR], rows).flatten(1)
+        y = _rms_normed(y, self._eps) * self.constants["norm"]
         y = y * sigmoid(module.output_gate(hidden)[0].float())
         return module.out_proj(y.to(hidden.dtype)[None])
 
@@ -281,8 +258,9 @@ class LightningMixer(Mixer):
 class _GatedNorm:
     """RMS norm over groups of columns and a SiLU gate, before (`gate_first`) or after the norm."""
 
-    def __init__(self, norm: nn.Module, size: int, gate_first: bool):
-        self._weight = norm.weight.detach().float()
+    def __init__(self, norm: nn.Module, mixer: Mixer, size: int, gate_first: bool):
+        mixer.keep(norm=norm.weight)
+        self._constants = mixer.constants
         self._eps: float = getattr(norm, "variance_epsilon", None) or norm.eps
         self._size = size
         self._gate_first = gate_first
@@ -292,7 +270,8 @@ class _GatedNorm:
         gate = silu(gate.float())
         if self._gate_first:
             x = x * gate
-        x = _rms_normed(x.unflatten(-1, (-1, self._size)), self._eps).flatten(-2) * self._weight
+        x = _rms_normed(x.unflatten(-1, (-1, self._size)), self._eps).flatten(-2)
+        x = x * self._constants["norm"]
         return x if self._gate_first else x * gate
 
 

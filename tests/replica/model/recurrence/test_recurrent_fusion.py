@@ -19,6 +19,7 @@ from quire.replica.model.layers.state_layers import (
     split_state_layers,
 )
 from quire.replica.model.recurrence.recurrent_fusion import MixerForward, fuse_recurrences
+from quire.replica.model.recurrence.recurrent_mixers import RecurrenceKernels
 from quire.replica.model.text_part import auto_class
 from quire.replica.proof.model_proof import tiny_entries
 
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.skipif(native_library.load() is None, reason="no compil
 TYPES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "lfm2", "minimax")  # fmt: skip
 # A product with the hidden states as its input, in each of them.
 INPUTS = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "q_proj", "qkv_proj")
+KERNELS = RecurrenceKernels(cpu_recurrence.short_conv, cpu_recurrence.state_scan)
 SLOTS = np.array([2, 0, 1])
 
 
@@ -77,7 +79,7 @@ def test_a_mixer_computes_what_the_module_computes(model_type, tmp_path):
     own = [state for state in layout if state.layer == module.layer_idx]
     steps = [((9, 1, 3), [[0, 4, 4]]), ((1, 1, 1), []), ((0, 70, 1), [[0, 33, 5]]), ((2, 1, 0), [])]
     expected, other_pool = run_steps(module, own, steps)
-    report = fuse_recurrences(model, layout, cpu_recurrence)
+    report = fuse_recurrences(model, layout, KERNELS)
     assert (report.fused["recurrences"], report.dropped) == (len(modules), [])
     assert isinstance(module.forward, MixerForward)
     found, pool = run_steps(module, own, steps)
@@ -114,7 +116,7 @@ def test_a_module_that_computes_something_else_keeps_its_own_code(tmp_path):
         return result
 
     splits[1]._forward = keeps_other_inputs
-    report = fuse_recurrences(model, layout, cpu_recurrence)
+    report = fuse_recurrences(model, layout, KERNELS)
     assert report.fused["recurrences"] == len(modules) - 2
     assert ["deviates by 0.00" in reason for reason in report.dropped] == [True, True]
     assert [m.forward for m in modules[:2]] == splits[:2]
@@ -125,6 +127,6 @@ def test_states_that_the_kernels_do_not_take_keep_the_modules_code(tmp_path):
     """In bfloat16 MiniMax keeps states of bfloat16."""
     model = build("minimax", tmp_path, torch.bfloat16)
     layout = split_state_layers(model)
-    report = fuse_recurrences(model, layout, cpu_recurrence)
+    report = fuse_recurrences(model, layout, KERNELS)
     assert not report.fused
     assert all("states: must be one of float32, got torch.bfloat16" in r for r in report.dropped)
