@@ -24,15 +24,18 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels import tuning
 from quire.kernels.argument_checks import check_bounds
 from quire.kernels.recurrence.recurrence_checks import check_scan
 from quire.kernels.recurrence.recurrent_rows import RecurrentRows
 from quire.kernels.recurrence.state_scan import inner_contiguous, state_scan
 
 CHUNK = 16  # tokens
-MAX_KEY_DIM = 128  # larger states do not fit into registers beside a chunk
+# Larger states do not fit into registers beside a chunk; on these architectures no state does.
+MAX_KEY_DIM = 128
+SMALL_ARCHS = ("sm_80",)
 COLUMNS = 32  # of a program
-NUM_WARPS = 4
+NUM_WARPS = 8
 
 
 @triton.jit
@@ -83,32 +86,38 @@ def _chunk_kernel(
                 size = tl.minimum(size, next_save.to(tl.int32) - done)
             at = (begin + done + token).to(tl.int64)
             inside = token < size
-            of_key = head // group * KEY + key[None, :]
+            of_key = head // group * KEY + key
             held_key = inside[:, None] & (key < KEY)[None, :]
-            k = tl.load(k_ptr + at[:, None] * stride_k + of_key, mask=held_key, other=0.0)
-            q = tl.load(q_ptr + at[:, None] * stride_q + of_key, mask=held_key, other=0.0)
-            k = k.to(tl.float32)
-            q = q.to(tl.float32)
-            held_value = inside[:, None] & (column < VALUE)[None, :]
-            u = tl.load(
-                v_ptr + at[:, None] * stride_v + head * VALUE + column[None, :],
-                mask=held_value, other=0.0,
-            ).to(tl.float32)  # fmt: skip
             logs = tl.load(log_decay_ptr + at * heads + head, mask=inside, other=0.0)
             logs = tl.cumsum(logs, axis=0)
             whole = tl.sum(tl.where(token == CHUNK - 1, logs, 0.0), axis=0)
             passed = tl.exp(logs)[:, None]
             between = logs[:, None] - logs[None, :]
             between = tl.exp(tl.where(token[:, None] >= token[None, :], between, float("-inf")))
-            keys = tl.trans(k)
-            if beta_ptr is not None:
-                beta = tl.load(beta_ptr + at * heads + head, mask=inside, other=0.0)[:, None]
-                products = tl.dot(k, keys, input_precision="tf32") * between * beta
-                products = tl.where(token[:, None] > token[None, :], products, 0.0)
-                u = beta * (u - passed * tl.dot(k, state, input_precision="tf32"))
-                u = _solve(products, u, CHUNK)
+            # [KEY, CHUNK]. A chunk's keys are loaded again in the other order: both would not fit into registers.
+            keys = tl.load(
+                k_ptr + at[None, :] * stride_k + of_key[:, None],
+                mask=inside[None, :] & (key < KEY)[:, None], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            q = tl.load(
+                q_ptr + at[:, None] * stride_q + of_key[None, :], mask=held_key, other=0.0
+            ).to(tl.float32)
             scores = tl.dot(q, keys, input_precision="tf32") * between
             out = passed * tl.dot(q, state, input_precision="tf32")
+            held_value = inside[:, None] & (column < VALUE)[None, :]
+            u = tl.load(
+                v_ptr + at[:, None] * stride_v + head * VALUE + column[None, :],
+                mask=held_value, other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            if beta_ptr is not None:
+                beta = tl.load(beta_ptr + at * heads + head, mask=inside, other=0.0)[:, None]
+                k = tl.load(
+                    k_ptr + at[:, None] * stride_k + of_key[None, :], mask=held_key, other=0.0
+                ).to(tl.float32)
+                u = beta * (u - passed * tl.dot(k, state, input_precision="tf32"))
+                products = tl.dot(k, keys, input_precision="tf32") * between * beta
+                products = tl.where(token[:, None] > token[None, :], products, 0.0)
+                u = _solve(products, u, CHUNK)
             out = tl.dot(scores, u, out, input_precision="tf32")
             tl.store(
                 out_ptr + (at[:, None] * heads + head) * VALUE + column[None, :], out,
@@ -169,7 +178,7 @@ def scan_rows(
     states: torch.Tensor,
     rows: RecurrentRows,
 ) -> torch.Tensor:
-    """Scan by tokens if each row has one or keys are long, else by chunks; see `state_scan.state_scan`."""
-    by_token = rows.is_decode or k.shape[2] > MAX_KEY_DIM
-    scan = state_scan if by_token else chunk_scan
+    """Scan by tokens if each row has one or chunks do not fit, else by chunks; see `state_scan.state_scan`."""
+    fits = k.shape[2] <= MAX_KEY_DIM and tuning.device_arch(v.device) not in SMALL_ARCHS
+    scan = chunk_scan if fits and not rows.is_decode else state_scan
     return scan(q, k, v, log_decay, beta, states, rows)

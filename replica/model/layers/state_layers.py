@@ -1,5 +1,7 @@
 """Recurrent layers: transformers' own modules compute them, with the states of Quire's slots.
 
+`model/recurrence/` replaces the modules that Quire's kernels equal; the others run as described here.
+
 A step's tokens are one sequence for the decoder. A recurrent module would carry its state from one request into the
 next, so its call is split: rows with equally many tokens are one batch. transformers' modules ask their `cache`
 argument for earlier states, and give it the new ones; here it is a `RowsCache`.

@@ -1,15 +1,16 @@
 """Replaces the recurrences of transformers' modules by Quire's kernels, where both compute the same.
 
-A module's names and shapes decide which mixers it may be (`recurrent_mixers.py`). Each is compared with the module on
-random input: two rows in three steps, with a snapshot inside of a row, so that rows begin, continue, decode and are
-copied. Outputs and states must agree; else the module's own code stays.
+A module's names and shapes decide which mixers it may be (`recurrent_mixers.py`). One module of each kind is compared
+with its mixer on random input: two rows in three steps, with a snapshot inside of a row, so that rows begin, continue,
+decode and are copied. Outputs and states must agree; else the module's own code stays.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,9 +20,16 @@ from quire.replica.checkpoint.wrapped_text import text_config
 from quire.replica.device.state_pool import StateName, StatePool, StateShape
 from quire.replica.model.fusion.fuse_report import MAX_DEVIATION, FuseReport, deviation
 from quire.replica.model.layers.state_layers import SplitForward, StepCache, call_recurrent
-from quire.replica.model.recurrence.recurrent_mixers import Mixer, RecurrenceKernels, candidates
+from quire.replica.model.recurrence.recurrent_mixers import (
+    Build,
+    Mixer,
+    RecurrenceKernels,
+    candidates,
+)
 
 logger = logging.getLogger(__name__)
+
+_Kind: TypeAlias = tuple[type, str, str, str]
 
 _KIND = "recurrences"
 # Slots of the proof's two rows; the snapshot's slot is the one after the trash slot.
@@ -70,28 +78,62 @@ def fuse_recurrences(
     weight = model.get_input_embeddings().weight
     like = weight.new_empty(0)
     width = text_config(model.config).hidden_size
+    steps = [torch.randn(1, sum(n), width).to(like) for n in _LENGTHS]
+    # By kind of module: the builder that was proven and whether the module returns a tuple; or why there is none.
+    known: dict[_Kind, _Proven | str] = {}
     for name, module in model.named_modules():
         if not isinstance(module.forward, SplitForward):
             continue
         states = [state for state in layout if state.layer == module.layer_idx]
-        hidden = [torch.randn(1, sum(n), width).to(like) for n in _LENGTHS]
-        reasons: list[str] = []
-        for build in candidates(module, _one_request(states), kernels):
-            try:
-                mixer = build()
-                is_tuple = _compare(module, mixer, states, hidden)
-            # Another structure, or shapes and dtypes that the kernels reject.
-            except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-                reasons.append(str(error))
-                continue
-            module.forward = MixerForward(module.forward, module.layer_idx, mixer, is_tuple)
-            report.fused[_KIND] += 1
-            break
-        else:
-            text = "; ".join(reasons) or "its structure is unknown"
-            report.dropped.append(f"recurrence {name} ({type(module).__name__}): {text}")
+        kind = _kind_of(module, states)
+        if kind not in known:
+            known[kind] = _prove(module, states, kernels, steps)
+        proven = known[kind]
+        if isinstance(proven, str):
+            report.dropped.append(f"recurrence {name} ({type(module).__name__}): {proven}")
+            continue
+        mixer = proven.build(module, _one_request(states), kernels)
+        module.forward = MixerForward(module.forward, module.layer_idx, mixer, proven.returns_tuple)
+        report.fused[_KIND] += 1
     logger.info("recurrent layers: %s", report)
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Proven:
+    build: Build
+    returns_tuple: bool
+
+
+def _kind_of(module: nn.Module, layout: Sequence[StateShape]) -> _Kind:
+    """Return what modules share that compute the same with other weights: code, numbers, shapes.
+
+    One module of each kind is compared: in transformers a prompt of a few tokens can take seconds in each layer.
+    """
+    plain = (bool, int, float, str, type(None))
+    attributes = {
+        n: v for n, v in vars(module).items() if isinstance(v, plain) and n != "layer_idx"
+    }
+    shapes = [(name, tuple(x.shape)) for name, x in module.state_dict().items()]
+    return (type(module), repr(attributes), repr(shapes), repr([(s.name, s.shape) for s in layout]))
+
+
+def _prove(
+    module: nn.Module,
+    layout: Sequence[StateShape],
+    kernels: RecurrenceKernels,
+    steps: Sequence[torch.Tensor],
+) -> _Proven | str:
+    """Find the mixer that equals a module, or the reasons why none does."""
+    reasons = []
+    for build in candidates(module):
+        try:
+            mixer = build(module, _one_request(layout), kernels)
+            return _Proven(build, _compare(module, mixer, layout, steps))
+        # Another structure, or shapes and dtypes that the kernels reject.
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            reasons.append(str(error))
+    return "; ".join(reasons) or "its structure is unknown"
 
 
 def sorts_rows(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -303,18 +304,19 @@ def _check_states(states: States, *names: StateName) -> None:
         raise ValueError(f"has states {[*states]}, not {[*names]}")
 
 
-def candidates(
-    module: nn.Module, states: States, kernels: RecurrenceKernels
-) -> list[Callable[[], Mixer]]:
+# Arguments: as of `Mixer`.
+Build: TypeAlias = Callable[[nn.Module, States, RecurrenceKernels], Mixer]
+
+
+def candidates(module: nn.Module) -> list[Build]:
     """Return builders of the mixers that have a module's parameters, the likeliest first."""
     names = {name for name, _ in module.named_children()}
-    kinds: list[Callable[..., Mixer]] = []
     if names == {"conv", "in_proj", "out_proj"}:
-        kinds = [ShortConvMixer]
-    elif hasattr(module, "slope_rate"):
-        kinds = [LightningMixer]
-    elif hasattr(module, "A_log") and hasattr(module, "D"):
-        kinds = [Mamba2Mixer]
-    elif hasattr(module, "A_log"):
-        kinds = [GatedDeltaMixer, partial(GatedDeltaMixer, beta_scale=2.0)]
-    return [partial(kind, module, states, kernels) for kind in kinds]
+        return [ShortConvMixer]
+    if hasattr(module, "slope_rate"):
+        return [LightningMixer]
+    if hasattr(module, "A_log") and hasattr(module, "D"):
+        return [Mamba2Mixer]
+    if hasattr(module, "A_log"):
+        return [GatedDeltaMixer, partial(GatedDeltaMixer, beta_scale=2.0)]
+    return []

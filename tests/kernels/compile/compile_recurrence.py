@@ -53,7 +53,7 @@ def recurrence_entries(arch: str) -> Iterator[Entry]:
             dict(COLUMNS=state_scan.COLUMNS, **sizes),
             dict(num_warps=state_scan.NUM_WARPS, **_EXACT),
         )
-        if key > state_chunks.MAX_KEY_DIM:
+        if key > state_chunks.MAX_KEY_DIM or arch in state_chunks.SMALL_ARCHS:
             continue
         yield Entry(
             f"{arch}/state_chunks/{name}",

@@ -98,10 +98,12 @@ def test_a_mixer_computes_what_the_module_computes(model_type, tmp_path):
 
 @torch.inference_mode()
 def test_a_module_that_computes_something_else_keeps_its_own_code(tmp_path):
+    """Another output, or another state; modules of another kind are replaced."""
     model = build("lfm2", tmp_path)
     layout = split_state_layers(model)
     modules = [m for m in model.modules() if getattr(m.forward, "splits_rows", False)]
     splits = [m.forward for m in modules]
+    modules[0].note, modules[1].note = "louder", "keeps other inputs"  # kinds of their own
 
     def louder(*args, **given):
         return own(*args, **given) * 1.001
