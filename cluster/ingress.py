@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -24,6 +25,7 @@ from quire.cluster.auth.tenant_counters import TenantCounters
 from quire.cluster.auth.usage_log import UsageLog
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.auth_section import AuthArgs
+from quire.cluster.config.http_section import TracingArgs
 from quire.cluster.config.live_update import router_section
 from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.grpc.grpc_api import GrpcApi
@@ -31,10 +33,15 @@ from quire.cluster.grpc.grpc_poller import batch_pollers
 from quire.cluster.proxies.ray_proxies import open_ports, open_reflection
 from quire.cluster.scrape import Answers, Scrape
 from quire.cluster.tls.tls_listeners import TlsListeners
+from quire.protos.adapter_ref import AdapterRef
+from quire.protos.errors import Unavailable
 from quire.protos.metric_families import Page
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
+from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.ray_metrics import RayMetrics
+from quire.router.adapters.adapter_control import AdapterControl
+from quire.router.adapters.adapter_registry import PlainEntry
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.fleet.replicas import ReplicaTable
@@ -49,14 +56,18 @@ from quire.router.scoring.embedding_format import EmbeddingFormat
 from quire.router.status_types import LiveState
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.router.trace.tracer import Tracer
 from quire.router.transport.bus import Bus
 from quire.router.transport.peers import Peers
+from quire.router.transport.replica_adapters import ReplicaAdapters
 
 logger = logging.getLogger("ray.serve")
 
 # A new router keeps its ports closed until a replica is attached, for at most this time. After it, either no replica is
 # running or all are still loading, and the router answers with that error.
 FIRST_ATTACH_TIMEOUT_S = 10.0
+# A router that missed a change of the adapters learns it within this time.
+EXCHANGE_PERIOD_S = 15.0
 
 
 def this_service() -> RouterService:
@@ -126,8 +137,27 @@ class Router(GrpcApi):
         self._labels = {**labels, "deployment": context.deployment, "router": router_id}
         self._vllm_names = app.metrics.vllm_names
         scrape = self._scrape(labels, replicas.deployment_name, peers)
+        adapters = AdapterControl(
+            app.model_name,
+            ReplicaAdapters(self._bus),
+            peers.exchange_adapters,
+            None if app.adapter_folder is None else Path(app.adapter_folder),
+        )
+        with final_errors("router"):
+            await asyncio.to_thread(_declare, adapters, app)
+        with final_errors("router"):
+            tracer = None if app.tracing is None else _tracer(app.tracing, router_id)
         self.service = _service(
-            app, checkpoint, router_id, table, self._bus, peers, self._metrics, scrape
+            app,
+            checkpoint,
+            router_id,
+            table,
+            self._bus,
+            peers,
+            self._metrics,
+            scrape,
+            adapters,
+            tracer,
         )
         self._metrics.follow(self.service)
         if app.auth is not None:
@@ -147,6 +177,7 @@ class Router(GrpcApi):
         if app.auth is not None and (problem := await open_reflection()):
             logger.error("%s", problem)
         self._bus.start()
+        self.service.regret.start()
         # Serve opens the ports when this method returns, so the first requests find a replica.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
             logger.info(
@@ -155,6 +186,7 @@ class Router(GrpcApi):
             )
         # After the ports open, so that it delays no request's first replica.
         self._loading = asyncio.create_task(self.service.load_parser())
+        self._exchanging = asyncio.create_task(_exchange_adapters(adapters))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Change options of the running router; Serve calls this with the deployment's `user_config`.
@@ -192,6 +224,12 @@ class Router(GrpcApi):
         """Return what this router knows; the other routers call this through `Peers`."""
         return self.service.own_state(payer)
 
+    async def own_adapters(self, entries: list[PlainEntry]) -> list[PlainEntry]:
+        """Take over another router's adapters and return this router's; the others call this through `Peers`."""
+        registry = self.service.adapter_control.registry
+        registry.merge(entries)
+        return registry.plain()
+
     async def own_metrics(self) -> tuple[str, Page]:
         """Return this router's id and its metrics; the other routers call this through `Peers`."""
         return self._own_metrics()
@@ -222,10 +260,30 @@ class Router(GrpcApi):
         if bus is not None:
             await bus.close()
         service = getattr(self, "service", None)
-        if service is not None and service.decision_log is not None:
-            await asyncio.to_thread(service.decision_log.close)
+        if service is not None:
+            await asyncio.to_thread(service.regret.close)
+            if service.decision_log is not None:
+                await asyncio.to_thread(service.decision_log.close)
+            if service.tracer is not None:
+                await asyncio.to_thread(service.tracer.sink.close)
         if self.access is not None:
             await asyncio.to_thread(self.access.close)
+
+
+def _declare(adapters: AdapterControl, app: AppConfig) -> None:
+    """Add the adapters of the configuration."""
+    try:
+        adapters.declare([AdapterRef.of_folder(a.name, a.path) for a in app.adapters])
+    except OSError as error:
+        raise CheckpointError(f"adapters: {error}") from error
+
+
+async def _exchange_adapters(adapters: AdapterControl) -> None:
+    """Exchange adapters with the other routers: at the start, and for those that missed a change."""
+    while True:
+        with contextlib.suppress(Unavailable):
+            await adapters.exchange()
+        await asyncio.sleep(EXCHANGE_PERIOD_S)
 
 
 def _access(auth: AuthArgs, router_id: str, table: ReplicaTable) -> AccessControl:
@@ -245,6 +303,18 @@ def _access(auth: AuthArgs, router_id: str, table: ReplicaTable) -> AccessContro
     )
 
 
+def _tracer(tracing: TracingArgs, router_id: str) -> Tracer:
+    """Start the export of traces; raises a `ValueError` without the extra that it needs."""
+    try:
+        # Without the section, none of OpenTelemetry's exporters is loaded.
+        from quire.cluster.tracing.collector import trace_queue
+    except ImportError as error:
+        raise ValueError(
+            f"the section tracing needs the extra otel: pip install 'quire[otel]' ({error})"
+        ) from None
+    return Tracer(router_id, tracing.sample_ratio, trace_queue(tracing, router_id))
+
+
 def _service(
     app: AppConfig,
     checkpoint: Path,
@@ -254,6 +324,8 @@ def _service(
     peers: Peers,
     observer: RouterMetrics,
     scrape: Scrape,
+    adapters: AdapterControl,
+    tracer: Tracer | None,
 ) -> RouterService:
     limits = app.router
     defaults = GenerationDefaults.load(checkpoint)
@@ -286,6 +358,8 @@ def _service(
         decision_log=_decision_log(limits, router_id),
         peers=peers,
         scrape=scrape.text,
+        adapter_control=adapters,
+        tracer=tracer,
         ready_timeout_s=limits.ready_timeout_s,
         admission=_admission(limits),
     )

@@ -40,6 +40,52 @@ class GetModelInfoResponse(_message.Message):
     block_size: int
     def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., created_s: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ...) -> None: ...
 
+class Adapter(_message.Message):
+    __slots__ = ("name", "path", "digest", "created_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CREATED_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    digest: str
+    created_s: int
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ..., created_s: _Optional[int] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetLoadsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -139,7 +185,7 @@ class WatchRouterRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
 
 class WatchRouterResponse(_message.Message):
-    __slots__ = ("router", "num_routers", "model", "now_s", "queue", "num_decisions", "num_deltas", "ttft_median_ms", "ttft_p95_ms", "replicas", "requests", "moves", "routers")
+    __slots__ = ("router", "num_routers", "model", "now_s", "queue", "num_decisions", "num_deltas", "ttft_median_ms", "ttft_p95_ms", "replicas", "requests", "moves", "routers", "regrets")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +199,7 @@ class WatchRouterResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    REGRETS_FIELD_NUMBER: _ClassVar[int]
     router: str
     num_routers: int
     model: str
@@ -166,7 +213,26 @@ class WatchRouterResponse(_message.Message):
     requests: _containers.RepeatedCompositeFieldContainer[RoutedRequest]
     moves: _containers.RepeatedCompositeFieldContainer[RoutedRequest]
     routers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, router: _Optional[str] = ..., num_routers: _Optional[int] = ..., model: _Optional[str] = ..., now_s: _Optional[float] = ..., queue: _Optional[_Union[RouterQueue, _Mapping]] = ..., num_decisions: _Optional[int] = ..., num_deltas: _Optional[int] = ..., ttft_median_ms: _Optional[float] = ..., ttft_p95_ms: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ...) -> None: ...
+    regrets: _containers.RepeatedCompositeFieldContainer[RoutingRegret]
+    def __init__(self, router: _Optional[str] = ..., num_routers: _Optional[int] = ..., model: _Optional[str] = ..., now_s: _Optional[float] = ..., queue: _Optional[_Union[RouterQueue, _Mapping]] = ..., num_decisions: _Optional[int] = ..., num_deltas: _Optional[int] = ..., ttft_median_ms: _Optional[float] = ..., ttft_p95_ms: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ..., regrets: _Optional[_Iterable[_Union[RoutingRegret, _Mapping]]] = ...) -> None: ...
+
+class RoutingRegret(_message.Message):
+    __slots__ = ("policy", "num_requests", "mean_ms", "low_ms", "high_ms", "modelled_ms", "measured_ms")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_MS_FIELD_NUMBER: _ClassVar[int]
+    LOW_MS_FIELD_NUMBER: _ClassVar[int]
+    HIGH_MS_FIELD_NUMBER: _ClassVar[int]
+    MODELLED_MS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_MS_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    num_requests: int
+    mean_ms: float
+    low_ms: float
+    high_ms: float
+    modelled_ms: float
+    measured_ms: float
+    def __init__(self, policy: _Optional[str] = ..., num_requests: _Optional[int] = ..., mean_ms: _Optional[float] = ..., low_ms: _Optional[float] = ..., high_ms: _Optional[float] = ..., modelled_ms: _Optional[float] = ..., measured_ms: _Optional[float] = ...) -> None: ...
 
 class RouterQueue(_message.Message):
     __slots__ = ("num_requests", "num_prompt_tokens", "expected_wait_ms")

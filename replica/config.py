@@ -9,14 +9,13 @@ the only configuration that the scheduler, the block manager and the runner read
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any, Literal, get_args
 
+from quire.replica import option_fields
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
+from quire.replica.option_fields import option
 
 SchedulerName = Literal["shortest_first", "fifo", "prefill_first", "priority"]
 DemotionOrder = Literal["lru", "most_recent"]
@@ -24,6 +23,7 @@ JsonWhiteSpace = Literal["one_space", "none", "any"]
 Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+SpeculationMethod = Literal["auto", "off", "ngram", "suffix", "draft_model"]
 
 # Options that a running engine can change between two steps.
 LIGHT_FIELDS = (
@@ -35,6 +35,8 @@ LIGHT_FIELDS = (
 )
 # The default of resume_margin exceeds safety_margin by this. A larger value lowers throughput and saves no preemption.
 _RESUME_STEP = 0.1
+# Samples of a step that an engine of few rows has memory for, so that its rows may have drafts.
+_DRAFT_SAMPLES = 32
 
 
 class SizingError(ValueError):
@@ -46,20 +48,33 @@ class SizingError(ValueError):
 # ----------------------------------------------------------------------------------------------------------
 
 
-def option(
-    default: Any,
-    description: str,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    min_length: int | None = None,
-) -> Any:
-    """Create a dataclass field with bounds and description as metadata, under the names of pydantic's `Field`."""
-    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "min_length": min_length}
-    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
-    return dataclasses.field(default=default, metadata={**metadata, "description": description})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """Options of speculative decoding: a step verifies drafted tokens. It changes no token of an answer."""
+
+    method: SpeculationMethod = option(
+        "off",
+        "Where drafts come from. off: no drafts. ngram: the text that followed the last tokens at their most recent "
+        "earlier place in the same request. suffix: as ngram, and otherwise recent answers to the same tenant. "
+        "auto: as suffix, with the number of drafted tokens chosen by measured acceptance and measured step times, 0 "
+        "where drafts do not pay. draft_model: not served yet. Except with off, the field `prediction` "
+        "of a request is the first source for that request.",
+    )
+    max_draft_tokens: int = option(
+        8, "Maximum number of drafted tokens per request and step.", ge=1, le=64
+    )
+    draft_model: str | None = option(
+        None,
+        "A checkpoint with the same tokenizer that drafts tokens, for method draft_model.",
+        min_length=1,
+    )
+    suffix_index_bytes: int = option(
+        16 * 2**20,
+        "Maximum size in bytes of the index over recent answers, for all tenants together. A tenant's answers are "
+        "never drafts for another tenant.",
+        ge=2**16,
+        le=2**34,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +218,16 @@ class EngineOptions:
         "For debugging: before each replay of a CUDA graph, compare the addresses of all its inputs and outputs with "
         "those at capture time.",
     )
+    max_loaded_adapters: int = option(
+        0,
+        "Maximum number of adapters that running requests may have at once; as many stay in the device's memory. 0: no "
+        "adapters.",
+        ge=0,
+        le=1024,
+    )
+    max_adapter_rank: int = option(
+        16, "Largest rank of an adapter. On a GPU each slot has room for this rank.", ge=1, le=64
+    )
     nvtx: bool = option(
         False,
         "For debugging on a GPU: mark the parts of the engine's loop and the work that they queue as NVTX ranges, "
@@ -247,10 +272,27 @@ class EngineOptions:
     )
     num_threads: int | None = option(
         None,
-        "Number of CPU threads for one replica's matrix products. Default: the machine's cores, divided by the number "
-        "of replicas.",
+        "Number of CPU threads for one replica's matrix products, in each of its ranks. Default: the machine's cores, "
+        "divided by the number of replicas and by tensor_parallel.",
         ge=1,
         le=1024,
+    )
+    tensor_parallel: int = option(
+        1,
+        "Number of processes of one machine, called ranks, that compute one model together: 1, 2, 4 or 8. Each has a "
+        "part of weights and KV cache. On a CPU only, for architectures with a tensor-parallel plan in transformers.",
+        ge=1,
+        le=8,
+    )
+    reduction_splits: int | None = option(
+        None,
+        "Parts, a power of two, of sums over ranks. Only it decides the order of additions. Default: tensor_parallel.",
+        ge=1,
+        le=64,
+    )
+    speculation: SpeculationOptions = option(
+        SpeculationOptions(),
+        "Speculative decoding: a step verifies drafted tokens, and may then give a request several tokens.",
     )
 
 
@@ -288,6 +330,8 @@ class EngineArgs(EngineOptions):
     allow_block_sharing: InitVar[bool | None] = None
 
     def __post_init__(self, allow_block_sharing: bool | None) -> None:
+        if isinstance(self.speculation, Mapping):
+            object.__setattr__(self, "speculation", SpeculationOptions(**self.speculation))
         if allow_block_sharing is None:
             return
         if allow_block_sharing and not self.prefix_caching:
@@ -313,15 +357,12 @@ def check_args(args: EngineArgs) -> None:
     SizingError
         The message names the option, its bound and the value.
     """
-    hints = typing.get_type_hints(EngineArgs)
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if (expected := _expected(hints[field.name], field.metadata, value)) is not None:
-            raise SizingError(f"{field.name} must be {expected}, got {value!r}")
+    for message in option_fields.problems(args):
+        raise SizingError(message)
     if (problem := block_size_problem(args.block_size)) is not None:
         raise SizingError(f"block_size {problem}")
-    for problem in conflicts(args):
-        raise SizingError(problem)
+    for message in conflicts(args):
+        raise SizingError(message)
 
 
 def block_size_problem(block_size: int | None) -> str | None:
@@ -352,6 +393,20 @@ def conflicts(options: Any) -> Iterator[str]:
             f"num_blocks ({options.num_blocks}) and kv_cache_gib ({options.kv_cache_gib}) both set "
             "the size of the KV cache; give one of them"
         )
+    ranks, splits = options.tensor_parallel, options.reduction_splits or options.tensor_parallel
+    if ranks & (ranks - 1) or splits & (splits - 1) or splits < ranks:
+        yield f"tensor_parallel ({ranks}) and reduction_splits ({splits}) must be powers of two, in ascending order"
+    speculation = options.speculation
+    if speculation.method == "draft_model":
+        yield (
+            "speculation.method must be auto, off, ngram or suffix: draft_model needs the KV cache of a second model, "
+            "which the engine does not have yet"
+        )
+    elif speculation.draft_model is not None:
+        yield (
+            f"speculation.draft_model ({speculation.draft_model!r}) is for the method draft_model only, got "
+            f"method {speculation.method!r}"
+        )
 
 
 def light_fields(args: EngineArgs) -> dict[str, Any]:
@@ -360,39 +415,6 @@ def light_fields(args: EngineArgs) -> dict[str, Any]:
     if args.resume_margin is None:
         fields["resume_margin"] = min(1.0, args.safety_margin + _RESUME_STEP)
     return fields
-
-
-def _expected(hint: Any, bounds: typing.Mapping[str, Any], value: Any) -> str | None:
-    """Return a description of the allowed values; None if the value has the right type and is within its bounds."""
-    kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in kinds:
-        return None
-    kind = kinds[0]
-    if choices := get_args(kind):  # a Literal
-        return None if value in choices else f"one of {', '.join(choices)}"
-    if kind not in (int, float):
-        return None if type(value) is kind else {bool: "a boolean", str: "a string"}[kind]
-    noun = "an integer" if kind is int else "a number"
-    is_number = type(value) is int or (kind is float and type(value) is float)
-    if is_number and math.isfinite(value) and _is_within(bounds, value):
-        return None
-    return noun + _interval(bounds)
-
-
-def _is_within(bounds: typing.Mapping[str, Any], value: float) -> bool:
-    return bool(
-        bounds.get("ge", value) <= value <= bounds.get("le", value)
-        and value > bounds.get("gt", -math.inf)
-        and value < bounds.get("lt", math.inf)
-    )
-
-
-def _interval(bounds: typing.Mapping[str, Any]) -> str:
-    """The bounds in words: " in (0, 1]", " of at least 1" or " above 0"."""
-    low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
-    if high is None:
-        return f" above {low}" if "gt" in bounds else f" of at least {low}"
-    return f" in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -421,7 +443,8 @@ class EngineConfig(EngineOptions):
     dtype: str  # float32 | bfloat16 | float16
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # full-attention layer groups first
+    groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # full-attention first; heads of one rank
+    reduction_splits: int = 1
     num_host_blocks: int = 0  # blocks of the host tier, of the same size; 0: no host tier
     # Whether some layers are recurrent: they keep a state of each running request instead of blocks.
     has_states: bool = False
@@ -456,6 +479,7 @@ class EngineConfig(EngineOptions):
             parts.append(f"weights={self.weights}")
         if self.kv_cache_dtype != "auto":
             parts.append(f"kv_cache={self.kv_cache_dtype}")
+        parts += [f"reduction_splits={self.reduction_splits}"] * (self.reduction_splits > 1)
         if self.json_white_space != get_args(JsonWhiteSpace)[0]:
             parts.append(f"json_white_space={self.json_white_space}")
         return ",".join(parts)
@@ -464,6 +488,11 @@ class EngineConfig(EngineOptions):
     def num_rows(self) -> int:
         """Number of rows (request slots) in the request table: a step must have room for one token of each."""
         return min(self.max_running_requests, self.max_batch_tokens)
+
+    @property
+    def max_samples(self) -> int:
+        """Maximum number of samples of a step. A row with a draft has several; few rows must have room for drafts."""
+        return max(self.num_rows, min(_DRAFT_SAMPLES, self.max_batch_tokens))
 
     @property
     def max_row_blocks(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.protos.wire import Load
+from quire.protos.adapter_ref import AdapterRef
+from quire.protos.wire import Hello, Load
 
 
 @dataclass(slots=True)
@@ -20,6 +21,33 @@ class ModelInfo:
     dtype: str = ""
     eos_token_ids: tuple[int, ...] = ()
     block_size: int = 0
+
+    @classmethod
+    def of(cls, name: str, created_s: int, hello: Hello) -> ModelInfo:
+        """The facts that a replica has reported."""
+        return cls(
+            name=name,
+            created_s=created_s,
+            max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
+            vocab_size=hello.vocab_size,
+            revision=hello.revision,
+            dtype=hello.dtype,
+            eos_token_ids=tuple(hello.eos_token_ids),
+            block_size=hello.block_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEntry:
+    """An adapter by its name, as the newest change of the name says."""
+
+    ref: AdapterRef
+    version_ns: int  # time of the change, since 1970
+    is_removed: bool = False
+
+    @property
+    def created_s(self) -> int:
+        return self.version_ns // 10**9
 
 
 @dataclass(slots=True)
@@ -115,6 +143,34 @@ class PrefixHits:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingRegret:
+    """Seconds per request that a policy's decisions cost, against hindsight (`explain/regret.py`).
+
+    Attributes
+    ----------
+    mean_s, half_s
+        The estimate, and half the length of its 95% interval; inf: unknown, from a single window.
+    modelled_s, measured_s
+        Mean delay of these requests in the model, and their mean time to the first token: how far the model is right.
+    """
+
+    policy: str
+    num_requests: int
+    mean_s: float
+    half_s: float
+    modelled_s: float
+    measured_s: float
+
+    @property
+    def low_s(self) -> float:
+        return max(0.0, self.mean_s - self.half_s)
+
+    @property
+    def high_s(self) -> float:
+        return self.mean_s + self.half_s
+
+
+@dataclass(frozen=True, slots=True)
 class LiveState:
     """What some routers know now, in a size that does not depend on the number of requests or blocks.
 
@@ -138,6 +194,8 @@ class LiveState:
         The newest decisions, as `Decisions` has them, with the best two replicas only.
     moves
         Those of these decisions that continued a request of another replica, newest first.
+    regrets
+        Regret of the recent decisions, by policy.
     """
 
     router: str
@@ -154,6 +212,7 @@ class LiveState:
     ttft_s: list[float]
     decisions: list[dict[str, Any]]
     moves: list[dict[str, Any]]
+    regrets: list[RoutingRegret] = field(default_factory=list)
 
     def ttft_quantile_s(self, q: float) -> float | None:
         """Return the nearest-rank quantile of `ttft_s`, in seconds; None without values."""

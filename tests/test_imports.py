@@ -22,13 +22,14 @@ MAX_MODULES = 15  # in a folder, `__init__` and generated code aside
 MAX_LINES = 500  # in a module
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
-# From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`
-# and `replica.host_machine` are modules.
+# From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`,
+# `replica.option_fields` and `replica.host_machine` are modules.
 LAYERS = (
     "protos",
     "kernels",
     "kernels.cpu",
     "kernels.recurrence",
+    "kernels.adapters",
     "kernels.rows",
     "kernels.attention",
     "kernels.sampling",
@@ -40,15 +41,19 @@ LAYERS = (
     "router.fleet",
     "router.admission",
     "router.explain",
+    "router.trace",
     "router.transport",
     "router.scoring",
+    "router.adapters",
     "router.request",
     "replica.host_machine",
     "replica.builtin_model",
     "replica.grammar",
     "replica.kv_cache",
+    "replica.option_fields",
     "replica.config",
     "replica.core",
+    "replica.speculation",
     "replica.request_table",
     "replica.scheduler",
     "replica.checkpoint",
@@ -56,13 +61,16 @@ LAYERS = (
     "replica.sampling",
     "replica.device",
     "replica.model.layers",
+    "replica.model.sharded",
     "replica.model",
     "replica.model.fusion",
     "replica.model.recurrence",
     "replica.model.deterministic",
+    "replica.adapters",
     "replica.runner.graphs",
     "replica.runner",
     "replica.startup",
+    "replica.ranks",
     "replica.proof",
     "replica",
     # Entries below may import ray.
@@ -75,11 +83,13 @@ LAYERS = (
     "cluster.http.responses_api",
     "cluster.http.decisions_api",
     "cluster.http.embeddings_api",
+    "cluster.http.adapters_api",
     "cluster.page",
     "cluster.grpc",
     "cluster.proxies",
     "cluster.config",
     "cluster.tls",
+    "cluster.tracing",
     "cluster.local",
     "cluster.bench.load",
     "cluster.bench.engines",
@@ -92,6 +102,7 @@ LAYERS = (
 NO_POLICY = {
     "replica.checkpoint",
     "replica.config",
+    "replica.option_fields",
     "replica.builtin_model",
     "replica.host_machine",
     "router.transport",
@@ -110,9 +121,11 @@ RAY = (
 # Folders and modules that may load torch.
 TORCH = (
     "quire.kernels",
+    "quire.replica.adapters",
     "quire.replica.device",
     "quire.replica.model",
     "quire.replica.proof",
+    "quire.replica.ranks",
     "quire.replica.runner",
     "quire.replica.sampling",
     "quire.replica.startup",
@@ -330,6 +343,7 @@ MAY_READ_ENVIRONMENT = {
     "quire.cluster.local.local_serve",
     "quire.cluster.local.serve_api",
     "quire.cluster.top.top_command",  # the key
+    "quire.cluster.tracing.collector",  # OpenTelemetry's variables
     "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables
     "quire.replica.proof.verdicts",  # the folder of a machine, not an option of an engine
 }
@@ -408,6 +422,7 @@ DEVICE_CHECKS = {
     "quire.replica.runner.runner": 3,  # the kernels; whether steps are computed or queued
     "quire.replica.proof.verdicts": 1,  # on which devices a class is proven
     "quire.replica.startup.runtime": 1,  # whether memory is measured
+    "quire.replica.startup.rank_sizing": 1,  # whether ranks run there
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory
     "quire.replica.host_machine": 1,  # free memory of the GPU or of the host

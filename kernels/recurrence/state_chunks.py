@@ -33,7 +33,7 @@ from quire.kernels.recurrence.state_scan import inner_contiguous, state_scan
 CHUNK = 16  # tokens
 # Larger states do not fit into registers beside a chunk; on these architectures no state does.
 MAX_KEY_DIM = 128
-SMALL_ARCHS = ("sm_80",)
+SMALL_ARCHS = ("sm_80", "gfx942")
 COLUMNS = 32  # of a program
 NUM_WARPS = 8
 

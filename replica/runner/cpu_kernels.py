@@ -13,6 +13,8 @@ from quire.kernels.cpu import cpu_attention_native, native_library
 from quire.kernels.cpu.cpu_attention_torch import choose_query_tokens
 from quire.kernels.cpu.cpu_call_sequence import Workspace
 from quire.kernels.recurrence import cpu_recurrence
+from quire.replica.adapters.adapted_model import AdaptedModel
+from quire.replica.adapters.cpu_adapted_model import CpuAdaptedModel
 from quire.replica.config import EngineConfig
 from quire.replica.core.sampling_record import LIMITS
 from quire.replica.device.device import Device
@@ -41,10 +43,8 @@ class CpuStepOutputs(StepOutputs):
             return token_ids
         return torch.from_numpy(np.where(ids < 0, last[np.maximum(-1 - ids, 0)], ids))
 
-    def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `StepOutputs.keep`."""
+    def _write(self, slot: TokenSlot, tokens: torch.Tensor) -> None:
         slot.tokens.numpy()[: len(tokens)] = tokens.numpy()
-        self.remember(tokens, rows)
 
     def remember(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
         """See `StepOutputs.remember`."""
@@ -117,13 +117,20 @@ class CpuKernels(ModelKernels):
         pool: KVPool,
         attentions: list[PagedAttention],
         max_logits_rows: int,
+        adapted: AdaptedModel | None = None,
     ) -> CpuForward:
         """See `ModelKernels.forward`."""
-        return CpuForward(model, pool, attentions, max_logits_rows, self.workspace)
+        return CpuForward(model, pool, attentions, max_logits_rows, self.workspace, adapted)
 
-    def outputs(self, device: Device, max_rows: int) -> CpuStepOutputs:
+    def adapt(
+        self, decoder: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype, device: Device
+    ) -> CpuAdaptedModel:
+        """See `ModelKernels.adapt`."""
+        return CpuAdaptedModel(decoder, num_slots, max_rank, dtype)
+
+    def outputs(self, device: Device, max_rows: int, max_samples: int) -> CpuStepOutputs:
         """See `ModelKernels.outputs`."""
-        return CpuStepOutputs(device, max_rows)
+        return CpuStepOutputs(device, max_rows, max_samples)
 
     def sample(
         self, logits: torch.Tensor, limits: torch.Tensor, noise_keys: torch.Tensor

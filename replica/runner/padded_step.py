@@ -23,10 +23,13 @@ from quire.replica.device.state_pool import StatePool
 from quire.replica.model.layers.state_layers import StepCache
 from quire.replica.runner.device_table import DeviceTable
 from quire.replica.runner.forward import Forward
-from quire.replica.runner.step_inputs import DecodeInputs, StepInputs
+from quire.replica.runner.step_inputs import (
+    DecodeInputs,
+    FixedInputs,
+    StepInputs,
+    sampling_rows,
+)
 from quire.replica.runner.step_outputs import StepOutputs
-
-FixedInputs = DecodeInputs | StepInputs
 
 
 class PaddedStep:
@@ -120,6 +123,7 @@ class PaddedStep:
             inputs.slots,
             np.ones(n, np.int64),
             states=self._step_states(self._cu_q[: n + 1], inputs, is_decode=True),
+            adapters=inputs.adapters,
         )
 
     def _mixed(self, inputs: StepInputs, num_blocks: int | None) -> torch.Tensor:
@@ -139,6 +143,7 @@ class PaddedStep:
             inputs.slots,
             num_query,
             states=self._step_states(inputs.cu_q, inputs, is_decode=False),
+            adapters=inputs.adapters,
         )
 
     def _step_states(
@@ -150,8 +155,3 @@ class PaddedStep:
         saves = self._no_saves
         rows = RecurrentRows(cu_q, inputs.rows, inputs.kv_len, saves, saves[:, 0], is_decode)
         return StepCache(self._states, rows)
-
-
-def sampling_rows(inputs: FixedInputs) -> torch.Tensor:
-    """Table rows [n] int64 whose tokens the step samples, with padding rows."""
-    return inputs.rows if isinstance(inputs, DecodeInputs) else inputs.sample_rows

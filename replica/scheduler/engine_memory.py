@@ -82,6 +82,7 @@ class EngineMemory:
             config.block_size,
             config.vocab_size,
             config.groups,
+            config.max_loaded_adapters,
         )
         self.deferred_frees = DeferredFrees(self.blocks)
         self.blocked_head = BlockedHead()

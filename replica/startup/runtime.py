@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import ModelSpec
-from quire.replica.config import EngineArgs, EngineConfig, SizingError
+from quire.replica.config import EngineArgs, EngineConfig, SizingError, check_args
 from quire.replica.device.device import Device
 from quire.replica.device.open_device import open_device
 from quire.replica.host_machine import give_back_free_memory
@@ -20,6 +21,7 @@ from quire.replica.model.loader import load_model
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_memory import measure_memory
 from quire.replica.startup.device_sizing import GIB
+from quire.replica.startup.rank_sizing import rank_args, rank_spec
 from quire.replica.startup.sizing import resolve
 
 logger = logging.getLogger(__name__)
@@ -35,8 +37,23 @@ class Runtime:
     runner: Runner
 
 
+class OtherRanks(Protocol):
+    """The ranks that this process leads (`replica/ranks`)."""
+
+    def agree(self, config: EngineConfig) -> EngineConfig:
+        """Return the configuration with the sizes of the smallest rank."""
+        ...
+
+    def load(self, config: EngineConfig, spec: ModelSpec) -> Runner:
+        """Load the leader's part of the model; every rank is ready then."""
+        ...
+
+
 def load_runtime(
-    args: EngineArgs, startup_s: dict[str, float], check_model: Callable[[ModelSpec, str], None]
+    args: EngineArgs,
+    startup_s: dict[str, float],
+    check_model: Callable[[ModelSpec, str], None],
+    ranks: OtherRanks | None = None,
 ) -> Runtime:
     """Load a model and warm up. Afterwards serving compiles nothing and touches no memory for the first time.
 
@@ -48,6 +65,8 @@ def load_runtime(
     check_model
         Called with the checkpoint's shape and the kind of device (cpu or cuda) before weights are read; raises
         CheckpointError for a model that the engine would compute otherwise than transformers.
+    ranks
+        With `tensor_parallel`, the other ranks.
 
     Raises
     ------
@@ -56,16 +75,23 @@ def load_runtime(
     """
     began = time.perf_counter()
     checkpoint = resolve_checkpoint(args.model, args.revision)
-    spec = ModelSpec.from_checkpoint(checkpoint)
+    whole = ModelSpec.from_checkpoint(checkpoint)
+    check_args(args)
+    spec = rank_spec(whole, args)
+    args = rank_args(args)
     config = resolve(args, spec, checkpoint)
-    check_model(spec, config.device)
+    check_model(whole, config.device)
+    if ranks is not None:
+        config = ranks.agree(config)
     device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
     device.trim()  # frees memory cached by an earlier engine of this process
     # None on the CPU: its memory is not measured, and `config` is final.
     available = None if device.is_immediate else device.free_bytes()
     try:
-        if available is None:
+        if ranks is not None:
+            runner = ranks.load(config, spec)
+        elif available is None:
             runner = Runner.from_config(config, spec)
         else:
             config, runner = _load_measured(args, config, spec, checkpoint, device, available)

@@ -17,6 +17,8 @@ sys.path.append(str(Path(__file__).parents[1] / "cluster"))  # for `authority`
 
 from live import Cluster, start_cluster, wait_until
 
+from tests.otlp_receiver import GrpcReceiver
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put this folder's tests on the session's cluster last.
@@ -28,7 +30,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
+def adapter_folder(tmp_path_factory) -> Path:
+    """The folder from which the cluster loads adapters at run time."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[GrpcReceiver]:
+    """Receives the traces of requests whose client asks for one."""
+    with GrpcReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory, collector: GrpcReceiver, adapter_folder: Path) -> Iterator[Cluster]:
     """HAProxy mode, two routers, two replicas of the embedded model, float32, deterministic."""
     folder = tmp_path_factory.mktemp("cluster")
 
@@ -36,6 +51,9 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         (application,) = config["applications"]
         application["args"]["router"] = {"decision_log_folder": str(folder / "decisions")}
         application["args"]["metrics"] = {"vllm_names": True}
+        application["args"]["adapter_folder"] = str(adapter_folder)
+        application["args"].setdefault("engine", {})["max_loaded_adapters"] = 2
+        application["args"]["tracing"] = {"endpoint": collector.endpoint, "sample_ratio": 0.0}
 
     yield from start_cluster(folder, change)
 
