@@ -94,7 +94,7 @@ def short_conv(
     check_conv(x, weight, bias, states, rows)
     wide = _unit_stride(x.float())
     out = torch.empty(x.shape, dtype=torch.float32)
-    fresh = _fresh(rows)
+    fresh, first_save = _fresh(rows), _first_save(rows)
     call = _ConvCall(
         x=wide.data_ptr(),
         x_stride=wide.stride(0),
@@ -107,7 +107,7 @@ def short_conv(
         taps=len(weight),
         dtype=_STATE_DTYPES[states.dtype],
         silu=silu,
-        rows=_rows(rows, fresh),
+        rows=_rows(rows, fresh, first_save),
     )
     _run("quire_conv", call)
     return out.to(x.dtype)
@@ -128,7 +128,7 @@ def state_scan(
     decay = log_decay.exp().contiguous()
     beta = None if beta is None else beta.contiguous()
     out = torch.empty(v.shape, dtype=torch.float32)
-    fresh = _fresh(rows)
+    fresh, first_save = _fresh(rows), _first_save(rows)
     call = _ScanCall(
         q=wide[0].data_ptr(),
         k=wide[1].data_ptr(),
@@ -145,7 +145,7 @@ def state_scan(
         key_heads=k.shape[1],
         key_dim=k.shape[2],
         value_dim=v.shape[2],
-        rows=_rows(rows, fresh),
+        rows=_rows(rows, fresh, first_save),
     )
     _run("quire_scan", call)
     return out
@@ -155,13 +155,19 @@ def _fresh(rows: RecurrentRows) -> torch.Tensor:
     return (rows.kv_len == rows.cu_q.diff()).view(torch.uint8)
 
 
-def _rows(rows: RecurrentRows, fresh: torch.Tensor) -> _Rows:
+def _first_save(rows: RecurrentRows) -> torch.Tensor:
+    if len(rows.saves):
+        return rows.first_save
+    return torch.zeros(rows.num_rows + 1, dtype=torch.int64)
+
+
+def _rows(rows: RecurrentRows, fresh: torch.Tensor, first_save: torch.Tensor) -> _Rows:
     return _Rows(
         rows.cu_q.data_ptr(),
         rows.slots.data_ptr(),
         fresh.data_ptr(),
         rows.saves.data_ptr(),
-        rows.first_save.data_ptr(),
+        first_save.data_ptr(),
         rows.num_rows,
     )
 

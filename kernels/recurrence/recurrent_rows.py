@@ -23,7 +23,7 @@ class RecurrentRows:
     kv_len: torch.Tensor  # [n] int32, tokens of a row with those of this step
     # Snapshots: row, number of its tokens in this step before the snapshot, slot; sorted. [k, 3] int64
     saves: torch.Tensor
-    # [n + 1] int64, the saves of row i are [first_save[i], first_save[i + 1])
+    # [n + 1] int64, the saves of row i are [first_save[i], first_save[i + 1]); not read if there are none.
     first_save: torch.Tensor
     # Whether the host knows that each row has one token.
     is_decode: bool
