@@ -74,7 +74,7 @@ def resolve(
     num_threads = args.num_threads or physical_cores()
     sizing = choose_sizing(args.device, num_threads)
     if spec.has_states:
-        args = _for_recurrent_layers(args, sizing.device)
+        args = _for_recurrent_layers(args, sizing)
     if args.max_loaded_adapters:
         _check_adapters(args, spec)
     if has_own_attention(spec):
@@ -195,7 +195,7 @@ def resolve(
     )
 
 
-def _for_recurrent_layers(args: EngineArgs, device: str) -> EngineArgs:
+def _for_recurrent_layers(args: EngineArgs, sizing: DeviceSizing) -> EngineArgs:
     """Turn off batch-invariance unless the user asks for it: only recurrences in Quire's kernels have it, on the CPU.
 
     Raises
@@ -203,9 +203,9 @@ def _for_recurrent_layers(args: EngineArgs, device: str) -> EngineArgs:
     SizingError
         The user asks for it on a GPU, where sums of torch's operations between these kernels depend on the batch.
     """
-    if args.deterministic and device != "cpu":
+    if args.deterministic and not sizing.fixes_recurrences:
         raise SizingError(
-            f"deterministic is true, which a model with recurrent layers cannot have on device {device!r}"
+            f"deterministic is true, which a model with recurrent layers cannot have on device {sizing.device!r}"
         )
     return dataclasses.replace(args, deterministic=bool(args.deterministic))
 
