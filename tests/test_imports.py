@@ -45,6 +45,7 @@ LAYERS = (
     "replica.host_machine",
     "replica.builtin_model",
     "replica.grammar",
+    "replica.node_pool",
     "replica.kv_cache",
     "replica.config",
     "replica.core",
