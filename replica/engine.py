@@ -49,6 +49,8 @@ from quire.replica.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from torch import nn
 
+    from quire.replica.startup.pool_place import PoolPlace
+
 # After this number of consecutive failed steps the engine is unhealthy: the cause is the device (CUDA errors are
 # sticky), not a request. Without a limit the router would send all traffic to this idle engine.
 MAX_FAILED_STEPS = 3
@@ -72,6 +74,8 @@ class Engine:
         goes to `generate` and `stream`.
     flight_path
         File of the flight recorder. After a crash it names the requests that were running.
+    node_pool
+        Where the engines of this node find their pool of KV blocks; None: the host tier is private.
     prove
         Whether to compare a tiny model of the checkpoint's class with transformers first (`replica/proof`); False for
         the engine of such a comparison.
@@ -88,6 +92,7 @@ class Engine:
         *,
         on_output: Callable[[LoopOutput], None] | None = None,
         flight_path: Path | None = None,
+        node_pool: PoolPlace | None = None,
         prove: bool = True,
         **overrides: Any,
     ):
@@ -107,7 +112,7 @@ class Engine:
             if prove:
                 check_model(spec, device, functools.partial(Engine, prove=False))
 
-        runtime = load_runtime(args, self.startup_s, check)
+        runtime = load_runtime(args, self.startup_s, check, node_pool)
         self.config: EngineConfig = runtime.config
         short = runtime.spec.short_context
         if prove and short is not None and self.config.max_model_len > short:
@@ -121,7 +126,8 @@ class Engine:
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         # As it runs; a failed proof looks into it.
         self.model: nn.Module = runtime.runner.model
-        scheduler = Scheduler(self.config)
+        self._node_pool = runtime.node_pool
+        scheduler = Scheduler(self.config, node_pool=runtime.node_pool)
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)
@@ -144,6 +150,7 @@ class Engine:
             recorder=self.recorder,
             plans_ahead=self.config.plans_ahead,
             mark=runtime.runner.mark if self.config.nvtx else None,
+            save_blocks=runtime.runner.save_blocks,
         )
         self._grammars = GrammarCompiler(
             self.checkpoint / "tokenizer.json",
@@ -344,6 +351,9 @@ class Engine:
         self._grammars.close()
         self._loop.close()
         self._at_exit.detach()
+        if self._node_pool is not None and not self._loop.is_alive():
+            self._node_pool.close()
+            self._node_pool = None
 
     def __enter__(self) -> Engine:
         return self

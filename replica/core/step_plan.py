@@ -238,5 +238,7 @@ class StepResult:
     restores: tuple[tuple[int, float], ...] = ()
     # The copies from host memory of the steps up to this number have arrived; None: the copies of all steps have.
     restored_step: int | None = None
+    # Host blocks whose copies to host memory have ended since the last step; None: those of this step.
+    saved: tuple[int, ...] | None = None
     # [S + 1] int32: row i of `StepPlan.sampling` got the tokens [cu[i], cu[i + 1]). None: one token each.
     cu: np.ndarray | None = None

@@ -153,6 +153,13 @@ class NodePool:
         """Number that changes with the slot's content."""
         return int(self._views.epoch[slot])
 
+    def epoch_of(self, slot: int, key: bytes) -> int | None:
+        """The epoch of a slot that has this content now; None: it has other content, or none."""
+        # The epoch changes before the key, so an epoch that is read first is never newer than the key.
+        epoch = self.epoch(slot)
+        is_known = self.is_complete(slot) and self._views.key[slot].tobytes() == key
+        return epoch if is_known else None
+
     def is_complete(self, slot: int) -> bool:
         """Whether the slot can be found now."""
         return bool(self._views.state[slot] == State.COMPLETE)

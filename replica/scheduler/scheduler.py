@@ -37,6 +37,8 @@ from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.core.step_plan import BlockTables, SamplingBatch, StepPlan, StepResult
 from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.kv_cache.host_tier import Transfers
+from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.request_table import table_checks
 from quire.replica.request_table.sampling_batches import complete_batch
 from quire.replica.scheduler.chunking import Chunking
@@ -50,6 +52,7 @@ from quire.replica.scheduler.steps_in_flight import StepIndexer, StepsInFlight
 
 MAX_STEPS_IN_FLIGHT = 2
 _NO_ROWS = np.empty(0, np.int64)
+_NO_COPIES = np.empty((0, 2), np.int64)
 
 
 class Scheduler:
@@ -73,13 +76,20 @@ class Scheduler:
         Name of this cache's lifetime for the event log; a random one by default.
     max_event_batches
         Number of batches of cache events to keep for routers that missed some.
+    node_pool
+        The node's pool, which holds the host tier; None: the host tier is private.
     """
 
     def __init__(
-        self, config: EngineConfig, *, epoch: str | None = None, max_event_batches: int = 1024
+        self,
+        config: EngineConfig,
+        *,
+        epoch: str | None = None,
+        max_event_batches: int = 1024,
+        node_pool: NodePool | None = None,
     ):
         self.config = config
-        self.memory = EngineMemory(config, epoch, max_event_batches)
+        self.memory = EngineMemory(config, epoch, max_event_batches, node_pool)
         self.events = self.memory.events
         self.rows = self.memory.rows
         self.speed = StepSpeed()
@@ -100,6 +110,7 @@ class Scheduler:
         )
         self._composer = StepComposer(*parts)
         self._committer = StepCommitter(*parts, self.copies)
+        self._idle_copies = Transfers()
 
     def reconfigure(self, config: EngineConfig) -> None:
         """Apply a configuration that differs in `LIGHT_FIELDS` only; live requests continue under it."""
@@ -229,6 +240,7 @@ class Scheduler:
         """
         if len(self.steps) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {self.steps[0].number} is still in flight")
+        self.memory.host.begin_plan()
         self.book.expire(now_s)
         self.memory.retention.expire(now_s)
         if self.steps and self.book.isolated.any:
@@ -244,6 +256,24 @@ class Scheduler:
             plan = plan._replace(block_tables=BlockTables.of(plan.block_tables.gather()))
             self._indexer.adopt(step)
         return plan
+
+    def plan_idle_copies(self, now_s: float) -> np.ndarray:
+        """Plan to publish blocks while the engine is idle. Returns [k, 2] int64 (device block, host block).
+
+        The caller makes the copies at once, then calls `end_idle_copies`.
+        """
+        publishing = self.memory.publishing
+        if publishing is None or not len(publishing) or self.steps:
+            return _NO_COPIES
+        publishing.plan(now_s, (), is_idle=True)
+        self._idle_copies = self.memory.host.launch()
+        return self._idle_copies.save_pairs()
+
+    def end_idle_copies(self) -> None:
+        """Record that the copies of `plan_idle_copies` have ended."""
+        transfers, self._idle_copies = self._idle_copies, Transfers()
+        self.memory.host.land(transfers)
+        self.memory.host.seal(transfers.saves)
 
     def complete(self, plan: StepPlan) -> SamplingBatch:
         """The complete sampling parameters of a plan with `awaits_tokens`, once the step before is committed."""

@@ -77,6 +77,9 @@ class StepCommitter:
             return DeltaBatch(self.fail(plan, error))
         self._steps.land()
         self._memory.land(step.number, step.transfers)
+        self._memory.host.seal(step.transfers.saves if result.saved is None else result.saved)
+        if self._memory.publishing is not None:
+            self._memory.publishing.add(step.registered)
         self._note_restores(result)
         # Collect the prompts' log-probabilities before any of these rows ends.
         scored = self._prompt_scores(step, plan, result)

@@ -314,7 +314,7 @@ def sizing(doc: Doc) -> Iterator[str]:
 def _host_tier(workers: Doc, app: AppConfig) -> Iterator[str]:
     """The host tier is memory of the replica, not of /dev/shm; it counts towards the pod's limit."""
     # The default on a GPU.
-    tier = 4 if app.engine.cpu_offload_gib is None else app.engine.cpu_offload_gib
+    tier = 4 if app.engine.node_pool_gib is None else app.engine.node_pool_gib
     shm = sum(
         quantity(v["emptyDir"]["sizeLimit"]) for v in pod(workers)["volumes"] if "Memory" in str(v)
     )

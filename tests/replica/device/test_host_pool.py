@@ -139,6 +139,6 @@ def test_a_tier_that_the_host_has_no_memory_for_is_an_error_with_its_size(error)
     pool = KVPool(4, (GROUP,), 8, torch.float32, "meta")
     size = 3 * pool.data[0].nbytes
     with pytest.raises(
-        SizingError, match=rf"cpu_offload_gib: the host has no {size} bytes .*{error.args[-1]}"
+        SizingError, match=rf"node_pool_gib: the host has no {size} bytes .*{error.args[-1]}"
     ):
         HostPool(3, pool, Full())
