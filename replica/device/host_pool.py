@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from quire.kernels.huge_pages import back_with_memory
 from quire.replica.config import SizingError
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device, Event, Stream
@@ -92,6 +93,8 @@ class HostPool:
             self.data = self._pinned(shape, dtype)
         else:
             self._mapping = self._device.pin(node_pool.memory.memory)
+            # Otherwise the first copy to each page waits for this process's page table.
+            back_with_memory(self._mapping)
             self.data = torch.from_numpy(node_pool.slots).view(dtype)
 
     def _pinned(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -103,28 +103,52 @@ class HostTier:
 
     def _copy(self, entry: Entry, g: int, block: int, *, may_evict_retained: bool) -> int | None:
         """Give an entry's device block a copy in the tier, unless another engine has published one. None: no room."""
-        copy = None
-        if self.pool_blocks is not None:
-            copy = self.pool_blocks.find(entry.digest, g)
-            if copy is not None and self.pool_blocks.adopt(copy, entry.digest, g):
-                self._prefix.place_on_host(entry, g, copy)
-                return copy
+        found = self._find_published(entry, g)
+        if found is not None:
+            return found
         allocated = self.blocks.allocate(1, may_evict_retained=may_evict_retained)
         if allocated is None:
             return None
-        copy = allocated[0]
+        self._save_content(entry, g, block, allocated[0])
+        self.blocks.release(allocated)
+        return allocated[0]
+
+    def _find_published(self, entry: Entry, g: int) -> int | None:
+        """Give an entry the host block that another engine has published, if there is one."""
+        if self.pool_blocks is None:
+            return None
+        found = self.pool_blocks.find(entry.digest, g)
+        if found is None or not self.pool_blocks.adopt(found, entry.digest, g):
+            return None
+        self._prefix.place_on_host(entry, g, found)
+        return found
+
+    def _save_content(self, entry: Entry, g: int, block: int, copy: int) -> None:
         self.save(block, copy)
         self._prefix.place_on_host(entry, g, copy)
         self.blocks.mark_contents([copy])
-        self.blocks.release(allocated)
-        return copy
 
-    def publish(self, entry: Entry, g: int, block: int) -> bool:
-        """Plan to copy a block that stays on the device, for the node's other engines. Returns False without room."""
-        if any(block in transfers.restores for transfers in (self._planned, *self._in_flight)):
-            # Its own copy has not arrived.
-            return True
-        return self._copy(entry, g, block, may_evict_retained=False) is not None
+    def publish(self, filled: Sequence[tuple[Entry, int, int]]) -> None:
+        """Plan to copy blocks that stay on the device, for the node's other engines, as far as there is room.
+
+        Parameters
+        ----------
+        filled
+            (entry, group, device block) of each, in the order of their sequences.
+        """
+        arriving: set[int] = set()
+        arriving = arriving.union(*(t.restores for t in (self._planned, *self._in_flight)))
+        missing = [
+            place
+            for place in filled
+            if place[2] not in arriving and self._find_published(place[0], place[1]) is None
+        ]
+        copies = self.blocks.allocate(len(missing), may_evict_retained=False)
+        if copies is None:
+            return
+        for (entry, g, block), copy in zip(missing, copies, strict=True):
+            self._save_content(entry, g, block, copy)
+        self.blocks.release(copies[::-1])
 
     def begin_plan(self) -> None:
         """Follow what the node's other engines have changed since the last plan."""

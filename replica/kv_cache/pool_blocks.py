@@ -17,13 +17,15 @@ out and drops the block from the prefix index. So does `pin`, which an admission
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.kv_cache.blocks import IntegrityError, Occupancy
 from quire.replica.node_pool.node_pool import Content, NodePool, PoolCounts
 
 _PART_BYTES = 16
+_COUNT_S = 0.5
 
 
 class BlockName(NamedTuple):
@@ -51,6 +53,8 @@ class PoolBlocks:
         Called with each indexed block that another engine has evicted or dropped.
     max_retained
         Maximum number of blocks that this engine retains.
+    clock
+        Monotonic seconds.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class PoolBlocks:
         on_lost: Callable[[int], None],
         *,
         max_retained: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.pool = pool
         self.num_blocks = pool.num_slots
@@ -85,7 +90,9 @@ class PoolBlocks:
         self._unpublished: list[Content] = []
         self._pinned: list[int] = []
         self._retained: dict[int, None] = {}
-        self._counts = pool.counts()
+        self._clock = clock
+        self._counted_s = clock()
+        self._counts, self._is_reporter = pool.counts(), pool.is_reporter()
 
     # -- what the node has -----------------------------------------------------------------------------------
 
@@ -96,8 +103,7 @@ class PoolBlocks:
             self.release(reversed(pinned))
         if self._unpublished:
             self._publish([])
-        changed = self.pool.refresh()
-        for slot in changed.tolist():
+        for slot in self.pool.refresh():
             epoch = self._epochs.get(slot)
             if epoch is not None and not (
                 self.pool.is_complete(slot) and self.pool.epoch(slot) == epoch
@@ -155,18 +161,15 @@ class PoolBlocks:
     def _publish(self, contents: list[Content]) -> None:
         contents = [c for c in self._unpublished + contents if c.slot in self._unsealed]
         self._unpublished = []
-        if not self.pool.publish(contents):
+        released = [c.slot for c in contents if c.slot not in self._owners]
+        if not self.pool.publish(contents, released):
             self._unpublished = contents
             return
-        done = []
         for content in contents:
             slot = content.slot
             del self._unsealed[slot]
             self._epochs[slot] = self.pool.epoch(slot)
             self._verified.add(slot)
-            if slot not in self._owners:
-                done.append(slot)
-        self.pool.release(done)
 
     def _lose(self, slot: int) -> None:
         """Forget a block that is not, or not only, this engine's any longer."""
@@ -272,28 +275,26 @@ class PoolBlocks:
     @property
     def num_evictions(self) -> int:
         """Evictions of the whole node."""
-        return self._counts.evicted
+        return self._recent().evicted if self._is_reporter else 0
 
-    @property
-    def num_free(self) -> int:
-        return self._counts.free
+    def occupancy(self) -> Occupancy:
+        """The blocks of the whole node, which one of its engines reports; zeros from the others. For any thread."""
+        counts = self._recent()
+        if not self._is_reporter:
+            return Occupancy(0, 0, 0, 0)
+        return Occupancy(counts.free, counts.cached, counts.retained, counts.total)
 
-    @property
-    def num_cached(self) -> int:
-        return self._counts.cached
-
-    @property
-    def num_retained(self) -> int:
-        return self._counts.retained
-
-    def count(self) -> PoolCounts:
-        """Count the blocks of the whole node anew; the properties above are as of the last call."""
-        self._counts = self.pool.counts()
+    def _recent(self) -> PoolCounts:
+        """Counts that are at most `_COUNT_S` old, because counting reads every header."""
+        now_s = self._clock()
+        if now_s - self._counted_s >= _COUNT_S:
+            self._counted_s = now_s
+            self._counts, self._is_reporter = self.pool.counts(), self.pool.is_reporter()
         return self._counts
 
     def snapshot(self) -> dict[str, int]:
         """The number of blocks in each state, in the whole node."""
-        counts = self.count()
+        counts = self.pool.counts()
         return {
             "free": counts.free,
             "cached": counts.cached,

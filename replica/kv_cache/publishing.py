@@ -18,6 +18,7 @@ from quire.replica.kv_cache.prefix_entries import Entry
 _BLOCK_OVERHEAD_BYTES = 64 << 10
 # Unused budget is kept for so long, for the blocks of the next prompt.
 _MAX_SAVED_S = 0.25
+_MAX_FILLED = 1 << 14
 
 
 class Publishing:
@@ -50,9 +51,12 @@ class Publishing:
         return len(self._filled)
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Queue indexed device blocks that a committed step has filled."""
+        """Queue indexed device blocks that a committed step has filled.
+
+        Beyond `_MAX_FILLED` they are not queued: a block is of no use without the blocks before it.
+        """
         for block in blocks:
-            if block in self._prefix:
+            if block in self._prefix and len(self._filled) < _MAX_FILLED:
                 entry, g = self._prefix.place_of(block)
                 if entry.host_blocks[g] is None:
                     self._filled.append((entry, g, block))
@@ -74,12 +78,13 @@ class Publishing:
         # At least one block fits, however large blocks are.
         self._budget = max(self._budget, self._cost if is_idle else self._budget)
         filling = set(being_filled)
+        chosen = []
         while self._filled and self._budget >= self._cost:
             entry, g, block = self._filled.popleft()
             is_there = entry.alive and entry.blocks[g] == block and entry.host_blocks[g] is None
-            if not is_there or block in filling:
-                continue
-            if not self._host.publish(entry, g, block):
-                return
-            self._budget -= self._cost
-            self.num_published += 1
+            if is_there and block not in filling:
+                chosen.append((entry, g, block))
+                self._budget -= self._cost
+        if chosen:
+            self._host.publish(chosen)
+            self.num_published += len(chosen)

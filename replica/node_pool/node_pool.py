@@ -46,6 +46,10 @@ _TOUCH_S = 60.0
 _EVICTED_PART = 1 / 256
 
 
+# An index by a plain number takes a fraction of the time of one by an enum.
+_CHANGE, _CLOCK = int(Fact.CHANGE), int(Fact.CLOCK)
+
+
 class Content(NamedTuple):
     """The content of a slot that is ready to be published."""
 
@@ -101,6 +105,9 @@ class NodePool:
         self._next_sweep_s = self._next_touch_s = 0.0
         self._free_hint = 0
         self._has_changed = False
+        self._own_changes: list[int] = []
+        # Slots that this member has evicted since the last `refresh`.
+        self._evicted: list[int] = []
         try:
             self._member = self._join()
         finally:
@@ -131,8 +138,8 @@ class NodePool:
 
     # -- finding ---------------------------------------------------------------------------------------------
 
-    def refresh(self) -> np.ndarray:
-        """Follow the other members' changes. Returns [n] int64 slots whose header has changed."""
+    def refresh(self) -> list[int]:
+        """Follow the other members' changes. Returns the slots that they have changed or that this one has evicted."""
         now_s = self._clock()
         if now_s >= self._next_sweep_s:
             self._next_sweep_s = now_s + _SWEEP_S
@@ -143,7 +150,8 @@ class NodePool:
         if now_s >= self._next_touch_s:
             self._next_touch_s = now_s + _TOUCH_S
             self._file.touch()
-        return self._index.refresh()
+        evicted, self._evicted = self._evicted, []
+        return evicted + self._index.refresh()
 
     def find(self, key: bytes) -> int | None:
         """The slot with this content, as of the last `refresh`. Lease it before its use."""
@@ -176,7 +184,7 @@ class NodePool:
             for slot, key in zip(slots, keys, strict=True):
                 is_known = views.state[slot] == State.COMPLETE and views.key[slot].tobytes() == key
                 if is_known:
-                    views.leases[self._member, slot] += 1
+                    views.leases[slot, self._member] += 1
                 leased.append(bool(is_known))
             return leased
 
@@ -206,13 +214,13 @@ class NodePool:
     def _release_now(self) -> None:
         views, own = self._views, self._member
         slots, self._unreleased = self._unreleased, []
-        for slot in slots:
-            if not views.leases[own, slot]:
+        for slot, tick in zip(slots, self._ticks(len(slots)).tolist(), strict=True):
+            if not views.leases[slot, own]:
                 raise AssertionError(f"slot {slot} is released more often than it was leased")
-            views.leases[own, slot] -= 1
+            views.leases[slot, own] -= 1
             if views.state[slot] == State.COMPLETE:
-                views.used[slot] = self._tick()
-            elif not views.leases[:, slot].any():
+                views.used[slot] = tick
+            elif not views.leases[slot].any():
                 self._change([slot])
                 views.state[slot] = State.FREE
 
@@ -220,12 +228,11 @@ class NodePool:
         """Treat complete slots as just used."""
         with self._mutex() as is_locked:
             if is_locked:
-                for slot in slots:
-                    self._views.used[slot] = self._tick()
+                self._views.used[slots] = self._ticks(len(slots))
 
     def retain(self, slots: Sequence[int], value: bool = True) -> None:
         """Evict these slots after all others, or no longer so. The next owner of the slot starts without."""
-        self._views.retained[self._member, slots] = value
+        self._views.retained[slots, self._member] = value
 
     # -- content ---------------------------------------------------------------------------------------------
 
@@ -243,28 +250,39 @@ class NodePool:
                 return None
             self._change(free)
             views.epoch[free] += np.uint64(1)
-            views.retained[:, free] = 0
-            views.leases[own, free] = 1
+            views.retained[free] = 0
+            views.leases[free, own] = 1
             views.state[free] = State.HELD
             return [int(slot) for slot in free]
 
-    def publish(self, contents: Sequence[Content]) -> bool:
-        """Let other members find slots that this one has claimed and filled. Returns False if the mutex is not free."""
+    def publish(self, contents: Sequence[Content], released: Sequence[int] = ()) -> bool:
+        """Let other members find slots that this one has claimed and filled. Returns False if the mutex is not free.
+
+        The slots in `released` are then released, as by `release`.
+        """
         views, num_bytes = self._views, self.layout.slot_bytes
         with self._mutex() as is_locked:
             if not is_locked:
                 return False
-            for slot, key, payer, content_sum in contents:
-                self._change([slot])
-                views.key[slot] = np.void(key)
-                views.num_bytes[slot] = num_bytes
-                views.checksum[slot] = content_sum
-                views.payer[slot] = payer
-                views.header_sum[slot] = header_sum(
-                    slot, self.epoch(slot), key, num_bytes, content_sum
-                )
-                views.used[slot] = self._tick()
-                views.state[slot] = State.COMPLETE
+            if not contents:
+                return True
+            slots = [content.slot for content in contents]
+            self._change(slots)
+            keys = b"".join(content.key for content in contents)
+            views.key[slots] = np.frombuffer(keys, views.key.dtype)
+            views.num_bytes[slots] = num_bytes
+            views.checksum[slots] = [content.checksum for content in contents]
+            views.payer[slots] = [content.payer for content in contents]
+            views.header_sum[slots] = [
+                header_sum(c.slot, self.epoch(c.slot), c.key, num_bytes, c.checksum)
+                for c in contents
+            ]
+            views.used[slots] = self._ticks(len(slots))
+            # Last: from now on others find them.
+            views.state[slots] = State.COMPLETE
+            if released:
+                self._unreleased += released
+                self._release_now()
             return True
 
     def checksum(self, slot: int) -> int:
@@ -280,7 +298,7 @@ class NodePool:
             for slot in slots:
                 if views.state[slot] == State.COMPLETE:
                     self._change([slot])
-                    is_used = views.leases[:, slot].any()
+                    is_used = views.leases[slot].any()
                     views.state[slot] = State.HELD if is_used else State.FREE
 
     def drop_cached(self) -> None:
@@ -295,7 +313,7 @@ class NodePool:
         members = np.flatnonzero(views.joined)
         is_free = views.state == State.FREE
         is_cached = (views.state == State.COMPLETE) & ~self._used_slots(members)
-        is_retained = is_cached & (views.retained[members] > 0).any(0)
+        is_retained = is_cached & (views.retained[:, members] > 0).any(1)
         free, cached = int(is_free.sum()), int(is_cached.sum())
         return PoolCounts(
             free,
@@ -308,12 +326,17 @@ class NodePool:
             views.fact(Fact.NUM_DAMAGED),
         )
 
+    def is_reporter(self) -> bool:
+        """Whether this member reports the node's occupancy: the living member with the lowest number does."""
+        lower = np.flatnonzero(self._views.joined[: self._member]).tolist()
+        return not any(self._locks.is_alive(member) for member in lower)
+
     def num_leased(self) -> int:
         """Number of slots that this member uses."""
-        return int(np.count_nonzero(self._views.leases[self._member]))
+        return int(np.count_nonzero(self._views.leases[:, self._member]))
 
     def is_leased(self, slot: int) -> bool:
-        return bool(self._views.leases[self._member, slot])
+        return bool(self._views.leases[slot, self._member])
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is free without a lease, held with one, or complete."""
@@ -322,7 +345,7 @@ class NodePool:
             if not is_locked:
                 return
             self._sweep(besides=self._member)
-            is_used = (views.leases > 0).any(0)
+            is_used = (views.leases > 0).any(1)
             free, held = views.state == State.FREE, views.state == State.HELD
             wrong = np.flatnonzero((free & is_used) | (held & ~is_used) | (views.state > 2))
             if len(wrong):
@@ -363,21 +386,27 @@ class NodePool:
         """Release the mutex; if headers were changed, members read them again from now on."""
         if self._has_changed:
             self._has_changed = False
-            self._views.facts[Fact.CHANGE] += np.uint64(1)
+            facts = self._views.facts
+            facts[_CHANGE] = int(facts[_CHANGE]) + 1
+            self._index.follow_own(self._own_changes)
+            self._own_changes = []
         self._locks.unlock()
 
-    def _change(self, slots: Sequence[int] | np.ndarray) -> None:
+    def _change(self, slots: list[int] | np.ndarray) -> None:
         """Number a change of these slots, before it is made.
 
         A member that dies before `_unlock` leaves slots with the number of the next change, so readers see both.
         """
         self._has_changed = True
-        self._views.changed[slots] = self._views.facts[Fact.CHANGE] + np.uint64(1)
+        self._own_changes += slots if isinstance(slots, list) else slots.tolist()
+        self._views.changed[slots] = int(self._views.facts[_CHANGE]) + 1
 
-    def _tick(self) -> int:
+    def _ticks(self, count: int) -> np.ndarray:
+        """[count] uint64, the numbers of the next uses."""
         facts = self._views.facts
-        facts[Fact.CLOCK] += np.uint64(1)
-        return int(facts[Fact.CLOCK])
+        first = int(facts[_CLOCK]) + 1
+        facts[_CLOCK] = first + count - 1
+        return np.arange(first, first + count, dtype=np.uint64)
 
     def _free(self, count: int) -> np.ndarray:
         """At most `count` free slots, searched from where the last search ended."""
@@ -390,7 +419,7 @@ class NodePool:
 
     def _used_slots(self, members: np.ndarray) -> np.ndarray:
         """[num_slots] bool, whether one of these members has a lease."""
-        used: np.ndarray = (self._views.leases[members] > 0).any(0)
+        used: np.ndarray = np.any(self._views.leases[:, members] > 0, axis=1)
         return used
 
     def _evict(self, count: int, may_evict_retained: bool) -> None:
@@ -400,7 +429,7 @@ class NodePool:
             self._sweep(besides=self._member)
         members = np.flatnonzero(views.joined)
         cached = (views.state == State.COMPLETE) & ~self._used_slots(members)
-        retained = cached & (views.retained[members] > 0).any(0)
+        retained = cached & (views.retained[:, members] > 0).any(1)
         for candidates in (cached & ~retained, retained):
             if count <= 0 or (candidates is retained and not may_evict_retained):
                 return
@@ -414,6 +443,7 @@ class NodePool:
             )
             self._change(victims)
             views.state[victims] = State.FREE
+            self._evicted += victims.tolist()
             views.facts[Fact.NUM_EVICTED] += np.uint64(len(victims))
             count -= len(victims)
 
@@ -433,10 +463,10 @@ class NodePool:
 
     def _forget_member(self, member: int) -> None:
         views = self._views
-        views.leases[member] = 0
-        views.retained[member] = 0
+        views.leases[:, member] = 0
+        views.retained[:, member] = 0
         # Also those of a member that died in the middle of an earlier sweep.
-        orphans = np.flatnonzero((views.state == State.HELD) & ~(views.leases > 0).any(0))
+        orphans = np.flatnonzero((views.state == State.HELD) & ~(views.leases > 0).any(1))
         if len(orphans):
             self._change(orphans)
             views.state[orphans] = State.FREE

@@ -3,8 +3,8 @@
 ```
  page 0     magic, version, sizes, counters, which members have joined
  headers    [slots] state │ epoch │ key │ length │ checksum │ header sum │ payer │ last use │ last change
- leases     [members, slots] uint16: how often each member uses each slot
- retained   [members, slots] uint8:  whether a member wants the slot evicted after others
+ leases     [slots, members] uint16: how often each member uses each slot
+ retained   [slots, members] uint8:  whether a member wants the slot evicted after others
  slots      [slots, slot_bytes]: the blocks
 ```
 
@@ -131,8 +131,8 @@ class PoolViews:
         self.payer = view("payer", _COLUMNS["payer"], n)
         self.used = view("used", _COLUMNS["used"], n)
         self.changed = view("changed", _COLUMNS["changed"], n)
-        self.leases = view("leases", np.dtype(np.uint16), MAX_MEMBERS, n)
-        self.retained = view("retained", np.dtype(np.uint8), MAX_MEMBERS, n)
+        self.leases = view("leases", np.dtype(np.uint16), n, MAX_MEMBERS)
+        self.retained = view("retained", np.dtype(np.uint8), n, MAX_MEMBERS)
         self.slots = view("slots", np.dtype(np.uint8), n, layout.slot_bytes)
 
     def fact(self, fact: Fact) -> int:

@@ -313,8 +313,7 @@ class Scheduler:
             Seconds since the last step ended while there is work, measured by the loop.
         """
         memory, counters = self.memory, self.book.counters
-        blocks, host = memory.blocks, memory.host.blocks
-        host_free, host_cached = host.num_free, host.num_cached
+        blocks, host = memory.blocks, memory.host.blocks.occupancy()
         num_waiting = self.num_waiting
         return Load(
             num_running=self.rows.num_active,
@@ -330,16 +329,16 @@ class Scheduler:
             num_steps=self.steps.num_planned,
             num_compiles=num_compiles,
             num_preemptions=counters.num_preemptions,
-            host_blocks_free=host_free,
-            host_blocks_cached=host_cached,
-            host_blocks_in_use=host.num_blocks - host_free - host_cached,
-            host_blocks_total=host.num_blocks,
+            host_blocks_free=host.free,
+            host_blocks_cached=host.cached,
+            host_blocks_in_use=host.total - host.free - host.cached,
+            host_blocks_total=host.total,
             num_offloads=counters.num_offloads,
             num_restores=counters.num_restores,
             stalled_s=stalled_s,
             num_places=max(0, self.config.max_waiting_requests - num_waiting),
             blocks_retained=blocks.num_retained,
-            host_blocks_retained=host.num_retained,
+            host_blocks_retained=host.retained,
             num_startable=0 if memory.blocked_head.lacks_blocks else self.rows.num_free,
         )
 
