@@ -16,14 +16,16 @@
 #   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
 #   make families   which of transformers' causal model types are served, against `generate`, six minutes: docs/models.md
+#   make many-routers   1, 4, 8 and 16 routers on real clusters, and the start of one, a quarter of an hour: docs/router.md
 #   make real-model   SmolLM2 135M and Gemma 3 270M against transformers, on real text; downloads 330 MB once
+#   make speculation  what drafts gain and cost with SmolLM2, in turns; downloads 130 MB once
 #   make lock      the image's packages, with hashes   (needs uv)
 #   make clients   real clients against a real cluster: docs/clients.md   (CLIENTS_MODEL=./folder, ARGS="--only openai_python")
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families real-model clients lock
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families many-routers real-model speculation clients lock
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -119,8 +121,15 @@ proto: $(INSTALLED)
 families: $(INSTALLED)
 	$(BIN)/python -m tests.perf families $(ARGS)
 
+many-routers: $(INSTALLED)
+	$(BIN)/python -m tests.perf router_rebuild
+	$(BIN)/python -m tests.perf many_routers $(ARGS)
+
 real-model: $(INSTALLED)
 	$(BIN)/python -m tests.perf real-models $(ARGS)
+
+speculation: $(INSTALLED)
+	$(BIN)/python -m tests.perf speculation $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.perf $(ARGS)

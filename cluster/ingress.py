@@ -24,6 +24,7 @@ from quire.cluster.auth.tenant_counters import TenantCounters
 from quire.cluster.auth.usage_log import UsageLog
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.auth_section import AuthArgs
+from quire.cluster.config.http_section import TracingArgs
 from quire.cluster.config.live_update import router_section
 from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.grpc.grpc_api import GrpcApi
@@ -49,6 +50,7 @@ from quire.router.scoring.embedding_format import EmbeddingFormat
 from quire.router.status_types import LiveState
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.router.trace.tracer import Tracer
 from quire.router.transport.bus import Bus
 from quire.router.transport.peers import Peers
 
@@ -126,8 +128,10 @@ class Router(GrpcApi):
         self._labels = {**labels, "deployment": context.deployment, "router": router_id}
         self._vllm_names = app.metrics.vllm_names
         scrape = self._scrape(labels, replicas.deployment_name, peers)
+        with final_errors("router"):
+            tracer = None if app.tracing is None else _tracer(app.tracing, router_id)
         self.service = _service(
-            app, checkpoint, router_id, table, self._bus, peers, self._metrics, scrape
+            app, checkpoint, router_id, table, self._bus, peers, self._metrics, scrape, tracer
         )
         self._metrics.follow(self.service)
         if app.auth is not None:
@@ -147,6 +151,7 @@ class Router(GrpcApi):
         if app.auth is not None and (problem := await open_reflection()):
             logger.error("%s", problem)
         self._bus.start()
+        self.service.regret.start()
         # Serve opens the ports when this method returns, so the first requests find a replica.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
             logger.info(
@@ -222,8 +227,12 @@ class Router(GrpcApi):
         if bus is not None:
             await bus.close()
         service = getattr(self, "service", None)
-        if service is not None and service.decision_log is not None:
-            await asyncio.to_thread(service.decision_log.close)
+        if service is not None:
+            await asyncio.to_thread(service.regret.close)
+            if service.decision_log is not None:
+                await asyncio.to_thread(service.decision_log.close)
+            if service.tracer is not None:
+                await asyncio.to_thread(service.tracer.sink.close)
         if self.access is not None:
             await asyncio.to_thread(self.access.close)
 
@@ -245,6 +254,18 @@ def _access(auth: AuthArgs, router_id: str, table: ReplicaTable) -> AccessContro
     )
 
 
+def _tracer(tracing: TracingArgs, router_id: str) -> Tracer:
+    """Start the export of traces; raises a `ValueError` without the extra that it needs."""
+    try:
+        # Without the section, none of OpenTelemetry's exporters is loaded.
+        from quire.cluster.tracing.collector import trace_queue
+    except ImportError as error:
+        raise ValueError(
+            f"the section tracing needs the extra otel: pip install 'quire[otel]' ({error})"
+        ) from None
+    return Tracer(router_id, tracing.sample_ratio, trace_queue(tracing, router_id))
+
+
 def _service(
     app: AppConfig,
     checkpoint: Path,
@@ -254,6 +275,7 @@ def _service(
     peers: Peers,
     observer: RouterMetrics,
     scrape: Scrape,
+    tracer: Tracer | None,
 ) -> RouterService:
     limits = app.router
     defaults = GenerationDefaults.load(checkpoint)
@@ -286,6 +308,7 @@ def _service(
         decision_log=_decision_log(limits, router_id),
         peers=peers,
         scrape=scrape.text,
+        tracer=tracer,
         ready_timeout_s=limits.ready_timeout_s,
         admission=_admission(limits),
     )

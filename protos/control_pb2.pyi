@@ -139,7 +139,7 @@ class WatchRouterRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
 
 class WatchRouterResponse(_message.Message):
-    __slots__ = ("router", "num_routers", "model", "now_s", "queue", "num_decisions", "num_deltas", "ttft_median_ms", "ttft_p95_ms", "replicas", "requests", "moves", "routers")
+    __slots__ = ("router", "num_routers", "model", "now_s", "queue", "num_decisions", "num_deltas", "ttft_median_ms", "ttft_p95_ms", "replicas", "requests", "moves", "routers", "regrets")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,7 @@ class WatchRouterResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    REGRETS_FIELD_NUMBER: _ClassVar[int]
     router: str
     num_routers: int
     model: str
@@ -166,7 +167,26 @@ class WatchRouterResponse(_message.Message):
     requests: _containers.RepeatedCompositeFieldContainer[RoutedRequest]
     moves: _containers.RepeatedCompositeFieldContainer[RoutedRequest]
     routers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, router: _Optional[str] = ..., num_routers: _Optional[int] = ..., model: _Optional[str] = ..., now_s: _Optional[float] = ..., queue: _Optional[_Union[RouterQueue, _Mapping]] = ..., num_decisions: _Optional[int] = ..., num_deltas: _Optional[int] = ..., ttft_median_ms: _Optional[float] = ..., ttft_p95_ms: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ...) -> None: ...
+    regrets: _containers.RepeatedCompositeFieldContainer[RoutingRegret]
+    def __init__(self, router: _Optional[str] = ..., num_routers: _Optional[int] = ..., model: _Optional[str] = ..., now_s: _Optional[float] = ..., queue: _Optional[_Union[RouterQueue, _Mapping]] = ..., num_decisions: _Optional[int] = ..., num_deltas: _Optional[int] = ..., ttft_median_ms: _Optional[float] = ..., ttft_p95_ms: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[RoutedRequest, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ..., regrets: _Optional[_Iterable[_Union[RoutingRegret, _Mapping]]] = ...) -> None: ...
+
+class RoutingRegret(_message.Message):
+    __slots__ = ("policy", "num_requests", "mean_ms", "low_ms", "high_ms", "modelled_ms", "measured_ms")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_MS_FIELD_NUMBER: _ClassVar[int]
+    LOW_MS_FIELD_NUMBER: _ClassVar[int]
+    HIGH_MS_FIELD_NUMBER: _ClassVar[int]
+    MODELLED_MS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_MS_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    num_requests: int
+    mean_ms: float
+    low_ms: float
+    high_ms: float
+    modelled_ms: float
+    measured_ms: float
+    def __init__(self, policy: _Optional[str] = ..., num_requests: _Optional[int] = ..., mean_ms: _Optional[float] = ..., low_ms: _Optional[float] = ..., high_ms: _Optional[float] = ..., modelled_ms: _Optional[float] = ..., measured_ms: _Optional[float] = ...) -> None: ...
 
 class RouterQueue(_message.Message):
     __slots__ = ("num_requests", "num_prompt_tokens", "expected_wait_ms")

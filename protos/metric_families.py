@@ -140,6 +140,10 @@ class MetricSet:
         assert isinstance(found, Value)
         return found
 
+    def forget(self, name: str, *labels: str) -> None:
+        """Drop the series with these label values."""
+        del self._series[name][labels]
+
     def series(self, name: str) -> Mapping[tuple[str, ...], Value | Histogram]:
         """Return the series of a family by their label values."""
         return self._series[name]

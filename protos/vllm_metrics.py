@@ -167,6 +167,16 @@ VLLM_NAMES = (
         series=_hits("host"),
     ),
     VllmName(
+        "vllm:spec_decode_num_draft_tokens_total",
+        "quire_drafted_tokens_total",
+        "Tokens that were drafted by speculative decoding and verified.",
+    ),
+    VllmName(
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "quire_accepted_draft_tokens_total",
+        "Drafted tokens that are part of the answer.",
+    ),
+    VllmName(
         "vllm:num_preemptions_total",
         "quire_preemptions_total",
         "Running requests that were preempted.",

@@ -74,6 +74,8 @@ class Submit(Message):
     # Seconds for which the request's blocks are evicted after all others, once it has ended; the router can end this
     # earlier (`Replica.renew`).
     retain_s: float = 0.0
+    # [tokens] int32: the client's guess of the answer, a source of drafts.
+    prediction_ids: Annotated[np.ndarray | None, optional(array("<i4"))] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,29 +192,32 @@ class PromptLogprobs:
 class Facts(NamedTuple):
     """Rare facts about a stream: its first output, its end, log-probabilities. Most frames have none.
 
-    A frame has the fields up to `embedding`. The others stay in the replica, for `Completion`.
+    A frame has the fields up to `num_accepted`. The others stay in the replica, for `Completion`.
     """
 
     finish_reason: str | None = None  # stop | length | abort | error, at the end only
     num_cached_tokens: int = 0  # prompt tokens found in the cache at first admission
     queue_s: float = 0.0  # submit to first scheduled
     num_host_cached_tokens: int = 0  # the part of `num_cached_tokens` restored from the host tier
+    prefill_s: float = 0.0  # first scheduled to first token
     logprobs: list[TokenLogprob] | None = None  # one per token, if the request asks for them
     # A part of the prompt's log-probabilities, if the request asks for them: in order, before the first token.
     prompt_logprobs: PromptLogprobs | None = None
     # [hidden size] float32, at the end of a request with `SamplingParams.pooling`. It has no tokens.
     embedding: np.ndarray | None = None
+    # Drafted tokens that were verified, and the accepted ones among these. None: there were none.
+    num_drafted: int | None = None
+    num_accepted: int | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, those of earlier attempts included
-    prefill_s: float = 0.0  # first scheduled to first token
     error: QuireError | None = None
 
     def to_wire(self) -> list[Any]:
-        values: list[Any] = list(self[:7])
+        values: list[Any] = list(self[:10])
         if self.prompt_logprobs is not None:
-            values[5] = self.prompt_logprobs.to_wire()
+            values[6] = self.prompt_logprobs.to_wire()
         if self.embedding is not None:
-            values[6] = self.embedding.astype("<f4", copy=False).tobytes()
+            values[7] = self.embedding.astype("<f4", copy=False).tobytes()
         while values[-1] is None:
             values.pop()
         return values
@@ -221,11 +226,11 @@ class Facts(NamedTuple):
     def from_wire(cls, values: list[Any]) -> Facts:
         facts = cls(*values)
         if facts.logprobs is not None:
-            facts = facts._replace(logprobs=[TokenLogprob(*of_token) for of_token in values[4]])
+            facts = facts._replace(logprobs=[TokenLogprob(*of_token) for of_token in values[5]])
         if facts.prompt_logprobs is not None:
-            facts = facts._replace(prompt_logprobs=PromptLogprobs.from_wire(values[5]))
+            facts = facts._replace(prompt_logprobs=PromptLogprobs.from_wire(values[6]))
         if facts.embedding is not None:
-            facts = facts._replace(embedding=np.frombuffer(values[6], "<f4"))
+            facts = facts._replace(embedding=np.frombuffer(values[7], "<f4"))
         return facts
 
 

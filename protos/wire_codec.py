@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import msgpack
 import numpy as np
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 _CHECKSUM_BYTES = 4
 
 

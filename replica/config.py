@@ -9,15 +9,14 @@ the only configuration that the scheduler, the block manager and the runner read
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass
 from importlib import metadata
 from typing import Any, Literal, get_args
 
+from quire.replica import option_fields
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
+from quire.replica.option_fields import option
 
 SchedulerName = Literal["shortest_first", "fifo", "prefill_first", "priority"]
 DemotionOrder = Literal["lru", "most_recent"]
@@ -25,6 +24,7 @@ JsonWhiteSpace = Literal["one_space", "none", "any"]
 Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+SpeculationMethod = Literal["auto", "off", "ngram", "suffix", "draft_model"]
 
 # Options that a running engine can change between two steps.
 LIGHT_FIELDS = (
@@ -40,6 +40,8 @@ CPU_OFFLOAD_GIB = (
 )
 # The default of resume_margin exceeds safety_margin by this. A larger value lowers throughput and saves no preemption.
 _RESUME_STEP = 0.1
+# Samples of a step that an engine of few rows has memory for, so that its rows may have drafts.
+_DRAFT_SAMPLES = 32
 
 
 class SizingError(ValueError):
@@ -51,20 +53,33 @@ class SizingError(ValueError):
 # ----------------------------------------------------------------------------------------------------------
 
 
-def option(
-    default: Any,
-    description: str,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    min_length: int | None = None,
-) -> Any:
-    """Create a dataclass field with bounds and description as metadata, under the names of pydantic's `Field`."""
-    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "min_length": min_length}
-    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
-    return dataclasses.field(default=default, metadata={**metadata, "description": description})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """Options of speculative decoding: a step verifies drafted tokens. It changes no token of an answer."""
+
+    method: SpeculationMethod = option(
+        "off",
+        "Where drafts come from. off: no drafts. ngram: the text that followed the last tokens at their most recent "
+        "earlier place in the same request. suffix: as ngram, and otherwise recent answers to the same tenant. "
+        "auto: as suffix, with the number of drafted tokens chosen by measured acceptance and measured step times, 0 "
+        "where drafts do not pay. draft_model: not served yet. Except with off, the field `prediction` "
+        "of a request is the first source for that request.",
+    )
+    max_draft_tokens: int = option(
+        8, "Maximum number of drafted tokens per request and step.", ge=1, le=64
+    )
+    draft_model: str | None = option(
+        None,
+        "A checkpoint with the same tokenizer that drafts tokens, for method draft_model.",
+        min_length=1,
+    )
+    suffix_index_bytes: int = option(
+        16 * 2**20,
+        "Maximum size in bytes of the index over recent answers, for all tenants together. A tenant's answers are "
+        "never drafts for another tenant.",
+        ge=2**16,
+        le=2**34,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +275,10 @@ class EngineOptions:
         ge=1,
         le=1024,
     )
+    speculation: SpeculationOptions = option(
+        SpeculationOptions(),
+        "Speculative decoding: a step verifies drafted tokens, and may then give a request several tokens.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +321,8 @@ class EngineArgs(EngineOptions):
     ) -> None:
         if cpu_offload_gib is not None:
             raise SizingError(CPU_OFFLOAD_GIB)
+        if isinstance(self.speculation, Mapping):
+            object.__setattr__(self, "speculation", SpeculationOptions(**self.speculation))
         if allow_block_sharing is None:
             return
         if allow_block_sharing and not self.prefix_caching:
@@ -327,15 +348,12 @@ def check_args(args: EngineArgs) -> None:
     SizingError
         The message names the option, its bound and the value.
     """
-    hints = typing.get_type_hints(EngineArgs)
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if (expected := _expected(hints[field.name], field.metadata, value)) is not None:
-            raise SizingError(f"{field.name} must be {expected}, got {value!r}")
+    for message in option_fields.problems(args):
+        raise SizingError(message)
     if (problem := block_size_problem(args.block_size)) is not None:
         raise SizingError(f"block_size {problem}")
-    for problem in conflicts(args):
-        raise SizingError(problem)
+    for message in conflicts(args):
+        raise SizingError(message)
 
 
 def block_size_problem(block_size: int | None) -> str | None:
@@ -366,6 +384,17 @@ def conflicts(options: Any) -> Iterator[str]:
             f"num_blocks ({options.num_blocks}) and kv_cache_gib ({options.kv_cache_gib}) both set "
             "the size of the KV cache; give one of them"
         )
+    speculation = options.speculation
+    if speculation.method == "draft_model":
+        yield (
+            "speculation.method must be auto, off, ngram or suffix: draft_model needs the KV cache of a second model, "
+            "which the engine does not have yet"
+        )
+    elif speculation.draft_model is not None:
+        yield (
+            f"speculation.draft_model ({speculation.draft_model!r}) is for the method draft_model only, got "
+            f"method {speculation.method!r}"
+        )
 
 
 def light_fields(args: EngineArgs) -> dict[str, Any]:
@@ -374,39 +403,6 @@ def light_fields(args: EngineArgs) -> dict[str, Any]:
     if args.resume_margin is None:
         fields["resume_margin"] = min(1.0, args.safety_margin + _RESUME_STEP)
     return fields
-
-
-def _expected(hint: Any, bounds: typing.Mapping[str, Any], value: Any) -> str | None:
-    """Return a description of the allowed values; None if the value has the right type and is within its bounds."""
-    kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in kinds:
-        return None
-    kind = kinds[0]
-    if choices := get_args(kind):  # a Literal
-        return None if value in choices else f"one of {', '.join(choices)}"
-    if kind not in (int, float):
-        return None if type(value) is kind else {bool: "a boolean", str: "a string"}[kind]
-    noun = "an integer" if kind is int else "a number"
-    is_number = type(value) is int or (kind is float and type(value) is float)
-    if is_number and math.isfinite(value) and _is_within(bounds, value):
-        return None
-    return noun + _interval(bounds)
-
-
-def _is_within(bounds: typing.Mapping[str, Any], value: float) -> bool:
-    return bool(
-        bounds.get("ge", value) <= value <= bounds.get("le", value)
-        and value > bounds.get("gt", -math.inf)
-        and value < bounds.get("lt", math.inf)
-    )
-
-
-def _interval(bounds: typing.Mapping[str, Any]) -> str:
-    """The bounds in words: " in (0, 1]", " of at least 1" or " above 0"."""
-    low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
-    if high is None:
-        return f" above {low}" if "gt" in bounds else f" of at least {low}"
-    return f" in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -488,6 +484,11 @@ class EngineConfig(EngineOptions):
     def num_rows(self) -> int:
         """Number of rows (request slots) in the request table: a step must have room for one token of each."""
         return min(self.max_running_requests, self.max_batch_tokens)
+
+    @property
+    def max_samples(self) -> int:
+        """Maximum number of samples of a step. A row with a draft has several; few rows must have room for drafts."""
+        return max(self.num_rows, min(_DRAFT_SAMPLES, self.max_batch_tokens))
 
     @property
     def max_row_blocks(self) -> int:

@@ -45,6 +45,7 @@ from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.scheduler.scheduler import Scheduler
+from quire.replica.speculation.draft_sources import open_draft_source
 
 if TYPE_CHECKING:
     from torch import nn
@@ -127,7 +128,11 @@ class Engine:
         # As it runs; a failed proof looks into it.
         self.model: nn.Module = runtime.runner.model
         self._node_pool = runtime.node_pool
-        scheduler = Scheduler(self.config, node_pool=runtime.node_pool)
+        scheduler = Scheduler(
+            self.config,
+            draft_source=open_draft_source(self.config),
+            node_pool=runtime.node_pool,
+        )
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)

@@ -47,6 +47,9 @@ class RequestOutput:
     prompt_logprobs: list[PromptLogprobs] | None = None
     # [hidden size] float32, if `SamplingParams.pooling` is set.
     embedding: np.ndarray | None = None
+    # Drafted tokens that were verified, and the accepted ones, which are in `token_ids`.
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -334,6 +337,8 @@ def _collect(output: RequestOutput, delta: TokenDelta) -> None:
     if facts.prompt_logprobs is not None:
         output.prompt_logprobs = [*(output.prompt_logprobs or ()), facts.prompt_logprobs]
     output.embedding = facts.embedding
+    output.num_drafted = facts.num_drafted or 0
+    output.num_accepted = facts.num_accepted or 0
     output.finish_reason = facts.finish_reason or ""
 
 

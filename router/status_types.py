@@ -115,6 +115,34 @@ class PrefixHits:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingRegret:
+    """Seconds per request that a policy's decisions cost, against hindsight (`explain/regret.py`).
+
+    Attributes
+    ----------
+    mean_s, half_s
+        The estimate, and half the length of its 95% interval; inf: unknown, from a single window.
+    modelled_s, measured_s
+        Mean delay of these requests in the model, and their mean time to the first token: how far the model is right.
+    """
+
+    policy: str
+    num_requests: int
+    mean_s: float
+    half_s: float
+    modelled_s: float
+    measured_s: float
+
+    @property
+    def low_s(self) -> float:
+        return max(0.0, self.mean_s - self.half_s)
+
+    @property
+    def high_s(self) -> float:
+        return self.mean_s + self.half_s
+
+
+@dataclass(frozen=True, slots=True)
 class LiveState:
     """What some routers know now, in a size that does not depend on the number of requests or blocks.
 
@@ -138,6 +166,8 @@ class LiveState:
         The newest decisions, as `Decisions` has them, with the best two replicas only.
     moves
         Those of these decisions that continued a request of another replica, newest first.
+    regrets
+        Regret of the recent decisions, by policy.
     """
 
     router: str
@@ -154,6 +184,7 @@ class LiveState:
     ttft_s: list[float]
     decisions: list[dict[str, Any]]
     moves: list[dict[str, Any]]
+    regrets: list[RoutingRegret] = field(default_factory=list)
 
     def ttft_quantile_s(self, q: float) -> float | None:
         """Return the nearest-rank quantile of `ttft_s`, in seconds; None without values."""

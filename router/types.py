@@ -125,6 +125,8 @@ class GenerationRequest:
         Return the same for the prompt's tokens.
     grammar
         The output text must be in the language of this grammar.
+    prediction
+        The client's guess of the answer, a source of drafts. It changes no token of the answer.
     n
         Number of samples of each prompt; each ends with its own finish reason.
     session
@@ -141,6 +143,8 @@ class GenerationRequest:
         Seconds from the request's arrival to its deadline.
     resume_from
         Return only deltas after the part of the answer that the client has.
+    trace_headers
+        The client's `traceparent` and `tracestate`, unchecked. None: it sent none.
     """
 
     request_id: str
@@ -169,6 +173,7 @@ class GenerationRequest:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    prediction: str = ""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
@@ -187,6 +192,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     resume_from: ResumePoint | None = None
     bill: Bill | None = None
+    trace_headers: tuple[str, str] | None = None
 
     @property
     def payer(self) -> str:
@@ -258,6 +264,8 @@ class Usage:
         The part of `cached_tokens` that was restored from the host tier.
     reasoning_tokens
         The part of `completion_tokens` that is reasoning.
+    accepted_prediction_tokens, rejected_prediction_tokens
+        Drafted tokens that steps have verified: those that are part of the answer, and the others.
     """
 
     prompt_tokens: int = 0
@@ -265,6 +273,8 @@ class Usage:
     cached_tokens: int = 0
     host_cached_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(slots=True)

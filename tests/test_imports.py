@@ -22,8 +22,8 @@ MAX_MODULES = 15  # in a folder, `__init__` and generated code aside
 MAX_LINES = 500  # in a module
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
-# From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`
-# and `replica.host_machine` are modules.
+# From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`,
+# `replica.option_fields` and `replica.host_machine` are modules.
 LAYERS = (
     "protos",
     "kernels",
@@ -39,6 +39,7 @@ LAYERS = (
     "router.fleet",
     "router.admission",
     "router.explain",
+    "router.trace",
     "router.transport",
     "router.scoring",
     "router.request",
@@ -47,8 +48,10 @@ LAYERS = (
     "replica.grammar",
     "replica.node_pool",
     "replica.kv_cache",
+    "replica.option_fields",
     "replica.config",
     "replica.core",
+    "replica.speculation",
     "replica.request_table",
     "replica.scheduler",
     "replica.checkpoint",
@@ -79,6 +82,7 @@ LAYERS = (
     "cluster.proxies",
     "cluster.config",
     "cluster.tls",
+    "cluster.tracing",
     "cluster.local",
     "cluster.bench.load",
     "cluster.bench.engines",
@@ -91,6 +95,7 @@ LAYERS = (
 NO_POLICY = {
     "replica.checkpoint",
     "replica.config",
+    "replica.option_fields",
     "replica.builtin_model",
     "replica.host_machine",
     "router.transport",
@@ -329,6 +334,7 @@ MAY_READ_ENVIRONMENT = {
     "quire.cluster.local.local_serve",
     "quire.cluster.local.serve_api",
     "quire.cluster.top.top_command",  # the key
+    "quire.cluster.tracing.collector",  # OpenTelemetry's variables
     "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables
     "quire.replica.proof.verdicts",  # the folder of a machine, not an option of an engine
 }

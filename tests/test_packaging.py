@@ -11,7 +11,7 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -336,10 +336,13 @@ for path in root.rglob("*.py"):
         path, module, *owners = line.split()
         owners = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
         extra = _names(
-            project["optional-dependencies"]["bench"] * path.startswith("cluster/bench/")
+            requirement
+            for folder, name in (("cluster/bench/", "bench"), ("cluster/tracing/", "otel"))
+            for requirement in project["optional-dependencies"][name]
+            if path.startswith(folder)
         )
         assert owners & (declared | extra), f"{path} imports {module} of {owners}"
 
 
-def _names(requirements: list[str]) -> set[str]:
+def _names(requirements: Iterable[str]) -> set[str]:
     return {re.sub(r"[-_.]+", "-", Requirement(text).name).lower() for text in requirements}

@@ -43,6 +43,7 @@ TIMEOUT_HEADER = (
     "x-request-timeout-seconds"  # defined by Ray Serve; an HTTP header or gRPC metadata
 )
 SESSION_HEADER = "x-session-id"  # an HTTP header or gRPC metadata
+TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context; HTTP headers or gRPC metadata
 _INDEX = re.compile(r"\[\d+\]")
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
 
@@ -174,7 +175,7 @@ def timeout_seconds(value: str | None) -> float | None:
 def with_headers(
     asked: GenerationRequest, headers: Mapping[str, str]
 ) -> tuple[GenerationRequest, dict[str, str]]:
-    """Take the deadline and the session from headers or metadata, where the body has none.
+    """Take the deadline and the session from headers or metadata, where the body has none, and the client's trace.
 
     Returns
     -------
@@ -192,6 +193,8 @@ def with_headers(
     if not asked.session and (session := headers.get(SESSION_HEADER)):
         asked = replace(asked, session=session)
         names["session"] = SESSION_HEADER
+    if parent := headers.get(TRACE_HEADERS[0]):
+        asked = replace(asked, trace_headers=(parent, headers.get(TRACE_HEADERS[1], "")))
     return asked, names
 
 

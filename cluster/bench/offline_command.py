@@ -51,6 +51,7 @@ async def measure(
         for workload in workloads:
             runs = []
             before = client.telemetry()
+            drafted, accepted = client.num_drafted, client.num_accepted
             for repetition in range(options.repetitions):
                 run, began_s = await run_batch(client, workload, repetition, show)
                 runs.append(run)
@@ -63,6 +64,8 @@ async def measure(
                 {"workload": workload.name, "load": workload.name, "seconds": seconds}
                 | row
                 | {"steps": step_times.since(before, client.telemetry())}
+                | {"drafted_tokens": client.num_drafted - drafted}
+                | {"accepted_tokens": client.num_accepted - accepted}
             )
         rates.append(measure_rates(client.config.dtype))
     finally:
@@ -121,6 +124,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print(f"\nsteps of {row['workload']}, all turns:")
         print(*(f"  {line}" for line in step_times.lines(row["steps"])), sep="\n")
+        if row["drafted_tokens"]:
+            print(f"  drafted tokens {row['drafted_tokens']}, accepted {row['accepted_tokens']}")
 
 
 def main(options: argparse.Namespace) -> int:

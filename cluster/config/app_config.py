@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 from quire.cluster.config.auth_section import AuthArgs
 from quire.cluster.config.config_problems import ConfigError, problems_from
 from quire.cluster.config.engine_section import EngineArgs, option_field
-from quire.cluster.config.http_section import HttpArgs, MetricsArgs
+from quire.cluster.config.http_section import HttpArgs, MetricsArgs, TracingArgs
 from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.config.scaling_sections import (
     AutoscalingArgs,
@@ -89,6 +89,10 @@ class AppConfig(Section):
         default=None,
         description="Keys, which every call then needs. Default: no keys; everybody who reaches the ports may do "
         "everything.",
+    )
+    tracing: TracingArgs | None = Field(
+        default=None,
+        description="Traces of requests for OpenTelemetry; needs the extra `quire[otel]`. Default: no traces.",
     )
     tls: TlsArgs | None = Field(
         default=None,

@@ -19,17 +19,31 @@ def option_field(name: str) -> Any:
     return Field(default=field.default, **field.metadata)
 
 
-def _options() -> Any:
-    """Make a section class with every field of `EngineOptions`."""
-    hints = typing.get_type_hints(replica_config.EngineOptions)
-    fields: dict[str, Any] = {
-        name: (hints[name], option_field(name)) for name in replica_config.OPTION_NAMES
-    }
-    return create_model("EngineOptions", __base__=Section, **fields)
+def _options(options: type[Any], **sections: type[Section]) -> Any:
+    """Make a section class with every field of a dataclass of options; `sections` are its nested ones."""
+    hints = typing.get_type_hints(options)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        kind, default = hints[field.name], field.default
+        if field.name in sections:
+            kind = sections[field.name]
+            default = kind()
+        fields[field.name] = (kind, Field(default=default, **field.metadata))
+    return create_model(options.__name__, __base__=Section, **fields)
 
 
 # A type checker sees no fields here: they exist only at run time.
-class EngineArgs(_options()):  # type: ignore[misc]
+class SpeculationArgs(_options(replica_config.SpeculationOptions)):  # type: ignore[misc]
+    """Speculative decoding: several tokens in a step, without a change of any token."""
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _undo_yaml(cls, value: Any) -> Any:
+        """YAML 1.1 reads off as false."""
+        return "off" if value is False else value
+
+
+class EngineArgs(_options(replica_config.EngineOptions, speculation=SpeculationArgs)):  # type: ignore[misc]
     """Options of each replica's engine."""
 
     aliases: ClassVar[dict[str, str]] = {"allow_block_sharing": "prefix_caching"}
@@ -71,4 +85,6 @@ class EngineArgs(_options()):  # type: ignore[misc]
 
     def engine_options(self) -> dict[str, Any]:
         """The values of `EngineOptions`."""
-        return {name: getattr(self, name) for name in replica_config.OPTION_NAMES}
+        options = {name: getattr(self, name) for name in replica_config.OPTION_NAMES}
+        speculation = replica_config.SpeculationOptions(**self.speculation.model_dump())
+        return options | {"speculation": speculation}

@@ -1,8 +1,9 @@
-"""The sections `http` and `metrics` of an application's arguments."""
+"""The sections `http`, `metrics` and `tracing` of an application's arguments."""
 
 from __future__ import annotations
 
 import re
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -12,6 +13,10 @@ from quire.cluster.config.section import Section
 _HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 # The Origin header of a browser: scheme and host, and the port unless it is the scheme's default.
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
+
+TraceProtocol = Literal["grpc", "http/protobuf"]
+TRACE_PROTOCOLS: tuple[str, ...] = get_args(TraceProtocol)
+_ENDPOINT = re.compile(r"https?://[^/\s]+(/\S*)?")
 
 
 class HttpArgs(Section):
@@ -72,3 +77,43 @@ class MetricsArgs(Section):
         description="Expose vLLM's names (`vllm:num_requests_running` and others) in addition to Quire's, for "
         "dashboards and gateways that read those.",
     )
+
+
+class TracingArgs(Section):
+    """Traces of requests, for an OpenTelemetry collector."""
+
+    endpoint: str | None = Field(
+        default=None,
+        description="URL of the collector, such as http://collector:4317; with https:// the connection uses TLS. "
+        "Default: the variable OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT of each router's "
+        "process, else this machine and the protocol's usual port.",
+    )
+    protocol: TraceProtocol | None = Field(
+        default=None,
+        description="Protocol of the collector: grpc (usual port 4317) or http/protobuf (4318). Default: the variable "
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL or OTEL_EXPORTER_OTLP_PROTOCOL, else grpc.",
+    )
+    sample_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of the requests without a `traceparent` that are traced. A request with one is traced if "
+        "its flag `sampled` is set.",
+    )
+    max_queued_spans: int = Field(
+        default=8192,
+        ge=64,
+        le=1_000_000,
+        description="Most spans that wait in one router for an export. A trace that finds no room is dropped and "
+        "counted. A span takes about 1 kB.",
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_url(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+            raise ValueError(
+                f"must be a URL with http:// or https:// and a host, such as 'http://collector:4317', got "
+                f"{shortened(endpoint)}"
+            )
+        return endpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import grpc
@@ -23,7 +24,7 @@ from quire.protos.errors import QuireError
 from quire.protos.wire import Load
 from quire.router.request.resume import EventIds
 from quire.router.scored_token import ScoredToken, TokenScores
-from quire.router.status_types import LiveState, PrefixHits, ReplicaStatus
+from quire.router.status_types import LiveState, PrefixHits, ReplicaStatus, RoutingRegret
 from quire.router.types import GenerationRequest, GenerationStream, OutputDelta, Usage
 
 _FINISH_REASONS = {
@@ -161,6 +162,8 @@ def set_usage(
     response.usage.cached_tokens = usage.cached_tokens
     response.usage.host_cached_tokens = usage.host_cached_tokens
     response.usage.reasoning_tokens = usage.reasoning_tokens
+    response.usage.accepted_prediction_tokens = usage.accepted_prediction_tokens
+    response.usage.rejected_prediction_tokens = usage.rejected_prediction_tokens
 
 
 def set_explain(context: Context, explain: Any) -> None:
@@ -230,11 +233,25 @@ def router_state(state: LiveState) -> control.WatchRouterResponse:
         replicas=[_replica_state(status, state.hits) for status in state.replicas],
         requests=[_routed_request(decision) for decision in state.decisions],
         moves=[_routed_request(decision) for decision in state.moves],
+        regrets=[_routing_regret(regret) for regret in state.regrets],
     )
     median_s, p95_s = state.ttft_quantile_s(0.5), state.ttft_quantile_s(0.95)
     if median_s is not None and p95_s is not None:
         message.ttft_median_ms, message.ttft_p95_ms = median_s * 1000, p95_s * 1000
     return message
+
+
+def _routing_regret(regret: RoutingRegret) -> control.RoutingRegret:
+    has_interval = math.isfinite(regret.half_s)
+    return control.RoutingRegret(
+        policy=regret.policy,
+        num_requests=regret.num_requests,
+        mean_ms=regret.mean_s * 1000,
+        low_ms=regret.low_s * 1000 if has_interval else None,
+        high_ms=regret.high_s * 1000 if has_interval else None,
+        modelled_ms=regret.modelled_s * 1000,
+        measured_ms=regret.measured_s * 1000,
+    )
 
 
 def _replica_state(status: ReplicaStatus, hits: dict[str, PrefixHits]) -> control.ReplicaState:

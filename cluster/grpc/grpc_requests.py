@@ -80,6 +80,7 @@ def generation_request(request: generation.GenerateRequest, context: Context) ->
         tenant=request.cache_salt,
         session=request.session,
         priority=request.priority,
+        prediction=request.prediction,
     )
     return with_headers(asked, dict(context.invocation_metadata()))[0]
 

@@ -41,6 +41,13 @@ class CompletionTokensDetails(_Answer):
     """What the generated tokens are."""
 
     reasoning_tokens: int = Field(description="Tokens of the reasoning before the answer.")
+    accepted_prediction_tokens: int = Field(
+        description="Tokens that were drafted by speculative decoding, from `prediction` or another source, and are "
+        "part of the answer."
+    )
+    rejected_prediction_tokens: int = Field(
+        description="Drafted tokens that are not part of the answer. They are not counted in `completion_tokens`."
+    )
 
 
 class UsageAnswer(_Answer):
@@ -332,7 +339,11 @@ def usage_answer(usage: Usage) -> dict[str, Any]:
             "cached_tokens": usage.cached_tokens,
             "host_cached_tokens": usage.host_cached_tokens,
         },
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+        },
     }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from quire.cluster.api_common.front_end import served_role
-from quire.cluster.http.http_schema import GenerationBody, Strict
+from quire.cluster.http.http_schema import GenerationBody, Strict, TextPart
 from quire.cluster.http.http_tools import (
     TOOL_CHOICE_SCHEMA,
     TOOL_NAMES,
@@ -29,13 +29,6 @@ from quire.router.types import GenerationRequest
 # Most nesting levels of `messages`. Text parts are at level 4, functions of calls at level 5; arguments are text.
 # Deeper values are not supported, and checking very deep ones could exhaust the stack.
 _MAX_MESSAGES_DEPTH = 8
-
-
-class TextPart(Strict):
-    """A text part of a message's content; other parts are refused."""
-
-    type: Literal["text"]
-    text: str
 
 
 _Content = str | list[TextPart]

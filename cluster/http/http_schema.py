@@ -21,7 +21,6 @@ from quire.router.types import GenerationRequest
 IGNORED_FIELDS = frozenset(
     {
         "metadata",
-        "prediction",
         "prompt_cache_options",
         "safety_identifier",
         "service_tier",
@@ -104,6 +103,26 @@ class StructuredOutputs(Strict):
             return structured_output.choice(self.choice, "structured_outputs.choice")
         assert self.grammar is not None
         return Grammar("lark", self.grammar, "structured_outputs.grammar")
+
+
+class TextPart(Strict):
+    """A text part of a content; other parts are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Strict):
+    """A guess of the answer."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    def text(self) -> str:
+        """The predicted text; several parts are joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class RequestBody(Strict):
@@ -193,6 +212,12 @@ class GenerationBody(RoutedBody):
     )
     structured_outputs: StructuredOutputs | None = Field(
         None, description="The form that the answer must have (vLLM)."
+    )
+    prediction: Prediction | None = Field(
+        None,
+        description="A guess of the answer, such as the text before an edit. It changes no token. Where the answer "
+        "follows it, several tokens come in one step, if `engine.speculation` is on. At most as many tokens as the "
+        "model's length.",
     )
     seed: int | None = Field(
         None,
@@ -292,6 +317,7 @@ class GenerationBody(RoutedBody):
             logit_bias=self._logit_bias(),
             allowed_token_ids=self._allowed_token_ids(),
             bad_words=tuple(self.bad_words or ()),
+            prediction="" if self.prediction is None else self.prediction.text(),
             logprobs=self.num_logprobs(),
             prompt_logprobs=self.num_prompt_logprobs(),
             grammar=self._grammar(),

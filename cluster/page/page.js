@@ -187,6 +187,15 @@ const NUMBERS = [
   ["Routers' queue", (state) => [count(state.queue.requests), "requests",
     state.queue.requests ? `${seconds(state.queue.expected_wait_s)} to a first token` : "nothing waits",
     state.queue.requests]],
+  ["Regret", (state) => {
+    // Of the policy that decides now: the one of the newest decision.
+    const policy = state.requests.length ? state.requests[0].policy : null;
+    const regret = state.regrets.find((one) => one.policy === policy);
+    if (!regret) return ["–", "a request", "not yet known", null];
+    const interval = regret.half_s === null ? "" : ` ± ${seconds(regret.half_s)}`;
+    return [seconds(regret.mean_s), `a request${interval}`,
+      `${regret.policy}, against hindsight; ${count(regret.requests)} requests`, regret.mean_s];
+  }],
   ["KV in use", (state) => {
     const used = sum(state.replicas, (r) => r.device[0]), total = sum(state.replicas, (r) => sum(r.device, (n) => n));
     const cached = sum(state.replicas, (r) => r.device[2]);

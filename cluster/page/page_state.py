@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import orjson
 
 from quire.cluster.auth.keyed_service import shown_payer
 from quire.protos.wire import Load
-from quire.router.status_types import LiveState, PrefixHits, ReplicaStatus
+from quire.router.status_types import LiveState, PrefixHits, ReplicaStatus, RoutingRegret
 from quire.router.types import Service
 
 # An encoded state is sent to all who ask within this time.
@@ -67,6 +68,7 @@ def page_state(state: LiveState) -> dict[str, Any]:
         "replicas": _columns([_replica(status, state.hits) for status in state.replicas]),
         "requests": [_request(decision) for decision in state.decisions],
         "moves": [_move(decision) for decision in state.moves],
+        "regrets": [_regret(regret) for regret in state.regrets],
     }
 
 
@@ -147,6 +149,17 @@ def _move(decision: dict[str, Any]) -> dict[str, Any]:
         **_attempt(decision),
         "left": decision["left_replica"],
         "replica": decision["ranking"][0]["replica"],
+    }
+
+
+def _regret(regret: RoutingRegret) -> dict[str, Any]:
+    return {
+        "policy": regret.policy,
+        "requests": regret.num_requests,
+        "mean_s": _short(regret.mean_s),
+        "half_s": _short(regret.half_s) if math.isfinite(regret.half_s) else None,
+        "modelled_s": _short(regret.modelled_s),
+        "measured_s": _short(regret.measured_s),
     }
 
 

@@ -7,7 +7,9 @@ import contextlib
 import hashlib
 import logging
 import time
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -23,11 +25,12 @@ KEEP_S = 5.0
 # Ray may have to start a process for the actor, on a machine that starts many others.
 _START_TIMEOUT_S = 120.0
 _ANSWER_TIMEOUT_S = 30.0
+_GCS_TIMEOUT_S = 5.0
 _NAMESPACE = "serve"
 
 
 class TlsListeners:
-    """The listeners of one application, one on each node: a client may reach any node.
+    """The listeners of one application, one on each node that does not drain: a client may reach any node.
 
     Parameters
     ----------
@@ -76,13 +79,12 @@ class TlsListeners:
             await asyncio.sleep(KEEP_S)
 
     async def _keep_once(self) -> None:
-        nodes = await asyncio.to_thread(ray.nodes)
-        alive = {node["NodeID"]: node["NodeManagerHostname"] for node in nodes if node["Alive"]}
-        problems = await asyncio.gather(*map(self._try_to_keep, alive))
-        for node, problem in zip(alive, problems, strict=True):
+        nodes = kept_nodes(*await asyncio.to_thread(_nodes))
+        problems = await asyncio.gather(*map(self._try_to_keep, nodes))
+        for node, problem in zip(nodes, problems, strict=True):
             if problem is not None and problem != self._problems.get(node):
-                logger.error("no TLS listener on node %r: %s", alive[node], problem)
-        self._problems = dict(zip(alive, problems, strict=True))
+                logger.error("no TLS listener on node %r: %s", nodes[node], problem)
+        self._problems = dict(zip(nodes, problems, strict=True))
 
     async def _try_to_keep(self, node: str) -> str | None:
         """Keep the listener of a node; return why it does not run, or None."""
@@ -110,6 +112,27 @@ class TlsListeners:
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(self._application, str(_folder(self._application, node)))
+
+
+def kept_nodes(nodes: Iterable[Mapping[str, Any]], draining: Container[str]) -> dict[str, str]:
+    """Return the names of the nodes that need a listener, by id.
+
+    A node that drains needs none: its listener, which no router keeps any longer, lets its streams finish and ends. So
+    `quire drain-node`, which waits for it, returns.
+    """
+    return {
+        node["NodeID"]: node["NodeManagerHostname"]
+        for node in nodes
+        if node["Alive"] and node["NodeID"] not in draining
+    }
+
+
+def _nodes() -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Return all nodes, and the deadlines of those that drain by their ids."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    return ray.nodes(), gcs.get_draining_nodes(timeout=_GCS_TIMEOUT_S)
 
 
 def _folder(application: str, node: str) -> Path:

@@ -86,6 +86,7 @@ class TopScreen:
             ("tokens", f"{self._rate('num_deltas')}/s"),
             ("hits", _percent(cached, prompt)),
             ("first token", ttft),
+            ("regret", _regret(state)),
             ("running", f"{sum(load.num_running for load in loads):,}"),
             ("waiting", f"{sum(load.num_waiting for load in loads):,}"),
             (
@@ -99,6 +100,17 @@ class TopScreen:
         for name, value in pairs:
             text.append(f"{name} ", "dim").append(value, "bold").append("   ")
         return text
+
+
+def _regret(state: control.WatchRouterResponse) -> str:
+    """What each policy's decisions cost against hindsight, per request; mostly there is one policy."""
+    texts = []
+    for regret in state.regrets:
+        text = _ms(regret.mean_ms)
+        if regret.HasField("high_ms"):
+            text = f"{_ms(regret.low_ms)} to {_ms(regret.high_ms)}"
+        texts.append(text if len(state.regrets) == 1 else f"{_clean(regret.policy)} {text}")
+    return ", ".join(texts) or "–"
 
 
 def _title(state: control.WatchRouterResponse) -> Text:

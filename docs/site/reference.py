@@ -131,12 +131,9 @@ def _meaning(info: FieldInfo) -> str:
 
 def _sections() -> Iterator[str]:
     """The sections of the configuration."""
-    sections: dict[str, type[BaseModel]] = {"": AppConfig}
-    for name, info in AppConfig.model_fields.items():
-        if model := _section(info):
-            sections[name] = model
-    for name, model in sections.items():
-        yield from (f"## {name.replace('_', ' ').capitalize() or 'Application'}", "")
+    for name, model in _nested("", AppConfig):
+        title = name.replace("_", " ").replace(".", ": ").capitalize()
+        yield from (f"## {title or 'Application'}", "")
         if name:
             first_line = (model.__doc__ or "").strip().partition("\n")[0]
             yield from (f"Fields of `{name}`.", first_line, "")
@@ -149,6 +146,14 @@ def _sections() -> Iterator[str]:
                 meaning += " **Changes in place.**"
             yield f"| `{field}` | {_kind(info)} | {_default(info)} | {meaning} |"
         yield ""
+
+
+def _nested(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """A section and those inside it, with their paths."""
+    yield path, model
+    for name, info in model.model_fields.items():
+        if inner := _section(info):
+            yield from _nested(f"{path}.{name}".lstrip("."), inner)
 
 
 def _section(info: FieldInfo) -> type[BaseModel] | None:

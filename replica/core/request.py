@@ -108,6 +108,8 @@ class Request:
     fork_of
         Key of a live request with the same prompt and tenant, which computes the prompt for both (`forks.py`). If that
         request has ended, this is an ordinary request.
+    prediction_ids
+        [tokens] int32: the client's guess of the output, a source of drafts (`replica/speculation`).
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Request:
         num_expected_cached: int = 0,
         payer: str = "",
         retain_s: float = 0.0,
+        prediction_ids: np.ndarray | None = None,
     ):
         self.key = key
         self.params = params
@@ -143,6 +146,7 @@ class Request:
         self.alone = alone
         self.num_expected_cached = num_expected_cached
         self.retain_s = retain_s
+        self.prediction_ids = prediction_ids
         # Number of output tokens that the credit allows now, those of earlier attempts included; None: no limit.
         self.credit_end = None if credit_tokens is None else num_emitted + credit_tokens
         self.parent: Request | None = None  # the request of `fork_of`, until this one starts
@@ -166,6 +170,9 @@ class Request:
         self.num_host_cached_tokens = (
             0  # the part of `num_cached_tokens` restored from the host tier
         )
+        # Drafted tokens that steps have verified, and the accepted ones among these.
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.offloaded: OffloadedBlocks | None = None  # its blocks, while OFFLOADED
         self.is_preempted = False  # was preempted and waits to return
         self.is_paused = False
@@ -311,6 +318,8 @@ class Request:
             num_output_tokens=index + len(token_ids),
             prefill_s=_elapsed_s(self.first_scheduled_s, self.first_token_s),
             error=error,
+            num_drafted=self.num_drafted or None,
+            num_accepted=self.num_accepted if self.num_drafted else None,
         )
         return TokenDelta(self.key, index, token_ids, facts)
 
@@ -330,7 +339,7 @@ def validate(request: Request, config: EngineConfig) -> None:
         Another field is out of its bounds. The message names the field, the bound and the value.
     """
     _validate_tokens(request, config)
-    _validate_labels(request)
+    _validate_labels(request, config)
     check_params(request.params, config.vocab_size, config.eos_token_ids)
     _validate_lengths(request, config)
 
@@ -351,7 +360,21 @@ def _validate_tokens(request: Request, config: EngineConfig) -> None:
         raise invalid("prompt", f"token ids in [0, {config.vocab_size})", bad)
 
 
-def _validate_labels(request: Request) -> None:
+def _validate_prediction(ids: np.ndarray | None, config: EngineConfig) -> None:
+    if ids is None or not len(ids):
+        return
+    if len(ids) > config.max_model_len:
+        raise InvalidRequest(
+            f"prediction must have at most {config.max_model_len} tokens, got {len(ids)}",
+            field="prediction",
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= config.vocab_size:
+        bad = low if low < 0 else high
+        raise invalid("prediction", f"token ids in [0, {config.vocab_size})", bad)
+
+
+def _validate_labels(request: Request, config: EngineConfig) -> None:
     try:
         request.tenant.encode()
     except (AttributeError, UnicodeEncodeError):
@@ -360,6 +383,7 @@ def _validate_labels(request: Request) -> None:
     if deadline_s is not None and (type(deadline_s) not in (int, float) or math.isnan(deadline_s)):
         raise invalid("deadline_s", "a number", deadline_s)
     PRIORITY.check("priority", request.priority)
+    _validate_prediction(request.prediction_ids, config)
     _COUNT.check("num_expected_cached", request.num_expected_cached)
     if request.credit_end is not None:
         _COUNT._replace(low=1).check("credit_tokens", request.credit_end - request.num_emitted)

@@ -4,11 +4,12 @@ A step is one forward pass over a ragged batch. A row has `num_scheduled` tokens
 last `num_sampled` tokens. The tokens of all rows are concatenated along one axis without padding.
 
 ```
- row             0    1    2        3              4
- token_ids     [ a ][ b ][ c ][ d d d d d d ][ e e e e ]     T tokens
- cu_q          0    1    2    3             9          13
- num_scheduled   1    1    1        6              4
- num_sampled     1    1    1        0              1         rows 0 to 2 decode, 3 and 4 are chunks of prompts
+ row             0    1       2            3              4
+ token_ids     [ a ][ b ][ c c c ][ d d d d d d ][ e e e e ]     T tokens
+ cu_q          0    1    2       5             11          15
+ num_scheduled   1    1      3          6              4
+ num_sampled     1    1      3          0              1         rows 0 to 2 decode, 2 with a draft of two tokens;
+                                                                 3 and 4 are chunks of prompts
 ```
 """
 
@@ -25,6 +26,10 @@ from quire.replica.core.table_changes import NO_CHANGES, TableChanges
 # Stands in the place of a token id for a row that cannot sample, because its constraints exclude every id. No defect
 # produces this value by accident.
 NO_TOKEN = int(np.iinfo(np.int64).min)
+
+
+_NO_PAIRS = np.empty((0, 2), np.int64)
+_NO_PAIRS.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,35 @@ class Penalties:
     row: np.ndarray  # [P] int64, rows in the request table
     # (row, prompt ids, output ids) of each row that has sampled nothing since its request got it
     begun: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
+    # [k, 2] int64, (entry of `index`, token id): drafted tokens that precede the sample and are not counted yet
+    ahead: np.ndarray = field(default_factory=lambda: _NO_PAIRS)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafted tokens of a step. A sample counts if the drafted tokens before it in its row are the tokens drawn.
+
+    ```
+     tokens of a row     [ newest ][ a ][ b ]
+     samples                 x       y    z        y counts if a is x; z counts if also b is y
+     offset                  0       1    2
+     token_ids              -1       a    b
+    ```
+    """
+
+    offset: np.ndarray  # [S] int64, number of drafted tokens of the row before the sample
+    token_ids: np.ndarray  # [S] int64, the last of these tokens; -1: there is none
+
+    def before(self, i: int) -> tuple[int, ...]:
+        """The drafted tokens of the row before sample i."""
+        ids: list[int] = self.token_ids[i + 1 - self.offset[i] : i + 1].tolist()
+        return tuple(ids)
+
+    def counting(self, drawn: np.ndarray) -> np.ndarray:
+        """[S] bool, whether each sample counts, for the drawn tokens [S]. `draft_check.py` does it on the device."""
+        num_wrong = ((self.offset > 0) & (self.token_ids != np.roll(drawn, 1))).cumsum()
+        is_right: np.ndarray = num_wrong == num_wrong[np.arange(len(drawn)) - self.offset]
+        return is_right
 
 
 class TokenMask(Protocol):
@@ -63,7 +97,7 @@ _NO_ROWS.setflags(write=False)
 
 
 class SamplingBatch(NamedTuple):
-    """Sampling parameters of the S rows that sample a token in this step, in the order of the rows."""
+    """Parameters of the S samples of this step, in the order of the rows. A row with a draft has several samples."""
 
     token_index: np.ndarray  # [S] int32, flat index in [0, T) of the hidden state to sample from
     columns: np.ndarray  # [S] `sampling_record.RECORD`
@@ -80,6 +114,8 @@ class SamplingBatch(NamedTuple):
     logprobs: tuple[tuple[int, int], ...] = ()
     # [S] int64, rows of the request table for which the device keeps the sampled token; empty: it keeps none
     rows: np.ndarray = _NO_ROWS
+    # None: no row has a draft, so the rows are unique.
+    drafts: Drafts | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -98,8 +134,6 @@ class SamplingBatch(NamedTuple):
         )
 
 
-_NO_PAIRS = np.empty((0, 2), np.int64)
-_NO_PAIRS.setflags(write=False)
 _NO_SAVES = np.empty((0, 3), np.int64)
 _NO_SAVES.setflags(write=False)
 
@@ -223,12 +257,11 @@ class StepPlan(NamedTuple):
 class StepResult:
     """The result of a step."""
 
-    # [N] int64, the tokens of the rows of `StepPlan.sampling`, in their order; NO_TOKEN if a row's constraints exclude
-    # every id
+    # [S] int64, the samples of `StepPlan.sampling`, in their order; NO_TOKEN if the constraints exclude every id
     token_ids: np.ndarray
     # Seconds from the step's launch until its tokens are on the host.
     duration_s: float
-    # Index in [0, N) to the log-probability of the token, for rows that requested it.
+    # Index in [0, S) to the log-probability of the token, for rows that requested it.
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     # Log-probabilities of prompt tokens, aligned with `StepPlan.prompts`.
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -240,5 +273,3 @@ class StepResult:
     restored_step: int | None = None
     # Host blocks whose copies to host memory have ended since the last step; None: those of this step.
     saved: tuple[int, ...] | None = None
-    # [S + 1] int32: row i of `StepPlan.sampling` got the tokens [cu[i], cu[i + 1]). None: one token each.
-    cu: np.ndarray | None = None

@@ -15,6 +15,7 @@ So the lexer's limit bounds the memory of each grammar text, for any output leng
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -127,6 +128,35 @@ class GrammarState:
         row: np.ndarray = packed[0]
         return row
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Number of leading tokens that may come next, without those that complete the output."""
+        ahead = self._copy()
+        allowed = ahead._matcher.validate_tokens(list(token_ids))
+        for i, token_id in enumerate(token_ids[:allowed]):
+            if ahead.advance(token_id):
+                return i
+        return allowed
+
+    def ahead(self, token_ids: Sequence[int]) -> GrammarAhead:
+        """The position after further tokens."""
+        return GrammarAhead(self, token_ids)
+
+    def mask_after(self, token_ids: Sequence[int]) -> np.ndarray:
+        """The mask after further tokens. All set if `num_allowed` excludes them, so that the mask is never needed."""
+        ahead = self._copy()
+        if ahead._matcher.validate_tokens(list(token_ids)) == len(token_ids) and not any(
+            ahead.advance(token_id) for token_id in token_ids
+        ):
+            return ahead.mask()
+        return np.full(self._num_words, -1, np.int32)
+
+    def _copy(self) -> GrammarState:
+        """The same position, to look ahead."""
+        ahead = copy.copy(self)
+        ahead._taken_ids = [*self._taken_ids]
+        ahead._matcher = self._matcher.deep_copy()
+        return ahead
+
     def advance(self, token_id: int) -> bool:
         """Consume a sampled token. Returns whether the output is complete, so that no token can follow."""
         self._taken_ids.append(token_id)
@@ -155,3 +185,23 @@ class GrammarState:
         packed = np.zeros((1, self._num_words), np.int32)
         llguidance.numpy.fill_next_token_bitmask(self._matcher, packed, 0)
         return packed
+
+
+class GrammarAhead:
+    """The position of a request's output in its grammar once drafted tokens follow it.
+
+    Parameters
+    ----------
+    state
+        The present position, which stays as it is.
+    token_ids
+        The drafted tokens.
+    """
+
+    def __init__(self, state: GrammarState, token_ids: Sequence[int]):
+        self._state = state
+        self._token_ids = token_ids
+
+    def mask(self) -> np.ndarray:
+        """See `GrammarState.mask_after`."""
+        return self._state.mask_after(self._token_ids)

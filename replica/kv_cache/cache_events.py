@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -195,9 +195,16 @@ class EventLog:
     def snapshot(self) -> tuple[int, np.ndarray, np.ndarray]:
         """`seq`, and the hashes in `gpu` ([n] uint64) and in `host` ([m] uint64) at that batch.
 
-        Events that are not flushed follow in the next batch.
+        Events that are not flushed follow in the next batch. Without any, parents come before their children: they were
+        held first, and are dropped last.
         """
-        gpu, host = self._held_at_flush()
+        gpu: Collection[int]
+        host: Collection[int]
+        gpu, host = self._holders
+        if self._changed or self._before_clear is not None:
+            gpu, host = self._held_at_flush()
+        elif host:
+            host = self.held(Tier.HOST)
         return (
             self.seq,
             np.fromiter(gpu, np.uint64, len(gpu)),

@@ -34,7 +34,7 @@ class BadWords:
         Parameters
         ----------
         newest
-            The last `context_len` tokens of the output; fewer if the output is shorter.
+            The last `context_len` tokens of the output or more; fewer if the output is shorter.
         """
         ids = list(self.single_ids)
         for length in self._lengths:

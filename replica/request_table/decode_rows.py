@@ -13,6 +13,7 @@ While no row comes or goes, the constant columns are reused, and the positions a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,15 @@ _NONE = np.empty(0, np.int64)
 _MANY = np.iinfo(np.int32).max
 # Constants as numpy arrays: numpy adds an array in half the time of a Python number.
 _ONE, _ONE64 = np.array(1, np.int32), np.array(1, np.int64)
+
+
+class Draft(NamedTuple):
+    """Tokens that may come next for a decoding row; the next step computes and verifies them."""
+
+    row: int
+    owner: int  # `RowTable.owners` of the row
+    start: int  # position of the row's newest token, which the step computes first
+    token_ids: np.ndarray  # [d] int32, d > 0
 
 
 @dataclass(slots=True)

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quire.protos import ragged
 from quire.replica.core.step_plan import (
     BlockTables,
+    Drafts,
     PoolTargets,
     PromptTargets,
     SamplingBatch,
     StepPlan,
 )
-from quire.replica.request_table.decode_rows import DecodeRows
+from quire.replica.request_table.decode_rows import DecodeRows, Draft
 from quire.replica.request_table.rows import RowTable
 from quire.replica.request_table.sampling_batches import gather_batch
 
@@ -36,6 +38,7 @@ class PlanWriter:
         decodes: DecodeRows,
         chunks: Sequence[tuple[int, int]],
         copies: Sequence[tuple[int, int]] = (),
+        drafts: Sequence[Draft] = (),
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
         """Write the plan of a step, and count its tokens as computed.
 
@@ -48,13 +51,15 @@ class PlanWriter:
             (row, number of tokens) of each prefill.
         copies
             (from, to) blocks to copy before the step; only with chunks.
+        drafts
+            Decoding rows with a draft; `decodes` has the others.
 
         Returns
         -------
-        The plan, its rows ([n] int64), and its rows that sample ([S] int64).
+        The plan, its rows ([n] int64), and its rows that sample ([m] int64, each once).
         """
-        if chunks:
-            return self._write_ragged(step, decodes, chunks, copies)
+        if chunks or drafts:
+            return self._write_ragged(step, decodes, chunks, copies, drafts)
         table = self._table
         rows, kv_len = decodes.ids, decodes.length
         if decodes.is_plain:
@@ -90,12 +95,14 @@ class PlanWriter:
         decodes: DecodeRows,
         chunks: Sequence[tuple[int, int]],
         copies: Sequence[tuple[int, int]],
+        drafts: Sequence[Draft],
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
-        """Write the plan of rows with any numbers of tokens."""
-        table, num_decodes = self._table, len(decodes)
-        rows = np.concatenate([decodes.ids, np.array([row for row, _ in chunks], np.int64)])
+        """Write the plan of rows with any numbers of tokens: decoding rows, those with a draft, prefills."""
+        table, num_decodes = self._table, len(decodes) + len(drafts)
+        spans = [*((d.row, 1 + len(d.token_ids)) for d in drafts), *chunks]
+        rows = np.concatenate([decodes.ids, np.array([row for row, _ in spans], np.int64)])
         num_scheduled = np.ones(len(rows), np.int32)
-        num_scheduled[num_decodes:] = [count for _, count in chunks]
+        num_scheduled[len(decodes) :] = [count for _, count in spans]
         cu_q = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(num_scheduled, out=cu_q[1:])
         start = table.num_computed[rows]
@@ -105,16 +112,23 @@ class PlanWriter:
         )
         # A chunk samples if it ends at the row's last token. The newest token of a decoding row may not be recorded
         # yet, so its length is not compared.
-        num_sampled = np.ones(len(rows), np.int32)
+        num_sampled = num_scheduled.copy()
         chunked = rows[num_decodes:]
         is_last = kv_len[num_decodes:] == table.length[chunked]
         num_sampled[num_decodes:] = is_last & ~table.is_pooled[chunked]
-        sample_rows = np.repeat(rows, num_sampled)
         token_index = sampled_tokens(cu_q, num_sampled)
+        token_ids = self._token_ids(decodes, chunks, drafts)
+        sampling = gather_batch(
+            table,
+            np.repeat(rows, num_sampled),
+            token_index,
+            positions[token_index] + 1,
+            _drafts(token_ids, token_index, num_sampled) if drafts else None,
+        )
         begins = cu_q[num_decodes:].tolist()
         plan = StepPlan(
             step=step,
-            token_ids=self._token_ids(decodes, chunks),
+            token_ids=token_ids,
             positions=positions,
             cu_q=cu_q,
             num_sampled=num_sampled,
@@ -123,16 +137,19 @@ class PlanWriter:
                 table.block_tables, rows, -(-int(kv_len.max()) // table.block_size)
             ),
             slots=self._slots(np.repeat(rows, num_scheduled), positions),
-            sampling=gather_batch(table, sample_rows, token_index, positions[token_index] + 1),
+            sampling=sampling,
             copies=tuple(copies),
             prompts=self._prompt_targets(chunks, begins),
             pooling=self._pool_targets(chunks, begins),
             rows=rows,
             changes=table.journal.take(table.sampling),
-            num_decode_rows=num_decodes,
+            num_decode_rows=len(decodes),
         )
-        table.count_computed(rows, kv_len, num_decodes, int(cu_q[-1]) - num_decodes)
-        return plan, rows, sample_rows
+        num_decode_tokens = int(cu_q[num_decodes])
+        table.count_computed(rows, kv_len, num_decode_tokens, int(cu_q[-1]) - num_decode_tokens)
+        if drafts:
+            table.begin_drafts(drafts)
+        return plan, rows, rows[num_sampled > 0]
 
     def _slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[G, T] int64, the slots of tokens [T] at these positions of their rows."""
@@ -183,12 +200,22 @@ class PlanWriter:
                 targets.append(PoolTargets(row, begin, begin + end - first, end, is_last))
         return tuple(targets)
 
-    def _token_ids(self, decodes: DecodeRows, chunks: Sequence[tuple[int, int]]) -> np.ndarray:
+    def _token_ids(
+        self, decodes: DecodeRows, chunks: Sequence[tuple[int, int]], drafts: Sequence[Draft]
+    ) -> np.ndarray:
         parts = [decodes.token_ids]
+        for draft in drafts:
+            parts += [np.array([-1 - draft.row], np.int32), draft.token_ids]
         for row, count in chunks:
             start = int(self._table.num_computed[row])
             parts.append(self._table.request(row).token_ids[start : start + count])
         return np.concatenate(parts)
+
+
+def _drafts(token_ids: np.ndarray, token_index: np.ndarray, num_sampled: np.ndarray) -> Drafts:
+    """The drafted tokens before each sample: all tokens of a row with a draft but the first one."""
+    offset = ragged.offsets(num_sampled)
+    return Drafts(offset, np.where(offset > 0, token_ids[token_index], -1).astype(np.int64))
 
 
 def sampled_tokens(cu_q: np.ndarray, num_sampled: np.ndarray) -> np.ndarray:

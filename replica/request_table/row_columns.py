@@ -111,6 +111,8 @@ class RowColumns:
     paused: Annotated[np.ndarray, Column(bool, lambda r: r.is_paused)]
     length: Annotated[np.ndarray, Column(np.int32, lambda r: r.num_tokens)]  # prompt and output
     num_computed: Annotated[np.ndarray, Column(np.int32)]  # tokens with KV, planned steps too
+    # Drafted tokens among them that the step in flight verifies. Until it is committed, the row is in no later step.
+    num_drafted: Annotated[np.ndarray, Column(np.int32, lambda r: 0)]
 
     def __init__(self, num_rows: int):
         for name, column in _COLUMNS.items():

@@ -26,7 +26,7 @@ import numpy as np
 from quire.replica.core.request import FinishReason, Request
 from quire.replica.core.table_changes import TableJournal
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
-from quire.replica.request_table.decode_rows import DecodeRows
+from quire.replica.request_table.decode_rows import DecodeRows, Draft
 from quire.replica.request_table.row_columns import RowColumns
 
 _MAX_INT32 = 2**31 - 1
@@ -198,27 +198,22 @@ class RowTable(RowColumns):
     # -- planning ----------------------------------------------------------------------------------------
 
     def decode_rows(self) -> DecodeRows:
-        """The rows that are decoding and not paused, with their current positions."""
+        """The rows that decode, are not paused and have no draft in flight, with their current positions."""
         decodes = self._decode_rows
         if decodes is None or (decodes.is_located and decodes.num_left <= 0):
             # Not after their last token, even if it is in flight.
             is_short = self.num_computed + 1 < self.run_length
-            ids = np.flatnonzero(self.decoding & ~self.paused & is_short)
+            is_known = self.num_drafted == 0
+            ids = np.flatnonzero(self.decoding & ~self.paused & is_short & is_known)
             decodes = self._decode_rows = self._gather(ids)
         if not decodes.is_located:
             decodes.locate(self.num_computed[decodes.ids])
         return decodes
 
-    def only(self, row: int) -> DecodeRows:
-        """One decoding row, for a step without other rows."""
-        decodes = self._gather(np.array([row]))
+    def some_decode_rows(self, rows: Sequence[int] | np.ndarray) -> DecodeRows:
+        """These decoding rows, for a step that leaves out the others."""
+        decodes = self._gather(np.asarray(rows, np.int64))
         decodes.locate(self.num_computed[decodes.ids])
-        return decodes
-
-    def no_decode_rows(self) -> DecodeRows:
-        """No row, for a step that leaves out the decoding rows."""
-        decodes = self._gather(np.empty(0, np.int64))
-        decodes.locate(np.empty(0, np.int32))
         return decodes
 
     def _gather(self, ids: np.ndarray) -> DecodeRows:
@@ -302,10 +297,10 @@ class RowTable(RowColumns):
         self.journal.write(at, own)
         self.num_blocks[:, decodes.ids[lacking]] = index + 1
 
-    def extend(self, row: int, blocks: Sequence[int]) -> None:
-        """Append the same number of blocks to the row's table in each sliding-window group."""
-        count = len(blocks) // len(self.sliding)
-        for i, g in enumerate(self.sliding):
+    def extend(self, row: int, blocks: Sequence[int], groups: Sequence[int]) -> None:
+        """Append the same number of blocks to the row's table in each of these groups."""
+        count = len(blocks) // len(groups)
+        for i, g in enumerate(groups):
             end = int(self.num_blocks[g, row])
             own = blocks[i * count : (i + 1) * count]
             self.block_tables[g, row, end : end + count] = own
@@ -324,7 +319,8 @@ class RowTable(RowColumns):
         if not self.sliding:
             return freed
         rows = np.flatnonzero(self.active)
-        position = self.num_computed[rows]
+        # Drafted tokens may be rejected.
+        position = self.num_computed[rows] - self.num_drafted[rows]
         if held:
             position = np.minimum(position, [held.get(row, _MAX_INT32) for row in rows.tolist()])
         for g in self.sliding:
@@ -361,7 +357,7 @@ class RowTable(RowColumns):
             self.journal.claim(row)
 
     def count_computed(
-        self, rows: np.ndarray, kv_len: np.ndarray, num_decode_rows: int, num_chunk_tokens: int
+        self, rows: np.ndarray, kv_len: np.ndarray, num_decode_tokens: int, num_chunk_tokens: int
     ) -> None:
         """Count the tokens of a planned step as computed.
 
@@ -369,18 +365,32 @@ class RowTable(RowColumns):
         ----------
         rows, kv_len
             [n] each: the rows of the step, and the number of their tokens in the cache after it (int32).
-        num_decode_rows
-            Number of decoding rows in the step.
+        num_decode_tokens
+            Number of tokens of decoding rows in the step.
         num_chunk_tokens
             Number of tokens in the step's prefill chunks.
         """
         self.num_computed[rows] = kv_len
-        self.num_decode_tokens += num_decode_rows
+        self.num_decode_tokens += num_decode_tokens
         self.num_missing_tokens -= num_chunk_tokens
         if self._decode_rows is not None:
             self._decode_rows.is_located = False
 
+    def begin_drafts(self, drafts: Sequence[Draft]) -> None:
+        """Leave rows with a planned draft out of later steps until `end_drafts`."""
+        for draft in drafts:
+            self.num_drafted[draft.row] = len(draft.token_ids)
+        self._decode_rows = None
+
     # -- after the step ----------------------------------------------------------------------------------
+
+    def end_drafts(self, rows: np.ndarray) -> None:
+        """Count the rejected tokens of rows with a verified draft, whose new tokens are recorded, as not computed."""
+        num_rejected = self.num_computed[rows] - (self.length[rows] - 1)
+        self.num_computed[rows] -= num_rejected
+        self.num_decode_tokens -= int(num_rejected.sum())
+        self.num_drafted[rows] = 0
+        self._decode_rows = None
 
     def record(
         self, rows: np.ndarray, token_ids: np.ndarray, cu: np.ndarray | None = None

@@ -43,7 +43,7 @@ def check(table: RowTable, owners: np.ndarray, num_ahead: int = 0) -> None:
     owners
         [num_blocks] the result of `num_owners`.
     num_ahead
-        Number of tokens of a row that are planned and not known yet.
+        Number of tokens of a row that are planned and not known yet, drafted tokens not counted.
     """
     computed = table.num_computed
     decode = int(computed[table.decoding].sum())
@@ -74,7 +74,9 @@ def check(table: RowTable, owners: np.ndarray, num_ahead: int = 0) -> None:
             raise IntegrityError(f"{name}: its request says row {request.row}, {request.phase}")
         num_computed, length = int(table.num_computed[row]), int(table.length[row])
         num_blocks = table.num_blocks[:, row]
-        if num_computed > min(length + num_ahead, int(num_blocks.min()) * table.block_size):
+        num_drafted = int(table.num_drafted[row])
+        most = length + num_ahead + num_drafted
+        if num_computed > min(most, int(num_blocks.min()) * table.block_size):
             raise IntegrityError(
                 f"{name} has {num_computed} computed tokens, more than its {length} tokens or its blocks allow"
             )
@@ -82,8 +84,9 @@ def check(table: RowTable, owners: np.ndarray, num_ahead: int = 0) -> None:
             raise IntegrityError(f"{name} decodes with {num_blocks.tolist()} blocks")
         for g, group in enumerate(table.groups):
             first, end = int(table.first_block[g, row]), int(num_blocks[g])
-            if first > int(group.first_key(num_computed)) // table.block_size:
+            num_kept = num_computed - num_drafted
+            if first > int(group.first_key(num_kept)) // table.block_size:
                 raise IntegrityError(f"{name} gave back block {first - 1}, which it reads")
-            own = table.block_tables[g, row, max(first, num_computed // table.block_size) : end]
+            own = table.block_tables[g, row, max(first, num_kept // table.block_size) : end]
             if (owners[own] > 1).any():
                 raise IntegrityError(f"{name} would write to a block that it shares")

@@ -39,10 +39,8 @@ class CpuStepOutputs(StepOutputs):
             return token_ids
         return torch.from_numpy(np.where(ids < 0, last[np.maximum(-1 - ids, 0)], ids))
 
-    def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `StepOutputs.keep`."""
+    def _write(self, slot: TokenSlot, tokens: torch.Tensor) -> None:
         slot.tokens.numpy()[: len(tokens)] = tokens.numpy()
-        self.remember(tokens, rows)
 
     def remember(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
         """See `StepOutputs.remember`."""
@@ -113,9 +111,9 @@ class CpuKernels(ModelKernels):
         """See `ModelKernels.forward`."""
         return CpuForward(model, pool, attentions, max_logits_rows, self.workspace)
 
-    def outputs(self, device: Device, max_rows: int) -> CpuStepOutputs:
+    def outputs(self, device: Device, max_rows: int, max_samples: int) -> CpuStepOutputs:
         """See `ModelKernels.outputs`."""
-        return CpuStepOutputs(device, max_rows)
+        return CpuStepOutputs(device, max_rows, max_samples)
 
     def sample(
         self, logits: torch.Tensor, limits: torch.Tensor, noise_keys: torch.Tensor

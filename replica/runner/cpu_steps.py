@@ -68,7 +68,7 @@ class CpuSteps:
             self._device.run(
                 Stream.COMPUTE,
                 lambda: self._ragged.sample_and_keep(
-                    logits.pop(), inputs.sample_rows, sampling, in_flight, masks
+                    logits.pop(), inputs, sampling, in_flight, masks
                 ),
                 name=f"sampling of step {plan.step}",
             )

@@ -19,6 +19,7 @@ import torch
 from quire.replica.core.step_plan import NO_TOKEN, SamplingBatch
 from quire.replica.device.device import Device
 from quire.replica.device.staging import Staged, Staging
+from quire.replica.sampling.draft_check import counting
 from quire.replica.sampling.sampling_arrays import EditArrays, SamplingArrays
 from quire.replica.sampling.step_sampler import Masks
 from quire.replica.sampling.token_counts import TokenCounts
@@ -101,7 +102,10 @@ class DeviceSampler:
             self._counts.write(staged.num_rows, other.begun, other.prompts, other.outputs)
         edited = source = None
         if len(edits.rows):
-            edited = edit_logits(logits, Edits(**edits._asdict(), counts=self._counts.table))
+            counts = self._counts.table
+            if len(other.ahead):
+                counts = self._counts.ahead(other.counted_rows, other.ahead)
+            edited = edit_logits(logits, Edits(**edits._asdict(), counts=counts))
             source = other.source
         if limits is None or noise_keys is None:
             limits, noise_keys = other.limits, other.noise_keys
@@ -110,7 +114,11 @@ class DeviceSampler:
             found = tokens.index_select(0, other.constrained)
             tokens.index_copy_(0, other.constrained, found.masked_fill(found < 0, NO_TOKEN))
         if len(other.counted):
-            self._counts.add(other.counted_rows, tokens.index_select(0, other.counted))
+            is_counting = None
+            if len(other.offset):
+                is_counting = counting(tokens, other.drafted, other.offset)
+                is_counting = is_counting.index_select(0, other.counted)
+            self._counts.add(other.counted_rows, tokens.index_select(0, other.counted), is_counting)
         if (count := len(other.scored)) > 0:
             log_probs(logits, tokens, other.num_top, source=other.scored, out=scores[:count])
         return tokens

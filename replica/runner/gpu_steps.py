@@ -34,9 +34,16 @@ from quire.replica.runner.graphs.graph_key import GraphPart
 from quire.replica.runner.graphs.graph_policy import GraphPolicy
 from quire.replica.runner.graphs.mixed_shapes import MixedShapes
 from quire.replica.runner.model_kernels import ModelKernels
-from quire.replica.runner.padded_step import FixedInputs, PaddedStep, sampling_rows
+from quire.replica.runner.padded_step import PaddedStep
 from quire.replica.runner.ragged_step import RaggedStep
-from quire.replica.runner.step_inputs import InputRing, StepInputs, input_bytes, pieces
+from quire.replica.runner.step_inputs import (
+    FixedInputs,
+    InputRing,
+    StepInputs,
+    input_bytes,
+    pieces,
+    sampling_rows,
+)
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
 from quire.replica.sampling.step_sampler import Masks
 
@@ -85,7 +92,7 @@ class GpuSteps:
         self.time = DeviceTime()
         self._done: Event | None = None  # end of the last queued step; None after an idle period
         self._sampler = kernels.sampler(device, config.vocab_size)
-        num_groups, max_rows = len(pool.groups), config.num_rows + 1
+        num_groups, max_rows = len(pool.groups), config.max_samples + 1
         self.table = DeviceTable(
             device,
             num_groups,
@@ -281,18 +288,15 @@ class GpuSteps:
             logits.append(self._ragged.logits(plan, inputs, tables, in_flight))
 
         self._device.run(Stream.COMPUTE, compute, name=f"step {plan.step}", reads=(*inputs, *new))
-        rows = inputs.sample_rows
-        return self._sample(
-            plan, in_flight, logits.pop, rows, inputs.noise_keys if has_limits else None
-        )
+        return self._sample(plan, in_flight, logits.pop, inputs, has_limits)
 
     def _sample(
         self,
         plan: StepPlan,
         in_flight: InFlight,
         logits: Callable[[], torch.Tensor],
-        rows: torch.Tensor,
-        noise_keys: torch.Tensor | None,
+        inputs: FixedInputs,
+        has_limits: bool = True,
     ) -> Sample:
         """Return the function that queues the sampling of a step.
 
@@ -300,13 +304,14 @@ class GpuSteps:
         ----------
         logits
             Called when the sampling runs on the stream; returns [S or more, vocab].
-        rows, noise_keys
-            [S] int64. Without keys, the plan gives the sampling options and the noise.
+        has_limits
+            Whether the request table has the sampling options of the rows; otherwise the plan gives them and the noise.
         """
-        choose = None
-        if noise_keys is not None:
-            choose = partial(self.table.choose, rows=rows, noise_keys=noise_keys)
         count, slot, sampler = len(plan.sampling.token_index), in_flight.slot, self._sampler
+        rows, choose, noise_keys = sampling_rows(inputs)[:count], None, None
+        if has_limits:
+            noise_keys = inputs.noise_keys[:count]
+            choose = partial(self.table.choose, rows=rows, noise_keys=noise_keys)
 
         def queue(sampling: SamplingBatch, masks: Masks) -> None:
             staged = None
@@ -316,19 +321,19 @@ class GpuSteps:
             def compute() -> None:
                 if staged is None:
                     self._ragged.sample_and_keep(
-                        logits()[:count], rows, sampling, in_flight, masks, choose
+                        logits()[:count], inputs, sampling, in_flight, masks, choose
                     )
                     return
                 limits = None if noise_keys is None else self.table.limits.index_select(0, rows)
                 assert sampler is not None
                 tokens = sampler.sample(logits()[:count], staged, limits, noise_keys, slot.scores)
-                self._outputs.keep(slot, tokens, rows)
+                self._outputs.keep(slot, tokens, inputs)
 
             self._device.run(
                 Stream.COMPUTE,
                 compute,
                 name=f"sampling of step {plan.step}",
-                reads=(rows,) if noise_keys is None else (rows, noise_keys),
+                reads=inputs,
                 writes=(slot.tokens, slot.scores),
             )
             if sampler is not None and staged is not None:
@@ -363,7 +368,9 @@ class GpuSteps:
         has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
         if plan.copies or plan.prompts or plan.pooling or not has_rows:
             return None
-        return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
+        # The graph has a sample for each of its rows; one row more than the step's is padding.
+        num_rows = max(plan.num_rows, len(plan.sampling.rows) - 1)
+        return self.graphs.find_mixed(num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
 
     def _queue_mixed(self, plan: StepPlan, in_flight: InFlight, graph: CachedGraph) -> Sample:
         new = self._differences(plan)  # first, because it computes the noise keys of new rows
@@ -385,20 +392,25 @@ class GpuSteps:
     ) -> Sample:
         """Return the function that queues the sampling; if the graph has sampled, it only copies the tokens."""
         if part is GraphPart.WHOLE:
-            return lambda sampling, masks: self._keep_sampled(plan, in_flight)
-        count = len(plan.sampling.token_index)
-        rows, keys = sampling_rows(inputs)[:count], inputs.noise_keys[:count]
-        return self._sample(plan, in_flight, logits, rows, keys)
+            return lambda sampling, masks: self._keep_sampled(plan, in_flight, inputs)
+        return self._sample(plan, in_flight, logits, inputs)
 
-    def _keep_sampled(self, plan: StepPlan, in_flight: InFlight) -> None:
-        """Copy the sampled tokens to the slot, because the next step overwrites them."""
+    def _keep_sampled(self, plan: StepPlan, in_flight: InFlight, inputs: FixedInputs) -> None:
+        """Copy the sampled tokens to the slot, because the next step overwrites them.
+
+        The graph has kept any sample of a row with a draft; the last one that counts replaces it.
+        """
         count, slot = len(plan.sampling.token_index), in_flight.slot
         sampled = self._fixed.sampled[:count]
+        work: Work = partial(slot.tokens[:count].copy_, sampled)
+        reads: Tensors = (sampled,)
+        if plan.sampling.drafts is not None:
+            work, reads = partial(self._outputs.keep, slot, sampled, inputs), (sampled, *inputs)
         self._device.run(
             Stream.COMPUTE,
-            lambda: slot.tokens[:count].copy_(sampled),
+            work,
             name=f"tokens of step {plan.step}",
-            reads=(sampled,),
+            reads=reads,
             writes=(slot.tokens,),
         )
 

@@ -50,9 +50,9 @@ class ModelKernels(ABC):
         """Create the forward pass of a model."""
         return Forward(model, pool, attentions, max_logits_rows)
 
-    def outputs(self, device: Device, max_rows: int) -> StepOutputs:
+    def outputs(self, device: Device, max_rows: int, max_samples: int) -> StepOutputs:
         """Create the owner of last tokens and result slots, for `max_rows` rows including the padding row."""
-        return StepOutputs(device, max_rows)
+        return StepOutputs(device, max_rows, max_samples)
 
     def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
         """Create the sampler for rows with masks, penalties or log-probs; None: torch samples these rows."""

@@ -20,10 +20,13 @@ import torch
 from quire.replica.device.device import Device
 from quire.replica.runner.device_table import DeviceTable
 from quire.replica.runner.forward import Forward
-from quire.replica.runner.step_inputs import DecodeInputs, StepInputs
+from quire.replica.runner.step_inputs import (
+    DecodeInputs,
+    FixedInputs,
+    StepInputs,
+    sampling_rows,
+)
 from quire.replica.runner.step_outputs import StepOutputs
-
-FixedInputs = DecodeInputs | StepInputs
 
 
 class PaddedStep:
@@ -130,8 +133,3 @@ class PaddedStep:
             inputs.slots,
             num_query,
         )
-
-
-def sampling_rows(inputs: FixedInputs) -> torch.Tensor:
-    """Table rows [n] int64 whose tokens the step samples, with padding rows."""
-    return inputs.rows if isinstance(inputs, DecodeInputs) else inputs.sample_rows

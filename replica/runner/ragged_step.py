@@ -20,7 +20,7 @@ from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.state_pool import StatePool
 from quire.replica.model.layers.state_layers import StepCache
 from quire.replica.runner.forward import Forward
-from quire.replica.runner.step_inputs import StepInputs
+from quire.replica.runner.step_inputs import FixedInputs, StepInputs
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
 from quire.replica.sampling.sampler import likeliest
 from quire.replica.sampling.step_sampler import Masks, StepSampler
@@ -96,7 +96,7 @@ class RaggedStep:
     def sample_and_keep(
         self,
         logits: torch.Tensor,
-        rows: torch.Tensor,
+        inputs: FixedInputs,
         sampling: SamplingBatch,
         in_flight: InFlight,
         masks: Masks,
@@ -108,8 +108,8 @@ class RaggedStep:
         ----------
         logits
             [S, vocab] in the model's dtype; may be overwritten.
-        rows
-            [S] int64 table rows; empty if the tokens are not stored in the table.
+        inputs
+            The step's inputs, which say where the tokens are kept.
         choose
             Samples with the options in the device's request table; None: torch samples with the options of the plan.
         """
@@ -121,7 +121,7 @@ class RaggedStep:
         else:
             scores = in_flight.slot.scores
             tokens = self._sampler.sample(logits.float(), sampling, masks, scores, choose)
-        self._outputs.keep(in_flight.slot, tokens, rows)
+        self._outputs.keep(in_flight.slot, tokens, inputs)
 
 
 def _all_sample(plan: StepPlan) -> bool:

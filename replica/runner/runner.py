@@ -105,7 +105,7 @@ class Runner:
         self._sampler = StepSampler(config.vocab_size)
         self.kernels = _choose_kernels(config, attention_backend)
         # One row more than requests: the padding row.
-        self._outputs = self.kernels.outputs(self._device, config.num_rows + 1)
+        self._outputs = self.kernels.outputs(self._device, config.num_rows + 1, config.max_samples)
         self._busy_until_s = 0.0  # end of the last collected step
         self._compiles = CompileCount()
         fix_rope(model, config.max_model_len)

@@ -35,6 +35,7 @@ from quire.replica.device.device import Device, Event, Stream
 from quire.replica.device.staging import Layout, Typed
 from quire.replica.runner.device_table import Differences
 from quire.replica.runner.graphs.graph_key import GraphKey
+from quire.replica.sampling.draft_check import newest_rows
 
 _NO_IDS = np.empty(0, np.int64)
 
@@ -56,6 +57,8 @@ _FIELDS: Mapping[str, tuple[tuple[str, ...], type]] = {
     "noise_keys": (("S",), np.int64),
     # Tokens to score, of all prompts.
     "target_ids": (("P",), np.int64),
+    # `Drafts.offset`: D is S, or 0 if no row has a draft. No graph reads it.
+    "draft_offset": (("D",), np.int64),
 }
 
 
@@ -76,6 +79,20 @@ class StepInputs(NamedTuple):
     sample_rows: torch.Tensor
     noise_keys: torch.Tensor
     target_ids: torch.Tensor
+    draft_offset: torch.Tensor
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether some row has a draft, and so several samples."""
+        return len(self.draft_offset) > 0
+
+    def newest_rows(
+        self, tokens: torch.Tensor, rows: torch.Tensor, padding_row: int
+    ) -> torch.Tensor:
+        """The result of `draft_check.newest_rows` for tokens and rows [S] int64. Part of a step's queued work."""
+        count = len(tokens)
+        drafted = self.token_ids.index_select(0, self.token_index[:count])
+        return newest_rows(tokens, drafted, self.draft_offset[:count], rows, padding_row)
 
 
 class DecodeInputs(NamedTuple):
@@ -88,17 +105,30 @@ class DecodeInputs(NamedTuple):
     noise_keys: torch.Tensor
 
 
+FixedInputs = DecodeInputs | StepInputs
+
+
+def sampling_rows(inputs: FixedInputs) -> torch.Tensor:
+    """Table rows [S] int64 whose tokens the step samples, with padding rows."""
+    return inputs.rows if isinstance(inputs, DecodeInputs) else inputs.sample_rows
+
+
 _Inputs = TypeVar("_Inputs", StepInputs, DecodeInputs)
 _Shapes = tuple[tuple[tuple[int, ...], type], ...]
 
 
 @lru_cache(maxsize=256)
 def _shapes(
-    fields: tuple[str, ...], num_groups: int, num_rows: int, num_tokens: int, num_targets: int = 0
+    fields: tuple[str, ...],
+    num_groups: int,
+    num_rows: int,
+    num_tokens: int,
+    num_targets: int = 0,
+    num_offsets: int = 0,
 ) -> _Shapes:
     """Shapes and dtypes of padded inputs; every row may sample."""
     sizes = {"G": num_groups, "n": num_rows, "n + 1": num_rows + 1, "S": num_rows}
-    sizes |= {"T": num_tokens, "P": num_targets}
+    sizes |= {"T": num_tokens, "P": num_targets, "D": num_offsets}
     return tuple((tuple(sizes[i] for i in _FIELDS[name][0]), _FIELDS[name][1]) for name in fields)
 
 
@@ -108,6 +138,7 @@ def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[np.ndarray, ..
         *(plan.token_ids, plan.positions, plan.cu_q, plan.kv_len, plan.rows, plan.slots),
         *(plan.sampling.token_index, plan.sampling.rows, noise_keys),
         np.concatenate([_NO_IDS, *(targets.token_ids for targets in plan.prompts)]),
+        _NO_IDS if plan.sampling.drafts is None else plan.sampling.drafts.offset,
     )
 
 
@@ -201,7 +232,7 @@ class InputRing:
         """Like `send`, padded to the shape of a graph; `MixedShapes.fits` must hold for graph and step."""
         lengths = np.zeros(key.num_rows, np.int64)
         lengths[plan.num_rows] = key.num_tokens - plan.num_tokens
-        padding = self._mixed_padding(key, lengths)
+        padding = self._mixed_padding(key, lengths, has_drafts=plan.sampling.drafts is not None)
         padding[StepInputs._fields.index("cu_q")] += np.int32(plan.num_tokens)
         arrays = _written(padding, _step_arrays(plan, noise_keys))
         return self._send(StepInputs, plan, arrays, new)
@@ -223,10 +254,13 @@ class InputRing:
             for name, (shape, dtype) in zip(fields, shapes, strict=True)
         ]
 
-    def _mixed_padding(self, key: GraphKey, lengths: np.ndarray) -> list[np.ndarray]:
+    def _mixed_padding(
+        self, key: GraphKey, lengths: np.ndarray, has_drafts: bool = False
+    ) -> list[np.ndarray]:
         """Return inputs of a mixed step in which every row is padding; row i has `lengths[i]` tokens."""
         fields = StepInputs._fields
-        shapes = _shapes(fields, self._num_groups, key.num_rows, key.num_tokens)
+        num_offsets = key.num_rows if has_drafts else 0
+        shapes = _shapes(fields, self._num_groups, key.num_rows, key.num_tokens, 0, num_offsets)
         own = {"kv_len": lengths, "cu_q": np.concatenate([[0], np.cumsum(lengths)])}
         values: dict[str, Any] = {**self._padding, **own}
         return [
@@ -307,12 +341,15 @@ def pieces(new: Differences, max_changes: int) -> Iterable[Differences]:
 
 
 def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_changes: int) -> int:
-    """Bytes of the largest upload: inputs of the largest step, and `max_changes` table changes."""
+    """Bytes of the largest upload: inputs of the largest step, and `max_changes` table changes.
+
+    A step has at most `max_rows` rows and as many samples.
+    """
     differences = (
         ((max_changes,), np.int64),
         ((max_changes,), np.int32),
         ((max_rows,), np.int64),
         ((max_rows, NUM_LIMITS), np.int32),
     )
-    shapes = _shapes(StepInputs._fields, num_groups, max_rows, max_tokens, max_tokens)
+    shapes = _shapes(StepInputs._fields, num_groups, max_rows, max_tokens, max_tokens, max_rows)
     return Layout.of((*shapes, *differences)).num_bytes

@@ -23,6 +23,7 @@ import torch
 from quire.protos.wire import TokenLogprob
 from quire.replica.core.step_plan import SamplingBatch
 from quire.replica.device.device import Device, Event, Stream
+from quire.replica.runner.step_inputs import FixedInputs, StepInputs, sampling_rows
 from quire.replica.sampling.logprobs import SCORE_COLUMNS, StepPromptLogprobs, token_logprobs
 from quire.replica.sampling.step_sampler import Masks
 
@@ -31,9 +32,9 @@ from quire.replica.sampling.step_sampler import Masks
 class TokenSlot:
     """Buffers of one step's tokens and log-probs."""
 
-    tokens: torch.Tensor  # [max rows] int64, on the device
-    result: torch.Tensor  # [max rows] int64, pinned
-    # [max rows, SCORE_COLUMNS] float32, on the device; entry i belongs to the i-th row that asked for log-probs
+    tokens: torch.Tensor  # [max samples] int64, on the device
+    result: torch.Tensor  # [max samples] int64, pinned
+    # [max samples, SCORE_COLUMNS] float32, on the device; entry i belongs to the i-th row that asked for log-probs
     scores: torch.Tensor
     scores_result: torch.Tensor  # copy of `scores`, pinned
     num_tokens: int = 0
@@ -83,12 +84,18 @@ class StepOutputs:
     Parameters
     ----------
     max_rows
-        Rows of the request table, including the padding row.
+        Rows of the request table, including the padding row, which is the last one.
+    max_samples
+        Largest number of samples of a step, if more than `max_rows`.
     depth
         Number of slots: steps that may be launched before the oldest one is collected.
     """
 
-    def __init__(self, device: Device, max_rows: int, depth: int = 2):
+    def __init__(
+        self, device: Device, max_rows: int, max_samples: int | None = None, depth: int = 2
+    ):
+        # A warm-up step has a prefill in addition to the most decoding rows.
+        count = max(max_rows, max_samples or 0)
         self._device = device
         self.num_copies = 0
         self.num_bytes = 0  # of all copies
@@ -96,10 +103,10 @@ class StepOutputs:
         self.last_token[-1] = 0  # padding row: any valid id
         self._slots = [
             TokenSlot(
-                device.empty((max_rows,), torch.int64),
-                device.pinned((max_rows,), torch.int64),
-                device.empty((max_rows, SCORE_COLUMNS), torch.float32),
-                device.pinned((max_rows, SCORE_COLUMNS), torch.float32),
+                device.empty((count,), torch.int64),
+                device.pinned((count,), torch.int64),
+                device.empty((count, SCORE_COLUMNS), torch.float32),
+                device.pinned((count, SCORE_COLUMNS), torch.float32),
             )
             for _ in range(depth)
         ]
@@ -120,10 +127,19 @@ class StepOutputs:
         rows = (-1 - token_ids).clamp_(min=0)
         return torch.where(token_ids < 0, self.last_token[rows], token_ids)
 
-    def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store tokens [S] int64 in the slot and in the table rows [S] int64. Part of a step's queued work."""
-        slot.tokens[: len(tokens)].copy_(tokens)
+    def keep(self, slot: TokenSlot, tokens: torch.Tensor, inputs: FixedInputs) -> None:
+        """Store tokens [S] int64 in the slot and in the table rows of the samples. Part of a step's queued work.
+
+        A row with a draft keeps its last token that counts.
+        """
+        self._write(slot, tokens)
+        rows = sampling_rows(inputs)[: len(tokens)]
+        if isinstance(inputs, StepInputs) and inputs.has_drafts:
+            rows = inputs.newest_rows(tokens, rows, len(self.last_token) - 1)
         self.remember(tokens, rows)
+
+    def _write(self, slot: TokenSlot, tokens: torch.Tensor) -> None:
+        slot.tokens[: len(tokens)].copy_(tokens)
 
     def remember(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
         """Store tokens [S] int64 in the table rows [S] int64. Part of a step's queued work.

@@ -67,7 +67,10 @@ def sample(
         tokens[rows] = tokens[rows].masked_fill_(chosen == _NEVER, NO_TOKEN)
     if batch.penalties is not None and counts is not None:
         index, rows = (torch.from_numpy(x) for x in (batch.penalties.index, batch.penalties.row))
-        counts.add(rows, tokens[index])
+        drafts, is_counting = batch.drafts, None
+        if drafts is not None:
+            is_counting = torch.from_numpy(drafts.counting(tokens.numpy()))[index]
+        counts.add(rows, tokens[index], is_counting)
     return tokens
 
 
@@ -86,7 +89,8 @@ def _penalise(
         counts.write(int(history.rows.max()) + 1, *map(torch.from_numpy, history))
     columns = [torch.from_numpy(batch.columns[name][penalties.index]) for name in PENALTY_COLUMNS]
     index, rows = torch.from_numpy(penalties.index), torch.from_numpy(penalties.row)
-    logits[index] = counts.apply(logits[index], rows, *columns)
+    own = counts.ahead(rows, torch.from_numpy(penalties.ahead))
+    logits[index] = counts.apply(logits[index], own, *columns)
 
 
 def fill_masks(grammars: Sequence[tuple[int, TokenMask]]) -> np.ndarray:

@@ -34,7 +34,8 @@ class EditArrays(NamedTuple):
     starts: np.ndarray  # [E + 1] int32
     ids: np.ndarray  # [n] int32
     bias: np.ndarray  # [n] float32
-    count_rows: np.ndarray  # [E] int32
+    # [E] int32, rows of the request table; entries of `SamplingArrays.counted` if `ahead` has any
+    count_rows: np.ndarray
     repetition: np.ndarray  # [E] float32
     presence: np.ndarray  # [E] float32
     frequency: np.ndarray  # [E] float32
@@ -59,7 +60,11 @@ class EditArrays(NamedTuple):
         ids = [listed[i][0] for i in rows if i in listed]
         bias = [listed[i][1] for i in rows if i in listed]
         lengths = [len(listed[i][0]) if i in listed else 0 for i in rows]
-        table_rows = [-1] if penalties is None else [*penalties.row.tolist(), -1]
+        table_rows = [-1]
+        if penalties is not None:
+            # With drafts, each sample has counts of its own (`TokenCounts.ahead`).
+            own = range(len(penalties.row)) if len(penalties.ahead) else penalties.row.tolist()
+            table_rows = [*own, -1]
         edited = batch.columns.take(np.array(rows, np.int64))
         return cls(
             np.array(rows, np.int32),
@@ -160,6 +165,10 @@ class SamplingArrays(NamedTuple):
     # Rows with penalties: index in [0, S), and table row.
     counted: np.ndarray  # [P] int64
     counted_rows: np.ndarray  # [P] int64
+    ahead: np.ndarray  # [k, 2] int64, `Penalties.ahead`
+    # `Drafts`, if the counts must leave out rejected tokens; else empty.
+    offset: np.ndarray  # [S] int64
+    drafted: np.ndarray  # [S] int64
     # Rows that asked for log-probs: index in [0, S), and number of likeliest ids.
     scored: np.ndarray  # [L] int32
     num_top: np.ndarray  # [L] int32
@@ -175,14 +184,20 @@ class SamplingArrays(NamedTuple):
         source[edits.rows] = -1 - np.arange(len(edits.rows), dtype=np.int32)
         penalties = batch.penalties
         counted = (_NO_ROWS, _NO_ROWS)
+        ahead, draft_arrays = np.empty((0, 2), np.int64), (_NO_ROWS, _NO_ROWS)
         history = HistoryArrays(_NO_ROWS, _NO_ROWS, _NO_ROWS)
         if penalties is not None:
             counted = penalties.index.astype(np.int64), penalties.row.astype(np.int64)
             history = HistoryArrays.of(penalties, vocab_size)
+            ahead = penalties.ahead
+            if batch.drafts is not None:
+                draft_arrays = batch.drafts.offset, batch.drafts.token_ids
         scored = np.array(batch.logprobs, np.int32).reshape(-1, 2)
         chosen, position = batch.columns, batch.position
         if has_limits:
             chosen, position = chosen[:0], position[:0]
         keys = noise_keys(chosen["seed"], chosen["choice"], position).view(np.int64)
+        drafted = (ahead, *draft_arrays)
         asked = (scored[:, 0], scored[:, 1])
-        return cls(source, _constrained(batch), *history, *counted, *asked, limits_of(chosen), keys)
+        edited = (source, _constrained(batch), *history, *counted)
+        return cls(*edited, *drafted, *asked, limits_of(chosen), keys)

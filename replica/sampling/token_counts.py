@@ -53,17 +53,30 @@ class TokenCounts:
         flat.index_fill_(0, prompts, _IN_PROMPT)
         flat.index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
-    def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count sampled tokens [P] int64 of the P unique rows with penalties in this step."""
+    def add(
+        self, rows: torch.Tensor, tokens: torch.Tensor, is_counting: torch.Tensor | None = None
+    ) -> None:
+        """Count sampled tokens [P] int64 of rows with penalties; `is_counting` [P] bool leaves out rejected ones."""
         # A negative token means that the row's constraints allow no token, so its request ends in this step. Counting
         # it as token 0 is harmless.
         at = rows * self.table.shape[1] + tokens.clamp(min=0)
-        self.table.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+        weight = torch.ones_like(at) if is_counting is None else is_counting
+        self.table.view(-1).index_add_(0, at, weight.to(torch.int32))
+
+    def ahead(self, rows: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        """The counts of rows [P] int64 once further tokens follow: [P, vocab] int32.
+
+        `ahead` is [k, 2] int64, (index in [0, P), token).
+        """
+        counts = self.table[rows]
+        at = ahead[:, 0] * counts.shape[1] + ahead[:, 1]
+        counts.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+        return counts
 
     def apply(
         self,
         logits: torch.Tensor,
-        rows: torch.Tensor,
+        counts: torch.Tensor,
         repetition: torch.Tensor,
         presence: torch.Tensor,
         frequency: torch.Tensor,
@@ -78,8 +91,8 @@ class TokenCounts:
         ----------
         logits
             [P, vocab] float32; not changed.
-        rows
-            [P] int64.
+        counts
+            [P, vocab] int32, the result of `ahead`.
         repetition, presence, frequency
             [P] float32.
 
@@ -87,11 +100,10 @@ class TokenCounts:
         -------
         [P, vocab] float32.
         """
-        state = self.table[rows]  # [P, vocab]
         factor = repetition[:, None]
         repeated = torch.where(logits > 0, logits / factor, logits * factor)
-        logits = torch.where((state != 0) & (factor != 1.0), repeated, logits)
-        count = state & (_IN_PROMPT - 1)
+        logits = torch.where((counts != 0) & (factor != 1.0), repeated, logits)
+        count = counts & (_IN_PROMPT - 1)
         logits -= frequency[:, None] * count
         logits -= presence[:, None] * (count > 0)
         return logits

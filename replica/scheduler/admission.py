@@ -203,7 +203,7 @@ class Admission:
         have = int(self._rows.num_blocks[self._rows.sliding[0], row])
         lacking = -(-(start + count) // block_size) - have
         lacking = max(0, min(lacking, self._blocks.num_available // num_groups))
-        self._rows.extend(row, self.allocate(lacking * num_groups))
+        self._rows.extend(row, self.allocate(lacking * num_groups), self._rows.sliding)
         return min(count, (have + lacking) * block_size - start)
 
     def allocate(self, count: int) -> list[int]:

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 from quire.protos.errors import DeadlineExceeded, Overloaded, QuireError
 from quire.protos.wire import TokenDelta
 from quire.replica.config import EngineConfig
+from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import FinishReason, Phase, Request
 from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.request_table.drafting import Drafting
 from quire.replica.scheduler.admission import Admission
 from quire.replica.scheduler.engine_memory import EngineMemory
 from quire.replica.scheduler.forks import Sharing, WaitingForks, find_parent
@@ -90,11 +92,16 @@ class Counters:
 class RequestBook:
     """Every live request and its stage.
 
-    It also owns the parts that start and stop requests: admission, offloading, forks, pending restores.
+    It also owns the parts that start and stop requests: admission, offloading, forks, pending restores, drafting.
     """
 
     def __init__(
-        self, config: EngineConfig, memory: EngineMemory, copies: CopySpeed, speed: StepSpeed
+        self,
+        config: EngineConfig,
+        memory: EngineMemory,
+        copies: CopySpeed,
+        speed: StepSpeed,
+        draft_source: DraftSource | None = None,
     ):
         self._config = config
         self._memory = memory
@@ -103,6 +110,7 @@ class RequestBook:
         self.offload = Offload(config, memory, self.admission, copies)
         self.sharing = Sharing(config, memory)
         self.restores = PendingRestores(memory)
+        self.drafting = Drafting(config, memory.rows, memory.blocks, draft_source)
         self.counters = Counters()
         # Every live request by key.
         self.requests: dict[Hashable, Request] = {}
@@ -185,6 +193,7 @@ class RequestBook:
     def _vacate(self, request: Request) -> None:
         """Give back a running request's row and blocks."""
         self._memory.vacate(request)
+        self.drafting.drop(request)
         self.restores.drop(request.key)
 
     # -- in and out --------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@
 
 One thread owns the scheduler. `plan` and `commit` (or `fail_step`) alternate, or `plan` is one step ahead: it plans a
 step while another one is in flight (planned, not yet committed). Then the newest token of each row in flight is not yet
-known. Blocks that are given back while a step is in flight are not reused before that step has run
-(`deferred_frees.py`). A preemption needs the unknown tokens, so no step that preempts is planned ahead. If the ids that
-a row may sample depend on the unknown tokens (a grammar, bad words), the plan is marked `awaits_tokens`, and `complete`
-adds the rest of its sampling parameters once they are known.
+known. A row with a draft in flight is left out, because its length is not known. Blocks that are given back while a
+step is in flight are not reused before that step has run (`deferred_frees.py`). A preemption needs the unknown tokens,
+so no step that preempts is planned ahead. If the ids that a row may sample depend on the unknown tokens (a grammar, bad
+words), the plan is marked `awaits_tokens`, and `complete` adds the rest of its sampling parameters once they are known.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from quire.protos.errors import EngineError, InvalidRequest, QuireError
 from quire.protos.wire import Load, TokenDelta
 from quire.replica.config import EngineConfig
 from quire.replica.core.delta_batch import DeltaBatch
+from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.core.step_plan import BlockTables, SamplingBatch, StepPlan, StepResult
 from quire.replica.kv_cache.blocks import IntegrityError
@@ -78,6 +79,8 @@ class Scheduler:
         Number of batches of cache events to keep for routers that missed some.
     node_pool
         The node's pool, which holds the host tier; None: the host tier is private.
+    draft_source
+        Proposes drafts for decoding rows, unless the model is recurrent. None: no speculation.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Scheduler:
         epoch: str | None = None,
         max_event_batches: int = 1024,
         node_pool: NodePool | None = None,
+        draft_source: DraftSource | None = None,
     ):
         self.config = config
         self.memory = EngineMemory(config, epoch, max_event_batches, node_pool)
@@ -95,7 +99,7 @@ class Scheduler:
         self.speed = StepSpeed()
         self.copies = CopySpeed(self.speed, always_copies=config.restore == "always")
         self.steps = StepsInFlight()
-        self.book = RequestBook(config, self.memory, self.copies, self.speed)
+        self.book = RequestBook(config, self.memory, self.copies, self.speed, draft_source)
         self._chunking = Chunking(config, self.speed)
         self._indexer = StepIndexer(config, self.memory)
         self._snapshots = SnapshotPlans(config, self.memory)
@@ -278,8 +282,8 @@ class Scheduler:
     def complete(self, plan: StepPlan) -> SamplingBatch:
         """The complete sampling parameters of a plan with `awaits_tokens`, once the step before is committed."""
         step = self.steps.oldest(plan)
-        alive = step.is_alive(self.rows, step.sample_rows)
-        return complete_batch(self.rows, plan.sampling, alive)
+        alive = step.sample_rows[step.is_alive(self.rows, step.sample_rows)]
+        return complete_batch(self.rows, plan.sampling, np.isin(plan.sampling.rows, alive))
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
         """Record the sampled tokens, and end and release finished requests.

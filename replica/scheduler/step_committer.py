@@ -22,8 +22,6 @@ from quire.replica.scheduler.snapshot_plans import SnapshotPlans
 from quire.replica.scheduler.speed import CopySpeed
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
 
-_NO_ROWS = np.empty(0, np.int64)
-
 
 class _Recorded(NamedTuple):
     """The rows that sampled and still belong to their requests, m of them, with their new tokens in the table."""
@@ -32,8 +30,6 @@ class _Recorded(NamedTuple):
     deltas: DeltaBatch  # columns of these rows
     # Index of each row that ends to the reason: LENGTH also if its credit is spent, ERROR if no id is allowed.
     ends: dict[int, FinishReason]
-    # Rows that sampled none or several tokens. Later steps were planned for one, so these rows start again.
-    unplanned: np.ndarray = _NO_ROWS
 
     def token_ids(self, i: int) -> list[int]:
         """The new tokens of a row, by its index."""
@@ -67,37 +63,38 @@ class StepCommitter:
         self._chunking = chunking
         self._copies = copies
         self._restores = book.restores
+        self._drafting = book.drafting
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
         """Record the sampled tokens, and end and release finished requests. Implements `Scheduler.commit`."""
         step = self._steps.oldest(plan)
         try:
-            has_stuck = self._has_stuck(step, result)
+            has_stuck = self._has_stuck(plan, result)
         except EngineError as error:
             return DeltaBatch(self.fail(plan, error))
         self._steps.land()
         self._memory.land(step.number, step.transfers)
         self._memory.host.seal(step.transfers.saves if result.saved is None else result.saved)
-        if self._memory.publishing is not None:
-            self._memory.publishing.add(step.registered)
         self._note_restores(result)
         # Collect the prompts' log-probabilities before any of these rows ends.
         scored = self._prompt_scores(step, plan, result)
         embedded = self._embeddings(step, plan, result, now_s)
-        recorded = self._record(step, result, has_stuck)
+        recorded = self._record(step, *_counted(step, plan, result), has_stuck)
+        self._end_drafts(step)
+        if self._memory.publishing is not None:
+            self._memory.publishing.add(step.registered)
         complete = self._end_prefills(recorded, now_s) if step.chunks else {}
         for behind in self._steps:
             self._indexer.register_known(behind)
             self._snapshots.attach_known(behind)
             self._indexer.adopt(behind)
         self._end_finished(recorded, complete)
-        for row in recorded.unplanned.tolist():
-            if (request := self._rows.requests[row]) is not None:
-                self._book.preempt(request, may_offload=False)
         if result.logprobs:
-            _add_logprobs(step, result, recorded, complete)
+            _add_logprobs(plan, result, recorded, complete)
+        if not step.chunks:
+            self._drafting.observe_step(step.num_decodes, step.drafts, result.duration_s)
         self._chunking.observe(
-            step.budget, plan.num_decode_rows, result.duration_s, step.leaves_out_decodes, now_s
+            step.budget, step.num_decodes, result.duration_s, step.leaves_out_decodes, now_s
         )
         deltas = recorded.deltas
         deltas.whole += [*scored, *embedded, *self._book.take_ended(), *complete.values()]
@@ -146,24 +143,23 @@ class StepCommitter:
 
     # -- checks and measurements -------------------------------------------------------------------------
 
-    def _has_stuck(self, step: Step, result: StepResult) -> bool:
-        """Whether some row is stuck: it got NO_TOKEN instead of a token id, because its constraints exclude all ids.
+    def _has_stuck(self, plan: StepPlan, result: StepResult) -> bool:
+        """Whether some sample is stuck: it is NO_TOKEN instead of a token id, because constraints exclude all ids.
 
         Raises
         ------
         EngineError
             The number of tokens is wrong, or a token id is not in the vocabulary.
         """
-        tokens, cu, num_rows = result.token_ids, result.cu, len(step.sample_rows)
-        if tokens.ndim != 1 or not ragged.fits(num_rows, len(tokens), cu):
-            wrong = f"sampled {tokens.shape}, planned {num_rows} rows, cu: {cu}"
-            raise EngineError(f"step {step.number} {wrong}")
+        tokens, planned = result.token_ids, plan.sampling.token_index.shape
+        if tokens.shape != planned:
+            raise EngineError(f"step {plan.step} sampled {tokens.shape}, planned {planned}")
         # Negative ids, NO_TOKEN among them, are huge as unsigned numbers: one pass finds all wrong ids.
         if not len(tokens) or tokens.astype(np.uint64).max() < self._vocab_size:
             return False
         chosen = tokens[tokens != NO_TOKEN]
         if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self._vocab_size:
-            raise EngineError(f"step {step.number} sampled an id out of the vocabulary")
+            raise EngineError(f"step {plan.step} sampled an id out of the vocabulary")
         return True
 
     def _note_restores(self, result: StepResult) -> None:
@@ -205,32 +201,33 @@ class StepCommitter:
 
     # -- tokens ------------------------------------------------------------------------------------------
 
-    def _record(self, step: Step, result: StepResult, has_stuck: bool) -> _Recorded:
+    def _record(
+        self, step: Step, tokens: np.ndarray, cu: np.ndarray | None, has_stuck: bool
+    ) -> _Recorded:
         """Append the tokens to their rows, up to the end of each, and find the rows that end."""
-        table, decodes, tokens = self._rows, step.decodes, result.token_ids
-        is_single = result.cu is None and not has_stuck
+        table, decodes = self._rows, step.decodes
+        is_single = cu is None and not has_stuck
         if decodes is not None and is_single and table.are_unchanged(decodes):
             then = step.decodes_then
             return self._record_decodes(decodes if then is None else then, step, tokens)
-        rows, cu = step.sample_rows, result.cu
+        rows = step.sample_rows
         alive = step.is_alive(table, rows)
         if not alive.all():
             # Some requests were aborted while the step was in flight, or ended by the step before.
             rows = rows[alive]
             tokens, cu = ragged.select(tokens, cu, alive)
+        for row, owner, *_ in step.drafts:
+            # The plan of a row without a draft has done so if its block is full.
+            if table.owners[row] == owner:
+                table.flush(row)
         index = table.length[rows] - table.num_prompt_tokens[rows]
         if is_single:
             tokens = tokens.astype(np.int32, copy=False)
             ends = table.ended(rows, tokens, table.record(rows, tokens))
             return _Recorded(rows, self._columns(rows, index, tokens), ends)
-        is_planned = ragged.counts(len(rows), cu) == 1
         tokens, cu, ends = self._cut(rows, tokens, cu)
-        is_planned &= ragged.counts(len(rows), cu) == 1
-        unplanned = rows[~is_planned]
-        # The steps in flight drop what they compute for these rows.
-        table.owners[unplanned] = 0
         table.record(rows, tokens, cu)
-        return _Recorded(rows, self._columns(rows, index, tokens, cu), ends, unplanned)
+        return _Recorded(rows, self._columns(rows, index, tokens, cu), ends)
 
     def _record_decodes(self, decodes: DecodeRows, step: Step, tokens: np.ndarray) -> _Recorded:
         """Fast path of `_record` for a step of decoding rows only, if no row is gone: their columns are gathered."""
@@ -274,6 +271,17 @@ class StepCommitter:
             counts[row_index[at]] = offset[at] + 1
         return tokens[offset < counts[row_index]], ragged.cumulated(counts), ends
 
+    def _end_drafts(self, step: Step) -> None:
+        """Let the rows with a verified draft go on, and index the blocks that their accepted tokens fill."""
+        table = self._rows
+        drafts = [draft for draft in step.drafts if table.owners[draft.row] == draft.owner]
+        if not drafts:
+            return
+        self._drafting.end(drafts)
+        for row, _, start, _ in drafts:
+            self._indexer.register_chunk(step, row, start, int(table.num_computed[row]))
+        self._indexer.adopt(step)
+
     def _end_prefills(self, recorded: _Recorded, now_s: float) -> dict[int, TokenDelta]:
         """Let rows that had their last chunk in this step decode. Returns their deltas, by the index of the row."""
         rows, tokens = recorded.rows, recorded.deltas.tokens
@@ -306,11 +314,23 @@ class StepCommitter:
             complete[i] = self._book.release(request, reason, recorded.token_ids(i), error)
 
 
+def _counted(
+    step: Step, plan: StepPlan, result: StepResult
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The samples that count, and their `cu` over the rows that sample: one each, more if drafted tokens are right."""
+    drafts, tokens = plan.sampling.drafts, result.token_ids
+    if drafts is None:
+        return tokens, None
+    is_counting = drafts.counting(tokens)
+    begins = (drafts.offset == 0).nonzero()[0]
+    return tokens[is_counting], ragged.cumulated(np.add.reduceat(is_counting, begins, dtype=int))
+
+
 def _add_logprobs(
-    step: Step, result: StepResult, recorded: _Recorded, complete: dict[int, TokenDelta]
+    plan: StepPlan, result: StepResult, recorded: _Recorded, complete: dict[int, TokenDelta]
 ) -> None:
     """Add the log-probabilities of sampled tokens to their deltas, which are created for rows without one."""
-    sampled = np.repeat(step.sample_rows, ragged.counts(len(step.sample_rows), result.cu)).tolist()
+    sampled = plan.sampling.rows.tolist()
     logprobs: dict[int, list[TokenLogprob]] = {}
     for at in sorted(result.logprobs):
         logprobs.setdefault(sampled[at], []).append(result.logprobs[at])

@@ -53,6 +53,8 @@ class StepComposer:
         chunking: Chunking,
     ):
         self._block_size = config.block_size
+        self._max_batch_tokens = config.max_batch_tokens
+        self._num_rows, self._max_samples = config.num_rows, config.max_samples
         self._num_groups = len(config.groups)
         self._memory = memory
         self._rows = memory.rows
@@ -64,6 +66,7 @@ class StepComposer:
         self._offload = book.offload
         self._sharing = book.sharing
         self._restores = book.restores
+        self._drafting = book.drafting
         self._indexer = indexer
         self._snapshots = snapshots
         self._chunking = chunking
@@ -90,8 +93,8 @@ class StepComposer:
             composed = self._compose_once(now_s)
             if composed is None:
                 return None
-            step, decodes = composed
-            if len(decodes) or step.chunks:
+            step, _ = composed
+            if step.num_decodes or step.chunks:
                 return composed
             if self._steps:
                 return None
@@ -107,7 +110,12 @@ class StepComposer:
                 return None
 
     def _compose_once(self, now_s: float) -> tuple[Step, DecodeRows] | None:
-        """The next step, which may be empty, and its decoding rows. None if it must wait for the step in flight."""
+        """The next step, which may be empty, and its decoding rows without a draft.
+
+        None if it must wait for the step in flight.
+        """
+        if self._steps and self._drafting.waits():
+            return None
         if self._rows.sliding:
             # For one plan a parent keeps the blocks that its new forks see. A fork that starts later may have to
             # compute the prompt itself.
@@ -119,13 +127,18 @@ class StepComposer:
             step = Step(self._next_number, budget, leaves_out_decodes=True)
             self._continue_prefills(step, False, now_s)
             if step.chunks:
-                return step, self._rows.no_decode_rows()
+                return step, self._rows.some_decode_rows([])
         grown = self._grow_decodes()
         if grown is None:
             return None
         decodes, may_admit = grown
-        budget = self._chunking.budget(len(decodes))
-        step = Step(self._next_number, budget, num_decodes=len(decodes))
+        drafts = self._drafting.choose(decodes, self._draft_room(len(decodes)))
+        num_drafted = sum(len(draft.token_ids) for draft in drafts)
+        budget = self._chunking.budget(len(decodes) + num_drafted)
+        step = Step(self._next_number, budget, num_decodes=len(decodes), drafts=drafts)
+        if drafts:
+            rows = np.setdiff1d(decodes.ids, [draft.row for draft in drafts])
+            decodes = self._rows.some_decode_rows(rows)
         self._indexer.register_decodes(step, decodes, are_known=not self._steps)
         if self._book.prefilling:
             self._continue_prefills(step, may_admit, now_s)
@@ -159,8 +172,8 @@ class StepComposer:
         step = Step(self._next_number, self._chunking.budget(0))
         if request.phase is Phase.PREFILLING:
             self._schedule_chunk(step, request)
-            return (step, self._rows.no_decode_rows()) if step.chunks else None
-        decodes = self._rows.only(request.row)
+            return (step, self._rows.some_decode_rows([])) if step.chunks else None
+        decodes = self._rows.some_decode_rows([request.row])
         lacking = self._rows.lacking_block(decodes)
         if len(lacking):
             blocks = self._blocks.allocate(self._num_groups)
@@ -169,6 +182,7 @@ class StepComposer:
                 return None
             self._rows.append_blocks(decodes, lacking, blocks)
         self._indexer.register_decodes(step, decodes, are_known=True)
+        step.num_decodes = 1
         return step, decodes
 
     def _num_new_tokens(self, request: Request | None) -> int:
@@ -217,6 +231,11 @@ class StepComposer:
             may_admit = False
         self._rows.append_blocks(decodes, lacking, blocks)
         return decodes, may_admit
+
+    def _draft_room(self, num_decodes: int) -> int:
+        """Number of drafted tokens for which a step has room, if each row that may be in it samples once besides."""
+        num_rows = min(self._num_rows, len(self._book.requests))
+        return min(self._max_batch_tokens - num_decodes, self._max_samples - num_rows)
 
     def _is_blocked(self) -> bool:
         """Whether some request could run if a running one were preempted."""
@@ -276,7 +295,7 @@ class StepComposer:
             return
         step.budget.spend(start, count)
         step.chunks.append((row, count))
-        if self._indexer.register_chunk(step, row, count):
+        if self._indexer.register_chunk(step, row, start, start + count):
             # The head of the queue may share these blocks.
             self._head.unblock()
 
@@ -394,19 +413,20 @@ class StepComposer:
                 # `write` moves this object on by one token. The step before is committed later and needs its old state.
                 before.decodes_then = copy.copy(decodes)
         plan, step.rows, step.sample_rows = self._writer.write(
-            step.number, decodes, step.chunks, step.copies
+            step.number, decodes, step.chunks, step.copies, step.drafts
         )
-        step.owners = decodes.columns.owners if not step.chunks else self._rows.owners[step.rows]
-        step.decodes = None if step.chunks else decodes
-        if self._steps and self._needs_tokens(decodes):
+        is_ragged = bool(step.chunks or step.drafts)
+        step.owners = self._rows.owners[step.rows] if is_ragged else decodes.columns.owners
+        step.decodes = None if is_ragged else decodes
+        if self._steps and self._needs_tokens(step, decodes):
             plan = plan._replace(awaits_tokens=True)
         return plan
 
-    def _needs_tokens(self, decodes: DecodeRows) -> bool:
+    def _needs_tokens(self, step: Step, decodes: DecodeRows) -> bool:
         """Whether some row's allowed token ids depend on the token that the step in flight samples for it."""
-        if decodes.is_plain:
+        if decodes.is_plain and not step.drafts:
             return False
-        return bool(self._rows.needs_history[decodes.ids].any())
+        return bool(self._rows.needs_history[step.rows[: step.num_decodes]].any())
 
     def _add_transfers(self, step: Step, plan: StepPlan, now_s: float) -> StepPlan:
         """Add the copies between device and host tier that are planned by now to the step."""

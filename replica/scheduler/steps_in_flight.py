@@ -1,6 +1,7 @@
 """The steps in flight (planned, not yet committed), and the blocks that they add to the prefix index.
 
-A block enters the prefix index when the step that fills it is *planned*. In each layer all rows of a step write their
+A block enters the prefix index when the step that fills it is *planned*; a block that is filled by the tokens of a
+draft, when the step is committed. In each layer all rows of a step write their
 KV before any row reads, so a row may share a block that an earlier row of the same step computes. If the step in flight
 is still sampling the last token of a block, the block is indexed when that step is committed. That is before the next
 plan, which is the first one that could share it. The blocks of a failed step are removed from the index.
@@ -20,7 +21,7 @@ from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepPlan
 from quire.replica.kv_cache.host_tier import Transfers
 from quire.replica.kv_cache.prefix_entries import Entry
-from quire.replica.request_table.decode_rows import DecodeRows
+from quire.replica.request_table.decode_rows import DecodeRows, Draft
 from quire.replica.request_table.rows import RowTable
 from quire.replica.scheduler.chunking import StepBudget
 from quire.replica.scheduler.engine_memory import EngineMemory
@@ -45,13 +46,15 @@ class Step:
     # Prefill budget.
     budget: StepBudget
     leaves_out_decodes: bool = False
-    # Rows that decode.
+    # Number of rows that decode, those with a draft included.
     num_decodes: int = 0
+    drafts: list[Draft] = field(default_factory=list)
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n] int64
     # [n] int64, `RowTable.owners` of the rows at the plan; a row with another owner belongs to another request
     owners: np.ndarray = field(default_factory=lambda: _NO_ROWS)
-    sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S] int64
-    # The rows, if the step has no chunks.
+    # [m] int64, the rows that sample, each once
+    sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    # The rows, if the step has neither chunks nor drafts.
     decodes: DecodeRows | None = None
     # A copy of `decodes` as of this step, if the next step was planned with the same object, which moved it on by one
     # token.
@@ -165,13 +168,12 @@ class StepIndexer:
             if self._enabled:
                 self._register(step, row, request, i, blocks, token_bytes)
 
-    def register_chunk(self, step: Step, row: int, count: int) -> bool:
-        """Index the blocks that the row's next `count` tokens fill. Returns whether they fill any."""
+    def register_chunk(self, step: Step, row: int, start: int, end: int) -> bool:
+        """Index the blocks that the row's tokens at positions [start, end) fill. Returns whether they fill any."""
         if not self._enabled:
             return False
         block_size = self._block_size
-        start = int(self._rows.num_computed[row])
-        first, end = start // block_size, (start + count) // block_size
+        first, end = start // block_size, end // block_size
         request = self._rows.request(row)
         if end == first:
             return False

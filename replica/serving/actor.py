@@ -357,6 +357,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         num_expected_cached=submit.num_expected_cached,
         payer=submit.payer,
         retain_s=submit.retain_s,
+        prediction_ids=submit.prediction_ids,
     )
 
 

@@ -27,7 +27,8 @@ from quire.protos.wire import CacheEvents, Facts, Frame, Load, TokenDelta, Token
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.loop import LoopOutput
 
-SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB per frame
+# 64 KiB per frame. A router reads a page in 3 ms, in which no other task of its event loop runs.
+SNAPSHOT_PAGE_HASHES = 8_192
 # A router with a longer queue is detached, and attaches again. This many frames are 80 s of steps of 20 ms.
 MAX_QUEUED_FRAMES = 4_096
 

@@ -87,6 +87,14 @@ _COUNTERS = (
     ("quire_prompt_tokens_total", "Prompt tokens of finished requests."),
     ("quire_output_tokens_total", "Tokens that the engine generated."),
     ("quire_prefix_queried_tokens_total", "Prompt tokens looked up in the prefix cache."),
+    (
+        "quire_drafted_tokens_total",
+        "Tokens of finished requests that were drafted by speculative decoding and verified.",
+    ),
+    (
+        "quire_accepted_draft_tokens_total",
+        "Drafted tokens of finished requests that are part of the answer.",
+    ),
     ("quire_kv_evictions_total", "Cached KV blocks that were evicted."),
     (
         "quire_host_evictions_total",
@@ -140,6 +148,8 @@ class ReplicaMetrics:
             value("quire_prompt_tokens_total"),
         )
         self._queried = value("quire_prefix_queried_tokens_total")
+        self._drafted = value("quire_drafted_tokens_total")
+        self._accepted = value("quire_accepted_draft_tokens_total")
         self._hit, self._host_hit = (value("quire_prefix_hit_tokens_total", tier) for tier in TIERS)
         self.metrics.adopt("quire_engine_step_seconds", engine.step_seconds)
         config = engine.config
@@ -166,6 +176,8 @@ class ReplicaMetrics:
                     delta.facts.num_cached_tokens - delta.facts.num_host_cached_tokens
                 )
                 self._host_hit.value += delta.facts.num_host_cached_tokens
+                self._drafted.value += delta.facts.num_drafted or 0
+                self._accepted.value += delta.facts.num_accepted or 0
         self._output.value += num_tokens
 
     def page(self, labels: Mapping[str, str], *, vllm_names: bool = False) -> Page:

@@ -138,6 +138,10 @@ class DecisionRing:
         """Return what `find` does for a request id, and what `last` does without one."""
         return self.last(limit, payer) if request_id is None else self.find(request_id, payer)
 
+    def snapshot(self) -> list[RoutingDecision]:
+        """Return all kept decisions, oldest first. Any thread may call this."""
+        return list(self._decisions.copy())
+
     def newest(self, limit: int) -> Iterator[RoutingDecision]:
         """Yield the last `limit` decisions, newest first."""
         return itertools.islice(reversed(self._decisions), limit)

@@ -13,9 +13,10 @@ from typing import Any
 
 from quire.router.admission.gate import AdmissionGate
 from quire.router.explain.decisions import DecisionRing, RoutingDecision
+from quire.router.explain.regret import merged_regrets
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
-from quire.router.status_types import LiveState, PrefixHits, QueueStatus
+from quire.router.status_types import LiveState, PrefixHits, QueueStatus, RoutingRegret
 
 # Newest decisions that hit rates, latencies and moves are taken from.
 WINDOW = 256
@@ -31,6 +32,7 @@ def live_state(
     model: str,
     now_s: float,
     payer: str | None = None,
+    regrets: Sequence[RoutingRegret] = (),
 ) -> LiveState:
     """Return the state of a router.
 
@@ -40,6 +42,8 @@ def live_state(
         Time of the router's clock.
     payer
         Show only this tenant's requests; None: those of all tenants. Sums always cover all tenants, as in metrics.
+    regrets
+        Regret of the router's recent decisions.
     """
     hits: dict[str, PrefixHits] = {}
     ttft_s: list[float] = []
@@ -74,6 +78,7 @@ def live_state(
         ttft_s=sorted(ttft_s),
         decisions=[ring.describe(decision, num_ranked=2) for decision in shown],
         moves=[ring.describe(decision, num_ranked=1) for decision in moved],
+        regrets=list(regrets),
     )
 
 
@@ -102,6 +107,7 @@ def merged(own: LiveState, others: Sequence[LiveState]) -> LiveState:
         ttft_s=sorted(seconds for state in states for seconds in state.ttft_s),
         decisions=_newest([one for state in states for one in state.decisions], MAX_DECISIONS),
         moves=_newest([one for state in states for one in state.moves], MAX_MOVES),
+        regrets=merged_regrets(state.regrets for state in states),
     )
 
 

@@ -71,7 +71,7 @@ class PrefixIndex:
         self._booked = BookedBlocks(max_booked_blocks)
         self._holders: dict[str, Holder] = {}
         self.has_states = False  # whether some replica's model is recurrent
-        # Holders of unfinished snapshots, not yet live.
+        # Holders of unfinished snapshots: not yet live, or live because the replica had no blocks before.
         self._staged: dict[str, Holder] = {}
         self._slots = HolderSlots([self._host, self._confirmed])
         self._native_match = NativeMatch(self._confirmed, self._slots)
@@ -185,9 +185,17 @@ class PrefixIndex:
         self.commit_reset(replica)
 
     def begin_reset(self, replica: str, epoch: str, seq: int) -> None:
-        """Start a snapshot in pages. Until `commit_reset`, matches use the old blocks."""
+        """Start a snapshot in pages.
+
+        Until `commit_reset`, matches use the old blocks. A replica without old blocks, as in a new router, matches by
+        the pages that have arrived: each holds parents before children, so its hits begin with the first page.
+        """
         self._drop_staged(replica)
         self._staged[replica] = self._slots.new_holder(replica, epoch, seq)
+        old = self._holders.get(replica)
+        if old is not None and not old.num_blocks:
+            self._replace_by_staged(replica)
+            self._staged[replica] = self._holders[replica]
 
     def extend_reset(
         self, replica: str, hashes: np.ndarray, host_hashes: np.ndarray = _NO_HASHES
@@ -199,6 +207,13 @@ class PrefixIndex:
 
     def commit_reset(self, replica: str) -> None:
         """Replace the replica's blocks by the snapshot."""
+        if self._staged[replica] is self._holders.get(replica):
+            del self._staged[replica]
+        else:
+            self._replace_by_staged(replica)
+        self._slots.sweep_step()
+
+    def _replace_by_staged(self, replica: str) -> None:
         staged = self._staged.pop(replica)
         old = self._holders.get(replica)
         if old is not None and old.epoch == staged.epoch:
@@ -213,7 +228,6 @@ class PrefixIndex:
                 staged.row, staged.has_states = old.row, old.has_states
             self.remove_replica(replica)
         self._make_live(staged)
-        self._slots.sweep_step()
 
     # ------------------------------------------------------------------------------------ bookings
 
@@ -496,5 +510,5 @@ class PrefixIndex:
 
     def _drop_staged(self, replica: str) -> None:
         staged = self._staged.pop(replica, None)
-        if staged is not None:
+        if staged is not None and staged is not self._holders.get(replica):
             self._slots.retire_staged(staged)

@@ -11,6 +11,9 @@ from quire.router.bill import BilledAnswer
 from quire.router.observer import AnswerEnd, PrefixUse, error_code
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.request.context import RouterContext
+from quire.router.trace.request_trace import AnswerTrace
+from quire.router.trace.span import Attributes
+from quire.router.transport.transport import Attempt
 from quire.router.types import Explain, GenerationRequest, Origin, Usage
 
 
@@ -34,6 +37,7 @@ class Accounting:
         origin: Origin,
         num_prompt_tokens: int,
         arrived_s: float,
+        trace: AnswerTrace | None = None,
         *,
         is_fork: bool = False,
     ):
@@ -46,6 +50,7 @@ class Accounting:
         self._payer = request.payer
         self._bill = request.bill
         self._is_fork = is_fork
+        self._trace = trace
         # When the prompt was ready to be routed.
         self._ready_s: float | None = None
         self._sent_s = arrived_s
@@ -61,6 +66,8 @@ class Accounting:
         """Record that the prompt is ready to be routed: the first attempt begins."""
         if self._ready_s is None:
             self._ready_s = self._router.clock()
+            if self._trace is not None:
+                self._trace.on_ready(self._ready_s)
 
     def on_decision(self, asked: RouteRequest, ranking: Ranking, now_s: float) -> None:
         """Log a decision. Call it before the request is booked, which changes the columns that the decision used."""
@@ -77,9 +84,18 @@ class Accounting:
         ranking: Ranking | None,
         num_prompt_tokens: int,
         num_cached: int,
+        decided_s: float,
         now_s: float,
     ) -> None:
-        """Record an attempt. `ranking` is None for a fork (a further choice), which runs on the replica of its lead."""
+        """Record an attempt.
+
+        Parameters
+        ----------
+        ranking
+            None for a fork (a further choice), which runs on the replica of its lead.
+        decided_s
+            When the decision began.
+        """
         explain = self.explain
         left_replica = explain.replica
         explain.attempts += 1
@@ -100,6 +116,9 @@ class Accounting:
                 left_replica,
             )
         self._sent_s = now_s
+        if self._trace is not None:
+            decision = decision_attributes(explain, ranking)
+            self._trace.on_submit(explain.replica, decided_s, now_s, decision)
 
     def on_next_tokens(self, num_tokens: int) -> None:
         """Record a delta with these tokens only: the work of `on_tokens` and `on_output`, faster."""
@@ -149,9 +168,13 @@ class Accounting:
         if self._decision_number is not None and router.decision_log is not None:
             router.decision_log.answered(self._decision_number, explain)
         explain.replica = replica
+        if self._trace is not None:
+            self._trace.on_tokens(facts, replica, now_s)
 
-    def on_tokens(self, replica: str, now_s: float) -> None:
+    def on_tokens(self, facts: Facts, replica: str, now_s: float) -> None:
         """Record the arrival of a delta after the first one."""
+        if self._trace is not None:
+            self._trace.on_tokens(facts, replica, now_s)
         self._router.observer.on_inter_token(now_s - self._last_delta_s)
         self.explain.replica = replica
         self._last_delta_s = now_s
@@ -162,9 +185,24 @@ class Accounting:
         self.usage.completion_tokens = num_tokens
         self._router.gate.charge(self._payer, TOKENS_PER_GENERATED * num_new)
 
-    def on_release(self, unread_s: float) -> None:
-        """Record the end of an attempt, whose output waited for its reader for `unread_s`."""
+    def on_drafts(self, facts: Facts) -> None:
+        """Count the drafted tokens of an attempt that has ended."""
+        if facts.num_drafted:
+            num_accepted = facts.num_accepted or 0
+            self.usage.accepted_prediction_tokens += num_accepted
+            self.usage.rejected_prediction_tokens += facts.num_drafted - num_accepted
+
+    def on_lost(self, reason: str) -> None:
+        """Record that another attempt has to continue the current one, which `on_release` will end."""
+        if self._trace is not None:
+            self._trace.on_lost(reason, self.usage.completion_tokens, self._router.clock())
+
+    def on_release(self, attempt: Attempt) -> None:
+        """Record the end of an attempt."""
+        unread_s = attempt.unread_s()
         self._unread_s += unread_s
+        if self._trace is not None:
+            self._trace.on_release(unread_s, attempt.ended_s, self._router.clock())
 
     def end(self, finish_reason: str, error: Exception | None) -> AnswerEnd:
         """Bill the answer, and return the summary of the stream; `error` has ended it."""
@@ -190,6 +228,8 @@ class Accounting:
                 decode_s=now_s - first_s - delivery_s,
                 delivery_s=delivery_s,
             )
+        if self._trace is not None:
+            self._trace.on_end(end, error, now_s)
         if self._bill is not None:
             usage = self.usage
             self._bill.end(
@@ -207,3 +247,25 @@ class Accounting:
                 )
             )
         return end
+
+
+def decision_attributes(explain: Explain, ranking: Ranking | None) -> Attributes:
+    """Explain a decision as attributes of its span, with the names that `/v1/router/explain` uses."""
+    found: Attributes = {
+        "quire.replica": explain.replica,
+        "quire.predicted_cached_tokens": explain.predicted_cached_tokens,
+    }
+    if ranking is None:
+        return found
+    best = ranking[0]
+    found |= {
+        "quire.policy": ranking.policy,
+        "quire.num_replicas": len(ranking.fleet),
+        "quire.cost_s": best.cost_s,
+        "quire.host_cached_tokens": best.host_tokens,
+        **{f"quire.cost.{name}": seconds for name, seconds in best.terms.items()},
+    }
+    if len(ranking) > 1:
+        second = ranking[1]
+        found |= {"quire.runner_up": second.replica, "quire.runner_up.cost_s": second.cost_s}
+    return found

@@ -51,6 +51,8 @@ class Attempts:
     lead
         The attempts of the request's lead (its first choice that runs). This choice starts on the same replica, as a
         fork; None: this is the lead.
+    prediction_ids
+        `Submit.prediction_ids`.
 
     Attributes
     ----------
@@ -73,6 +75,7 @@ class Attempts:
         hashes: np.ndarray,
         weights: str,
         lead: Attempts | None,
+        prediction_ids: np.ndarray | None = None,
     ):
         self.current: Attempt | None = None
         self.booking: RequestBooking | None = None
@@ -86,6 +89,7 @@ class Attempts:
         self._hashes = hashes
         self._weights = weights
         self._lead = lead
+        self._prediction_ids = prediction_ids
         self._admitted: AdmittedRequest | None = None
         self._crash_record = CrashRecord()
         self._failed_on: set[str] = set()
@@ -97,6 +101,8 @@ class Attempts:
         self._num_failed = 0
         # The next attempt has to take a token from the failover budget.
         self._needs_budget = False
+        # When the last decision began.
+        self._decided_s = 0.0
         # Time at which the stream lost its replica; None while it has one.
         self._lost_s: float | None = None
 
@@ -167,13 +173,14 @@ class Attempts:
             self.fail(error.message)
         elif isinstance(error, StepFailed):
             self._crash_record.on_incident()
-            self._leave_replica()
+            self._leave_replica(error.message)
             self._check_poison(error.message)
         elif isinstance(error, Overloaded):
             # Another replica may have room; `_rank` raises the refusal when none is left.
             if self.current is not None:
                 self._full.add(self.current.replica)
             self._refusal = error
+            self._accounting.on_lost(error.message)
             self.release()
         else:
             raise error
@@ -188,7 +195,7 @@ class Attempts:
         """
         attempt = self.current
         if lost.planned or attempt is None:
-            self._leave_replica()
+            self._leave_replica(lost.reason)
             return
         self._unexplained.append((lost.replica, attempt.stream_id))
         if self._answer.token_ids and not attempt.placed:
@@ -210,7 +217,7 @@ class Attempts:
         """
         self._num_failed += 1
         self._needs_budget = True
-        self._leave_replica()
+        self._leave_replica(reason)
         if self._num_failed > self._router.max_migrations:
             raise Unavailable(
                 f"the request failed on {self._num_failed} replicas, last: {reason}",
@@ -222,7 +229,7 @@ class Attempts:
         attempt, self.current = self.current, None
         if attempt is not None:
             attempt.cancel()
-            self._accounting.on_release(attempt.unread_s())
+            self._accounting.on_release(attempt)
         booking, self.booking = self.booking, None
         if booking is not None:
             now_s, num_emitted = self._router.clock(), len(self._answer.token_ids)
@@ -301,6 +308,7 @@ class Attempts:
     def _rank(self) -> Ranking:
         """Rank the replicas, best first; raise an error if no replica can take the request."""
         router, now_s = self._router, self._router.clock()
+        self._decided_s = now_s
         excluded = self._failed_on | self._full
         fleet = router.table.fleet(
             self._hashes,
@@ -340,7 +348,9 @@ class Attempts:
             ranking, self._hashes, num_tokens, now_s, self._request.session
         )
         num_cached = best.cached_tokens + best.host_tokens
-        self._accounting.on_submit(self.route, ranking, num_tokens, num_cached, now_s)
+        self._accounting.on_submit(
+            self.route, ranking, num_tokens, num_cached, self._decided_s, now_s
+        )
         self._submit(num_cached, deadline_s, fork_of=None)
 
     def _submit_fork(self, parent: Attempt, booking: RequestBooking) -> None:
@@ -352,7 +362,7 @@ class Attempts:
         num_cached = num_tokens - 1
         self.route = self._lead.route
         self.booking = self._router.table.book_fork(booking, now_s)
-        self._accounting.on_submit(self.route, None, num_tokens, num_cached, now_s)
+        self._accounting.on_submit(self.route, None, num_tokens, num_cached, now_s, now_s)
         self._submit(num_cached, deadline_s, fork_of=parent.stream_id)
 
     def _remaining_s(self, now_s: float) -> float | None:
@@ -384,6 +394,7 @@ class Attempts:
             # Without keys one pays for all: a client that sends many salts gains nothing.
             payer="" if self._request.bill is None else self._request.bill.tenant,
             retain_s=router.retain_s if self._request.may_be_retained else 0.0,
+            prediction_ids=self._prediction_ids,
         )
         self.current = router.transport.submit(submit, self.route)
         self.submitted.set()
@@ -395,17 +406,18 @@ class Attempts:
 
         This does not count as a failure of the request, because the replica may have been dead already.
         """
-        self._leave_replica()
+        self._leave_replica(error.message)
         if not self._may_wait():
             raise error
         await asyncio.sleep(REPLICA_POLL_S)
 
-    def _leave_replica(self) -> None:
+    def _leave_replica(self, reason: str) -> None:
         """End the attempt. The next one avoids this replica if there is another."""
         if self.current is not None:
             self._failed_on.add(self.current.replica)
         if self._lost_s is None:
             self._lost_s = self._router.clock()
+        self._accounting.on_lost(reason)
         self.release()
 
     async def _explain_losses(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from quire.router.admission.gate import AdmissionGate
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
+from quire.router.explain.regret_worker import RegretWorker
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
@@ -18,7 +20,10 @@ from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.token_scores import TokenScorer
 from quire.router.scoring.embedding_format import EmbeddingFormat
 from quire.router.status_types import Decisions, LiveState
+from quire.router.trace.request_trace import RequestTrace
+from quire.router.trace.tracer import Tracer
 from quire.router.transport.transport import Transport
+from quire.router.types import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,28 @@ class ModelFacts:
     embedding: EmbeddingFormat = field(default_factory=EmbeddingFormat)
 
 
+class Arrived(NamedTuple):
+    """When a request arrived.
+
+    Attributes
+    ----------
+    at_s
+        Time of the router's clock.
+    trace
+        None: the request is not traced.
+    """
+
+    at_s: float
+    trace: RequestTrace | None = None
+
+    def on_tokenised(
+        self, start_s: float, end_s: float, num_tokens: int, answer_id: str = ""
+    ) -> None:
+        """Record that a prompt has been rendered, tokenised and hashed."""
+        if self.trace is not None:
+            self.trace.on_tokenised(start_s, end_s, num_tokens, answer_id)
+
+
 class RouterContext(Protocol):
     """The parts of `service.RouterService` that a `RequestStream` and its parts read and call."""
 
@@ -62,13 +89,43 @@ class RouterContext(Protocol):
     gate: AdmissionGate
     observer: Observer
     ring: DecisionRing
+    regret: RegretWorker
     decision_log: DecisionLog | None
+    tracer: Tracer | None
     budget: FailoverBudget | None
     max_migrations: int
     max_move_s: float
     # Seconds for which replicas retain the blocks of a conversation that will soon go on.
     retain_s: float
     scorer: TokenScorer
+
+
+@contextmanager
+def observed(
+    router: RouterContext, request: GenerationRequest, operation: str
+) -> Iterator[Arrived]:
+    """Count a request, and its refusal; yields its arrival.
+
+    Parameters
+    ----------
+    operation
+        `gen_ai.operation.name` of the request's trace.
+    """
+    arrived_s, trace = router.clock(), None
+    router.observer.on_request()
+    if router.tracer is not None:
+        trace = router.tracer.begin(request, operation, router.facts.name, arrived_s)
+    try:
+        yield Arrived(arrived_s, trace)
+    except BaseException as error:
+        now_s = router.clock()
+        if trace is not None:
+            trace.refused(error, now_s)
+        if isinstance(error, Exception):
+            router.observer.on_refusal(error, now_s - arrived_s)
+        raise
+    if trace is not None:
+        trace.leave(router.clock())
 
 
 class PeerRouters(Protocol):

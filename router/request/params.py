@@ -139,6 +139,8 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
         value = getattr(request, name)
         if type(value) is not bool:
             raise invalid(name, "a boolean", value)
+    if type(request.prediction) is not str:
+        raise invalid("prediction", "a text", request.prediction)
     for name in ("tenant", "session"):
         check_label(name, getattr(request, name), limits)
     PRIORITY.check("priority", request.priority)

@@ -70,6 +70,27 @@ class PromptEncoder:
         _check_len(len(ids), facts)
         return EncodedPrompt(ids, text, min(hello.max_model_len, hello.max_cache_tokens))
 
+    async def encode_prediction(
+        self, request: GenerationRequest, hello: Hello
+    ) -> np.ndarray | None:
+        """Encode the client's guess of the answer, [tokens] int32; None: there is none. Raises as `encode` does."""
+        if not request.prediction:
+            return None
+        ids = await self._tokenizer.encode(
+            request.prediction,
+            False,
+            max_model_len=hello.max_model_len,
+            field="prediction",
+            tenant=request.tenant,
+            num_output=0,
+        )
+        if len(ids) > hello.max_model_len:
+            raise ContextLengthExceeded(
+                f"prediction: {len(ids)} tokens; the model takes at most {hello.max_model_len}",
+                field="prediction",
+            )
+        return ids
+
     async def encode_inputs(
         self, request: GenerationRequest, hello: Hello, facts: ModelFacts
     ) -> list[np.ndarray]:

@@ -51,6 +51,8 @@ class PromptsStream:
             cached_tokens=sum(usage.cached_tokens for usage in usages),
             host_cached_tokens=sum(usage.host_cached_tokens for usage in usages),
             reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+            accepted_prediction_tokens=sum(usage.accepted_prediction_tokens for usage in usages),
+            rejected_prediction_tokens=sum(usage.rejected_prediction_tokens for usage in usages),
         )
 
     def scores_of_prompt(self, index: int) -> list[TokenScores] | None:

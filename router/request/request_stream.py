@@ -18,9 +18,10 @@ from quire.router.chat.reply_parser import ReplyParser
 from quire.router.request.accounting import Accounting
 from quire.router.request.answer_text import AnswerText
 from quire.router.request.attempts import Attempts
-from quire.router.request.context import RouterContext
+from quire.router.request.context import Arrived, RouterContext
 from quire.router.scored_token import TokenScores
 from quire.router.text.detokenizer import Detokenizer
+from quire.router.trace.request_trace import AnswerTrace
 from quire.router.transport.transport import Attempt, Lost, OutputGap
 from quire.router.types import (
     Explain,
@@ -47,6 +48,8 @@ class RequestStream:
         Finds reasoning and tool calls in the answer; None: it has none.
     lead
         The first choice of the same request that runs. This choice is a fork of it, on the same replica.
+    prediction_ids
+        [tokens] int32: the client's guess of the answer; None: it has none.
     """
 
     def __init__(
@@ -58,12 +61,13 @@ class RequestStream:
         hashes: np.ndarray,
         hello: Hello,
         detokenizer: Detokenizer,
-        arrived_s: float,
+        arrived: Arrived,
         origin: Origin,
         mark: Mark,
         special_stops: Mapping[int, str],
         parser: ReplyParser | None = None,
         lead: RequestStream | None = None,
+        prediction_ids: np.ndarray | None = None,
     ):
         self.request_id = request.request_id
         self.model = router.facts.name
@@ -82,12 +86,22 @@ class RequestStream:
             special_stops,
             parser,
         )
+        trace = None
+        if arrived.trace is not None and not self.was_complete:
+            trace = AnswerTrace(arrived.trace, sampling.choice, is_fork=lead is not None)
         self._accounting = Accounting(
-            router, request, origin, len(prompt_ids), arrived_s, is_fork=lead is not None
+            router, request, origin, len(prompt_ids), arrived.at_s, trace, is_fork=lead is not None
         )
         lead_attempts = None if lead is None else lead.attempts
         self.attempts: Attempts = Attempts(
-            router, request, self._answer, self._accounting, hashes, hello.weights, lead_attempts
+            router,
+            request,
+            self._answer,
+            self._accounting,
+            hashes,
+            hello.weights,
+            lead_attempts,
+            prediction_ids,
         )
         # The current attempt once it decodes plainly: a delta without facts only needs its text.
         self._plain_attempt: Attempt | None = None
@@ -187,7 +201,7 @@ class RequestStream:
             return None
         now_s = self._router.clock()
         if self.explain.answered:
-            self._accounting.on_tokens(attempt.replica, now_s)
+            self._accounting.on_tokens(event.facts, attempt.replica, now_s)
         else:
             is_first_choice = self.attempts.is_at_first_choice
             self._accounting.on_first_token(event.facts, attempt.replica, is_first_choice, now_s)
@@ -196,6 +210,8 @@ class RequestStream:
         delta = self._answer.take(event, new_ids)
         self._accounting.on_output(len(self._answer.token_ids))
         self.usage.reasoning_tokens = self._answer.num_reasoning_tokens
+        if event.finish_reason is not None:
+            self._accounting.on_drafts(event.facts)
         if delta is None:
             return None
         if delta.finish_reason is not None:

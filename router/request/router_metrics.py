@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from quire.protos.errors import ERROR_CODES, OVERLOAD_REASONS, Overloaded
 from quire.protos.metric_families import (
@@ -20,6 +22,7 @@ from quire.protos.metric_families import (
 from quire.protos.vllm_metrics import vllm_page
 from quire.router.observer import SESSION_OUTCOMES, AnswerEnd, Observer, PrefixUse, error_code
 from quire.router.request.context import RouterContext
+from quire.router.status_types import RoutingRegret
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 # Histogram boundaries. Seconds: from a cached prompt on an idle GPU to a long queue.
@@ -195,6 +198,41 @@ ROUTER_FAMILIES = (
         ("outcome",),
         values=SESSION_OUTCOMES,
     ),
+    Family(
+        "quire_routing_regret_seconds",
+        GAUGE,
+        "Seconds per request that hindsight would have saved, mean of the last minutes' sampled decisions.",
+        ("policy",),
+    ),
+    Family(
+        "quire_routing_regret_low_seconds",
+        GAUGE,
+        "Lower end of the 95% interval of the regret.",
+        ("policy",),
+    ),
+    Family(
+        "quire_routing_regret_high_seconds",
+        GAUGE,
+        "Upper end of the 95% interval of the regret; absent until there are two samples.",
+        ("policy",),
+    ),
+    Family(
+        "quire_routing_regret_modelled_delay_seconds",
+        GAUGE,
+        "Mean delay of the sampled requests to their first token, in the model that the regret is computed with.",
+        ("policy",),
+    ),
+    Family(
+        "quire_routing_regret_requests",
+        GAUGE,
+        "Sampled requests that the regret is computed from.",
+        ("policy",),
+    ),
+    Family(
+        "quire_routing_regret_cpu_seconds_total",
+        COUNTER,
+        "Processor time in which the router has computed the regret.",
+    ),
     Family("quire_router_sessions", GAUGE, "Sessions whose last replica the router remembers."),
     Family("quire_router_queued_requests", GAUGE, "Requests that wait at the router."),
     Family(
@@ -207,9 +245,27 @@ ROUTER_FAMILIES = (
         GAUGE,
         "Seconds to the first token of a request that came after all that wait at the router; 0 if none waits.",
     ),
+    Family("quire_trace_spans_exported_total", COUNTER, "Spans that the traces' collector took."),
+    Family(
+        "quire_trace_spans_dropped_total",
+        COUNTER,
+        "Spans that were lost: the queue was full, or the collector did not take them.",
+    ),
     Family(
         "quire_router_attached_replicas", GAUGE, "Replicas that the router can send requests to."
     ),
+)
+
+
+# Family to its value, for each policy.
+_REGRETS: Mapping[str, Callable[[RoutingRegret], float]] = MappingProxyType(
+    {
+        "quire_routing_regret_seconds": lambda regret: regret.mean_s,
+        "quire_routing_regret_low_seconds": lambda regret: regret.low_s,
+        "quire_routing_regret_high_seconds": lambda regret: regret.high_s,
+        "quire_routing_regret_modelled_delay_seconds": lambda regret: regret.modelled_s,
+        "quire_routing_regret_requests": lambda regret: regret.num_requests,
+    }
 )
 
 
@@ -260,13 +316,28 @@ class RouterMetrics(Observer):
         if router is None:
             return values
         gate = router.gate
+        self._show_regrets(router.regret.regrets)
+        if router.tracer is not None:
+            sink = router.tracer.sink
+            values["quire_trace_spans_exported_total"] = sink.num_exported
+            values["quire_trace_spans_dropped_total"] = sink.num_dropped
         return values | {
+            "quire_routing_regret_cpu_seconds_total": router.regret.cpu_s,
             "quire_router_sessions": len(router.table.sessions),
             "quire_router_queued_requests": len(gate.queue),
             "quire_router_queued_prompt_tokens": gate.queue.tokens,
             "quire_router_expected_wait_seconds": gate.wait_behind_all_s(),
             "quire_router_attached_replicas": len(router.transport.hellos),
         }
+
+    def _show_regrets(self, regrets: Sequence[RoutingRegret]) -> None:
+        for name, value in _REGRETS.items():
+            # Until there are two samples, the upper end of the interval is infinite: the series is left out.
+            values = {r.policy: value(r) for r in regrets if math.isfinite(value(r))}
+            for (policy,) in set(self.metrics.series(name)) - {(policy,) for policy in values}:
+                self.metrics.forget(name, policy)
+            for policy, seconds in values.items():
+                self.metrics.value(name, policy).value = seconds
 
     # -- the observer ------------------------------------------------------------------------------------
 

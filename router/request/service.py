@@ -18,8 +18,8 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
 from quire.router.explain.live_state import live_state, merged
+from quire.router.explain.regret_worker import RegretWorker
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
@@ -39,7 +40,7 @@ from quire.router.question_types import Question
 from quire.router.request import params, resume
 from quire.router.request.attempts import NO_REPLICA_RETRY_S
 from quire.router.request.choices import ChoicesStream
-from quire.router.request.context import ModelFacts, PeerRouters
+from quire.router.request.context import Arrived, ModelFacts, PeerRouters, observed
 from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.prompt_encoder import PromptEncoder, of_prompt
 from quire.router.request.prompts import PromptOnlyStream, PromptsStream
@@ -53,6 +54,7 @@ from quire.router.status_types import Decisions, LiveState, ModelInfo, Readiness
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.detokenizer import DetokenizerFactory
 from quire.router.text.tokenizer import AsyncTokenizer
+from quire.router.trace.tracer import Tracer
 from quire.router.transport.transport import Transport
 from quire.router.types import (
     Embeddings,
@@ -92,6 +94,8 @@ class RouterService:
         All routers, including this one, to ask them; None: this is the only router.
     scrape
         Returns the Prometheus page of the whole application; None: an empty page.
+    tracer
+        Traces requests; None: no request is traced.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class RouterService:
         decision_log: DecisionLog | None = None,
         peers: PeerRouters | None = None,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -131,9 +136,11 @@ class RouterService:
         self.clock = clock
         self.gate = AdmissionGate(admission or AdmissionLimits(), clock, max_away_s=max_move_s)
         self.ring = DecisionRing(router_id, max_explained_decisions, clock)
+        self.regret = RegretWorker(self.ring, clock)
         self.decision_log = decision_log
         self._peers = peers
         self._scrape = scrape
+        self.tracer = tracer
         self.rng = random.Random(secrets.randbits(64))
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
         self.scorer = TokenScorer(self._detokenizers)
@@ -162,29 +169,19 @@ class RouterService:
 
     async def generate(self, request: GenerationRequest) -> GenerationStream:
         """Check, tokenise, route and submit a request; return its stream when the first token has arrived."""
-        with self._observed() as arrived_s:
-            return await self._generate(request, arrived_s)
+        operation = "chat" if request.messages else "text_completion"
+        with observed(self, request, operation) as arrived:
+            return await self._generate(request, arrived)
 
     async def score(self, request: GenerationRequest, questions: Sequence[Question]) -> ReplyScores:
         """Score the replies to some questions about the request's messages."""
-        with self._observed() as arrived_s:
-            return await self._score(request, questions, arrived_s)
+        with observed(self, request, "score") as arrived:
+            return await self._score(request, questions, arrived)
 
     async def embed(self, request: GenerationRequest, dimensions: int | None) -> Embeddings:
         """Embed each prompt of a request."""
-        with self._observed() as arrived_s:
-            return await self._embed(request, dimensions, arrived_s)
-
-    @contextmanager
-    def _observed(self) -> Iterator[float]:
-        """Count a request, and its refusal; yields the time of its arrival."""
-        arrived_s = self.clock()
-        self.observer.on_request()
-        try:
-            yield arrived_s
-        except Exception as error:
-            self.observer.on_refusal(error, self.clock() - arrived_s)
-            raise
+        with observed(self, request, "embeddings") as arrived:
+            return await self._embed(request, dimensions, arrived)
 
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:
         """Check a request with one prompt and encode the prompt; nothing is generated."""
@@ -212,7 +209,7 @@ class RouterService:
         """Return the Prometheus page of all routers and replicas of the application."""
         return b"" if self._scrape is None else await self._scrape()
 
-    async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
+    async def _generate(self, request: GenerationRequest, arrived: Arrived) -> GenerationStream:
         self._check(request)
         candidates = self._candidates(request)
         self.gate.check(request.payer, request.priority)
@@ -221,7 +218,7 @@ class RouterService:
         streams = []
         for index, single in enumerate(asked.for_each_prompt()):
             try:
-                streams.append(await self._stream(single, candidates, arrived_s, answer_id))
+                streams.append(await self._stream(single, candidates, arrived, answer_id))
             except InvalidRequest as error:
                 raise (of_prompt(error, index) if request.prompts else error) from None
         if request.bill is not None:
@@ -238,13 +235,15 @@ class RouterService:
         return stream
 
     async def _score(
-        self, request: GenerationRequest, questions: Sequence[Question], arrived_s: float
+        self, request: GenerationRequest, questions: Sequence[Question], arrived: Arrived
     ) -> ReplyScores:
         check_questions(questions)
         self._check(request)
         hello = self._candidates(request)[0]
         self.gate.check(request.payer, request.priority)
+        began_s = self.clock()
         prompts = await self._prompt_encoder.encode_questions(request, questions, hello, self.facts)
+        arrived.on_tokenised(began_s, self.clock(), prompts.max_len)
         part = dataclasses.replace(
             request, messages=None, prompt=(0,), max_tokens=1, bill=PartOfBill(request.payer)
         )
@@ -260,12 +259,12 @@ class RouterService:
 
         async def new_stream(prompt_ids: np.ndarray, start: int) -> RequestStream:
             asked = dataclasses.replace(sampling, prompt_logprobs=0, prompt_logprobs_start=start)
-            return await self._part_stream(part, prompt_ids, asked, hello, arrived_s, origin)
+            return await self._part_stream(part, prompt_ids, asked, hello, arrived, origin)
 
         return await ReplyScorer(prompts, new_stream).run(request.bill, self.clock)
 
     async def _embed(
-        self, request: GenerationRequest, dimensions: int | None, arrived_s: float
+        self, request: GenerationRequest, dimensions: int | None, arrived: Arrived
     ) -> Embeddings:
         embedding = self.facts.embedding
         check_num_inputs(request)
@@ -274,12 +273,14 @@ class RouterService:
         hello = self._candidates(request)[0]
         embedding.check(dimensions, hello.hidden_size)
         self.gate.check(request.payer, request.priority)
+        began_s = self.clock()
         prompts = await self._prompt_encoder.encode_inputs(request, hello, self.facts)
+        arrived.on_tokenised(began_s, self.clock(), sum(map(len, prompts)))
         sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=embedding.pooling)
         origin = Origin(0, b"", uuid.uuid4().hex, int(time.time()))
 
         async def new_stream(prompt_ids: np.ndarray) -> RequestStream:
-            return await self._part_stream(part, prompt_ids, sampling, hello, arrived_s, origin)
+            return await self._part_stream(part, prompt_ids, sampling, hello, arrived, origin)
 
         embedder = Embedder(prompts, embedding, dimensions, new_stream)
         return await embedder.run(request.bill, self.clock)
@@ -290,14 +291,14 @@ class RouterService:
         prompt_ids: np.ndarray,
         sampling: SamplingParams,
         hello: Hello,
-        arrived_s: float,
+        arrived: Arrived,
         origin: Origin,
     ) -> RequestStream:
-        """Return the stream, not started, of one prompt of a request that arrived at `arrived_s`."""
+        """Return the stream, not started, of one prompt of a request."""
         # The time to the first token counts from here, and so does the deadline.
         now_s, deadline_s = self.clock(), part.deadline_s
         if deadline_s is not None:
-            deadline_s = max(0.0, deadline_s - (now_s - arrived_s))
+            deadline_s = max(0.0, deadline_s - (now_s - arrived.at_s))
         hashes = await self._prompt_encoder.hashes(prompt_ids, hello, part.tenant)
         if sampling.pooling == "mean":
             # Every hidden state is read, so the replica computes the whole prompt.
@@ -310,7 +311,7 @@ class RouterService:
             hashes,
             hello,
             self._detokenizers.new(True),
-            now_s,
+            arrived._replace(at_s=now_s),
             origin,
             Mark(),
             {},
@@ -326,17 +327,18 @@ class RouterService:
         self,
         request: GenerationRequest,
         candidates: Sequence[Hello],
-        arrived_s: float,
+        arrived: Arrived,
         answer_id: str,
     ) -> RequestStream | ChoicesStream:
         """Check and tokenise one prompt; return its stream, not started."""
-        encoder = self._prompt_encoder
+        encoder, began_s = self._prompt_encoder, self.clock()
         encoded = await encoder.encode(request, candidates[0], self.facts)
         prompt_ids, text = encoded.token_ids, encoded.text or ""
         answer = await encoder.answer_format(request, text)
         if answer is not None:
             request = params.with_grammar(request, answer.grammar)
         special_stops = encoder.special_stops(request)
+        prediction_ids = await encoder.encode_prediction(request, candidates[0])
         for hello in candidates:
             sampling = params.resolve(
                 resume.with_seed(request),
@@ -355,6 +357,7 @@ class RouterService:
             except InvalidRequest:
                 if hello is candidates[-1]:
                     raise
+        arrived.on_tokenised(began_s, self.clock(), len(prompt_ids), answer_id)
         context = () if request.messages else prompt_ids[-16:].tolist()
         kept_ids = frozenset() if answer is None else encoder.marker_ids
         streams: list[RequestStream] = []
@@ -370,12 +373,13 @@ class RouterService:
                 hashes,
                 hello,
                 self._detokenizers.new(request.skip_special_tokens, context, kept_ids),
-                arrived_s,
+                arrived,
                 origin,
                 mark,
                 special_stops,
                 None if answer is None else answer.new_parser(origin.answer_id, choice),
                 lead=lead,
+                prediction_ids=prediction_ids,
             )
             streams.append(stream)
             if lead is None and not mark.finished:
@@ -454,7 +458,7 @@ class RouterService:
     def own_state(self, payer: str | None = None) -> LiveState:
         """Return what this router knows; only the requests of `payer`, if given."""
         parts = (self.ring, self.gate, self.table, self.observer)
-        return live_state(*parts, self.facts.name, self.clock(), payer)
+        return live_state(*parts, self.facts.name, self.clock(), payer, self.regret.regrets)
 
     async def live_state(self, payer: str | None = None) -> LiveState:
         own = self.own_state(payer)

@@ -43,6 +43,7 @@ from quire.router.fleet import membership
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.transport.calls import CallEnded, answer_of, next_message
 from quire.router.transport.flow import Credit, by_replica
+from quire.router.transport.page_turns import PageTurns
 from quire.router.transport.replica_deaths import ReplicaDeaths
 from quire.router.transport.transport import Attempt, Lost
 
@@ -121,6 +122,7 @@ class Bus:
         self._members: frozenset[str] = frozenset()
         self._links: dict[str, asyncio.Task[None]] = {}
         self._hellos: dict[str, Hello] = {}
+        self._page_turns = PageTurns()
         self._replica_deaths = ReplicaDeaths()
         self._attempts: dict[int, Attempt] = {}
         # Unique among all routers: the records of a crashed replica name requests by stream id only
@@ -397,7 +399,12 @@ class Bus:
             self._replica_deaths.remember(hello)
             self._table.add(replica, hello.epoch, hello.block_size, hello.weights, hello.has_states)
             while True:
-                self._on_frame(replica, Frame.decode(await next_message(stream)))
+                frame = Frame.decode(await next_message(stream))
+                if frame.snapshot is None:
+                    self._on_frame(replica, frame)
+                    continue
+                async with self._page_turns.turn():
+                    self._on_frame(replica, frame)
         except StopAsyncIteration:
             return
         finally:

@@ -61,6 +61,8 @@ class Attempt:
         The replica retains the request's blocks after its end (`Submit.retain_s`), and `cancel` ends this.
     completed_s
         Time at which the unary call reported a regular end (the last frame should arrive soon after); None: not yet.
+    ended_s
+        Time at which the last delta arrived; None: not yet.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Attempt:
         self.needs_abort = True
         self.drops_retained = False
         self.completed_s: float | None = None
+        self.ended_s: float | None = None
         self._unread_s = 0.0
         # Since when output waits for its reader; None: none does.
         self._unread_since_s: float | None = None
@@ -107,6 +110,7 @@ class Attempt:
                 else:
                     self.finished = True
                     self.needs_abort = False
+                    self.ended_s = time.monotonic()
         elif isinstance(event, Completion):
             if event.finish_reason in ("stop", "length"):
                 # The last delta, which follows all earlier tokens, ends the attempt.

@@ -120,6 +120,8 @@ class FakeStream:
     async def _generate(self) -> AsyncIterator[OutputDelta]:
         self.usage.cached_tokens = self.explain.cached_tokens
         self.usage.host_cached_tokens = self.usage.cached_tokens // 3
+        self.usage.accepted_prediction_tokens = len(self._request.prediction)
+        self.usage.rejected_prediction_tokens = len(self._request.prediction) // 2
         running = [self._choice(choice) for choice in range(self._request.n)]
         while running:  # one token of each in turn
             for deltas in list(running):

@@ -20,6 +20,7 @@ from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decisions import DecisionRing
 from quire.router.explain.live_state import live_state
+from quire.router.explain.regret_worker import RegretWorker
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.observer import Observer
@@ -82,6 +83,7 @@ class FleetService:
         self.now_s = 100.0
         self.table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)
         self.ring = DecisionRing("router-7tq2xk0d", 256, clock=lambda: self.now_s)
+        self.regret = RegretWorker(self.ring, clock=lambda: self.now_s)
         self.gate = AdmissionGate(AdmissionLimits(), lambda: self.now_s)
         self.policy = make_policy("slo")
         self.replicas = {}
@@ -172,7 +174,7 @@ class FleetService:
         observer = Observer()
         observer.num_deltas = lambda: int(self.deltas)
         parts = (self.ring, self.gate, self.table, observer)
-        return live_state(*parts, "Qwen/Qwen3-8B", self.now_s, payer)
+        return live_state(*parts, "Qwen/Qwen3-8B", self.now_s, payer, self.regret.regrets)
 
     async def decisions(self, request_id, limit, payer=None) -> Decisions:
         found = self.ring.find(request_id, payer) if request_id else self.ring.last(limit, payer)
@@ -187,7 +189,9 @@ async def serve(num_replicas: int, port: int) -> None:
 
     service = FleetService(num_replicas, 10_000)
     requests_per_s = 2.2 * num_replicas
-    service.pass_time(20, requests_per_s)
+    for _ in range(5):
+        service.pass_time(4, requests_per_s)
+        service.regret.step()
     app = build_app(lambda: service, max_body_bytes=1 << 16, apis=APIS)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve())

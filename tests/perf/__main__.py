@@ -26,16 +26,23 @@ BENCHMARKS = {
         "deterministic": "tokens per second with and without bit-equal results",
         "families": "which of transformers' model types are served, against `generate`",
         "real_models": "trained checkpoints against transformers: greedy tokens, and log-probabilities of text",
+        "speculation": "tokens per second with drafts and without, on text that repeats and text that does not",
         "startup": "from a new process to its first token, and the memory it holds",
     },
     "router": {
         "router_index": "speed of a routing decision and of the prefix index",
+        "router_rebuild": "time for a new router to learn 2 million blocks, and its hits meanwhile",
         "router_admission": "time to admit a request, and to refuse one",
-        "auth_cost": "time that a key, its quotas and a line of usage add to a request",
-        "page_cost": "what an open live page costs a router, in CPU time for a request",
         "router_tokenizer": "time to tokenise the next turn of a chat, with and without the previous turn's tokens",
         "routersim": "the routing policies in a simulated cluster, against a pooled oracle",
         "bus_overhead": "Python per token on both sides of the bus",
+        "many_routers": "4, 8 and 16 routers on a real cluster: hits, agreement of their indexes, streams",
+    },
+    "router.costs": {
+        "auth_cost": "time that a key, its quotas and a line of usage add to a request",
+        "trace_cost": "processor time that traces add to a request",
+        "page_cost": "what an open live page costs a router, in CPU time for a request",
+        "regret_cost": "processor time of the regret of decisions, and what it does to the event loop",
     },
     "cluster": {
         "serving": "start-up, idle CPU and answers of the real cluster",
@@ -46,6 +53,7 @@ BENCHMARKS = {
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
     },
     "agents": {
+        "router_cost": "processor time of the routers for a million prompt tokens of agents, with tokenising",
         "agents": "agents on a real cluster: token hits and TTFT, against round_robin and Serve's router",
     },
     "gpu": {

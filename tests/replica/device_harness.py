@@ -14,6 +14,7 @@ from quire.kernels.attention.paged_attention import Backend
 from quire.protos.sampling_params import POOLINGS, SamplingParams
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
+from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import Request
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
@@ -67,6 +68,7 @@ class Harness:
         on_delta: Callable[[EngineLoop, object], None] = lambda loop, delta: None,
         expected_keys: Iterable[object] = (),
         attention_backend: Backend | None = None,
+        draft_source: DraftSource | None = None,
     ) -> Told:
         """Run the requests, all submitted before the first step; of each the tokens, log-probs and how it ended.
 
@@ -82,7 +84,7 @@ class Harness:
         )
         runner.host_pool.poison()
         prepare(runner)
-        scheduler = Scheduler(config)
+        scheduler = Scheduler(config, draft_source=draft_source)
         outputs: queue.Queue[LoopOutput] = queue.Queue()
         loop = EngineLoop(scheduler, runner, outputs.put, plans_ahead=plans_ahead, mark=runner.mark)
         tokens: dict[object, list[int]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -24,6 +24,13 @@ SEEDS = 6
 VOCAB = 176  # of the checkpoints of the zoo
 
 
+class AnyToken:
+    """The mask after a draft that its grammar refuses: nobody needs it."""
+
+    def mask(self) -> np.ndarray:
+        return np.full(-(-VOCAB // 32), -1, np.int32)
+
+
 class Stairs:
     """A grammar: each token is one more than the one before it, modulo 5; complete after so many."""
 
@@ -40,6 +47,23 @@ class Stairs:
             if i % 5 == (self._last + 1) % 5:
                 packed[i // 32] |= np.uint32(1 << (i % 32))
         return packed.view(np.int32)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        last, left = self._last, self._left
+        for i, token_id in enumerate(token_ids):
+            if not 3 <= token_id < 170 or token_id % 5 != (last + 1) % 5 or left == 1:
+                return i
+            last, left = token_id, left - 1
+        return len(token_ids)
+
+    def ahead(self, token_ids: Sequence[int]) -> Stairs | AnyToken:
+        if self.num_allowed(token_ids) < len(token_ids):
+            return AnyToken()
+        further = Stairs(self._left)
+        further._last = self._last
+        for token_id in token_ids:
+            further.advance(token_id)
+        return further
 
     def advance(self, token_id: int) -> bool:
         assert token_id % 5 == (self._last + 1) % 5, "it is not in the language"

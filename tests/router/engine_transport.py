@@ -34,9 +34,10 @@ class EngineTransport:
         self,
         names: tuple[str, ...] = ("r1", "r2", "r3"),
         engine_class: type[Engine] = Engine,
+        **options: Any,
     ):
         self.engine = engine_class(
-            num_blocks=256, max_model_len=512, on_output=self._on_output, num_threads=1
+            num_blocks=256, max_model_len=512, on_output=self._on_output, num_threads=1, **options
         )
         self.table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)
         self.names = names
@@ -80,6 +81,7 @@ class EngineTransport:
                 num_emitted=submit.num_emitted,
                 tenant=submit.tenant,
                 fork_of=submit.fork_of,
+                prediction_ids=submit.prediction_ids,
             )
         )
         return attempt

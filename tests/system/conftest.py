@@ -17,6 +17,8 @@ sys.path.append(str(Path(__file__).parents[1] / "cluster"))  # for `authority`
 
 from live import Cluster, start_cluster, wait_until
 
+from tests.otlp_receiver import GrpcReceiver
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put this folder's tests on the session's cluster last.
@@ -28,7 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
+def collector() -> Iterator[GrpcReceiver]:
+    """Receives the traces of requests whose client asks for one."""
+    with GrpcReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory, collector: GrpcReceiver) -> Iterator[Cluster]:
     """HAProxy mode, two routers, two replicas of the embedded model, float32, deterministic."""
     folder = tmp_path_factory.mktemp("cluster")
 
@@ -36,6 +45,7 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         (application,) = config["applications"]
         application["args"]["router"] = {"decision_log_folder": str(folder / "decisions")}
         application["args"]["metrics"] = {"vllm_names": True}
+        application["args"]["tracing"] = {"endpoint": collector.endpoint, "sample_ratio": 0.0}
 
     yield from start_cluster(folder, change)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from live import CHANGE_TIMEOUT_S, Cluster, start_cluster, wait_until
+
+from tests.otlp_receiver import HttpReceiver, new_parent, plain, root_of
 
 pytestmark = pytest.mark.system
 STEP_TIMEOUT_S = 2.0
@@ -25,24 +28,37 @@ BODY = {
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory) -> Iterator[Cluster]:
+def collector() -> Iterator[HttpReceiver]:
+    with HttpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory, collector: HttpReceiver) -> Iterator[Cluster]:
     def change(config: dict) -> None:
         args = config["applications"][0]["args"]
         args |= {"replicas": 2, "routers": 1}
         args["engine"] = {"fault_injection": True, "step_timeout_s": STEP_TIMEOUT_S}
         args["router"] = {"max_move_s": 60.0}
+        args["tracing"] = {"endpoint": collector.endpoint, "protocol": collector.protocol}
+        args["tracing"]["sample_ratio"] = 0.0
 
     yield from start_cluster(tmp_path_factory.mktemp("faulty"), change)
 
 
 def ask(
-    cluster: Cluster, label: str = "", begun: threading.Event | None = None, **fields
+    cluster: Cluster,
+    label: str = "",
+    begun: threading.Event | None = None,
+    parent: str = "",
+    **fields,
 ) -> tuple[list[int], float, dict | None]:
     """Token ids, the longest time between two events in seconds, and the error that ended it; `begun` is set when the
     first event comes."""
     ids: list[int] = []
     worst_s, last_s, error = 0.0, None, None
     headers = {"x-request-id": label} if label else {}
+    headers |= {"traceparent": parent} if parent else {}
     with httpx.stream(
         "POST",
         f"{cluster.url}/v1/completions",
@@ -114,13 +130,37 @@ def test_the_answer_is_the_same_and_no_process_ends(faulty, expected, fault):
 
 
 @pytest.mark.parametrize("fault", ["kill@9", "kill@40", "hang:30@9"])
-def test_the_answer_is_the_same_when_the_process_ends(faulty, expected, fault):
+def test_the_answer_is_the_same_when_the_process_ends(faulty, expected, collector, fault):
     pids = faulty.pids("Replica")
-    ids, stall_s, error = ask(faulty, f"fault:{fault}")
+    parent, trace_id = new_parent()
+    ids, stall_s, error = ask(faulty, f"fault:{fault}", parent=parent)
     assert error is None
     assert ids == expected
+    check_one_trace_of_two_attempts(collector, trace_id, fault)
     print(f"{fault}: {stall_s:.2f} s without a token")
     wait_until(lambda: set(faulty.pids("Replica")) != set(pids), 20, "Serve replaces the replica")
+
+
+def check_one_trace_of_two_attempts(collector: HttpReceiver, trace_id: str, fault: str) -> None:
+    wait_until(lambda: collector.of_trace(trace_id), 30, "the trace arrives")
+    spans = collector.of_trace(trace_id)
+    root = root_of(spans)
+    assert plain(root.attributes)["quire.request.id"] == f"fault:{fault}"
+    assert [event.name for event in root.events] == ["quire.failover"]
+    found = plain(root.events[0].attributes)
+    first, second = sorted(
+        (span for span in spans if span.name == "attempt"), key=lambda s: s.start_time_unix_nano
+    )
+    assert found["quire.replica"] == plain(first.attributes)["quire.replica"]
+    assert plain(second.attributes)["quire.replica"] != found["quire.replica"]
+    assert found["quire.emitted_tokens"] <= int(fault.rpartition("@")[2])
+    assert [link.span_id for link in second.links] == [first.span_id]
+    assert first.status.message == found["quire.reason"] != ""
+    # Both attempts have a prefill and a decode; between them nothing is lost.
+    for attempt in (first, second):
+        parts = {s.name for s in spans if s.parent_span_id == attempt.span_id}
+        assert parts == {"queue.replica", "prefill", "decode"}
+    assert plain(root.attributes)["gen_ai.usage.output_tokens"] == BODY["max_tokens"]
 
 
 def test_a_clock_that_jumps_ahead_looks_like_a_hung_step_and_costs_no_token(faulty, expected):
@@ -174,3 +214,48 @@ def test_a_poison_request_fails_and_everybody_else_is_untouched(faulty, expected
             ids, _, error = other.result()
             assert (ids, error) == (expected, None)
     wait_until(lambda: not set(faulty.pids("Replica")) & set(pids), 20, "both were replaced")
+
+
+SLOW_TOKENS, SLOW_FACTOR, NUM_SLOW = 384, 3, 100
+
+
+def place(cluster: Cluster, prompt: list[int], label: str = "") -> str:
+    """Ask for one token; return the replica that answered."""
+    body = {"prompt": prompt, "max_tokens": 1, "seed": 5}
+    headers = {"x-request-id": label} if label else {}
+    response = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.headers["x-quire-replica"]
+
+
+def prefill_ms_per_token(cluster: Cluster, replica: str) -> float:
+    (load,) = (load for load in cluster.loads() if load.replica == replica)
+    return load.prefill_ms_per_token
+
+
+def test_a_replica_that_becomes_slow_gets_few_requests_within_a_hundred(faulty, expected):
+    """One of two equal replicas computes three times as long, and says so by the speeds that it measures."""
+    rng = random.Random("slow")
+
+    def prompt() -> list[int]:
+        return [rng.randrange(300, 1000) for _ in range(SLOW_TOKENS)]
+
+    with ThreadPoolExecutor(4) as pool:
+        before = list(pool.map(lambda _: place(faulty, prompt()), range(24)))
+        assert 6 <= before.count(before[0]) <= 18, "both take part"
+        anchor = prompt()
+        slow = place(faulty, anchor)
+        step_ms = SLOW_TOKENS * prefill_ms_per_token(faulty, slow)
+        crawl = f"fault:crawl:{(SLOW_FACTOR - 1) * step_ms:.0f}@0"
+        # With its prefix cached there, the request goes there.
+        assert place(faulty, [*anchor, 301, 302], crawl) == slow
+        placed = list(pool.map(lambda _: place(faulty, prompt()), range(NUM_SLOW)))
+    early, late = placed[: NUM_SLOW // 2].count(slow), placed[NUM_SLOW // 2 :].count(slow)
+    print(f"a step of {step_ms:.0f} ms, {SLOW_FACTOR} times slower: {early}, then {late} of 50")
+    # Equal shares are 25 of 50; by the speeds, it gets a quarter at most.
+    assert late <= 17
+    wait_until(
+        lambda: place(faulty, [*anchor, 303, 304], "fault:crawl:0@0") == slow,
+        60,
+        "it is fast again",
+    )

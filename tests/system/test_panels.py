@@ -48,6 +48,9 @@ def answer(cluster: Cluster, **fields: object) -> None:
 
 
 def test_every_metric_of_a_panel_or_an_alert_is_scraped(cluster):
+    answer(cluster)
+    # A router computes it every few seconds, from the requests since.
+    wait_until(lambda: "quire_routing_regret_seconds{" in scrape(cluster), 60, "the regret")
     series = series_of(cluster.metrics())
     asked = [one for one in expressions() if not concerns_tenants(one)]
     assert len(asked) > 60

@@ -35,6 +35,8 @@ class EngineClient:
         self.checkpoint = self._engine.checkpoint
         self.startup_s = self._engine.startup_s
         self.samples: list[CacheSample] = []  # one per iteration of the engine's loop
+        # Drafted tokens of all ended requests, and those that were right.
+        self.num_drafted = self.num_accepted = 0
         self._keys = itertools.count()
         self._sinks: dict[Hashable, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
 
@@ -80,6 +82,8 @@ class EngineClient:
                     answer.tokens.append(len(delta.token_ids))
                     answer.token_ids += delta.token_ids
                 if delta.finish_reason is not None:
+                    self.num_drafted += delta.facts.num_drafted or 0
+                    self.num_accepted += delta.facts.num_accepted or 0
                     return answer
         except QuireError as error:
             raise RequestFailed(error.message) from None

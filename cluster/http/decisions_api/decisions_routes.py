@@ -7,7 +7,6 @@ POST /v1/decisions    a probability for each allowed answer to questions about a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -17,11 +16,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.cluster.api_common.front_end import (
-    TIMEOUT_HEADER,
     counting_refusals,
     explain_headers,
     renamed,
-    timeout_seconds,
+    with_headers,
 )
 from quire.cluster.http.answer_response import until_disconnect
 from quire.cluster.http.decisions_api.decision_questions import AnyQuestion, decision_answer
@@ -171,11 +169,8 @@ def add_routes(
         body = parse_body(_BODY, await read_json(request, max_body_bytes))
         questions, asked = await body.parsed_questions()
         router_request = await body.to_request(request.state.request_id)
-        names = body.router_names()
-        if router_request.deadline_s is None:
-            deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
-            router_request = dataclasses.replace(router_request, deadline_s=deadline_s)
-            names |= dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
+        router_request, header_names = with_headers(router_request, request.headers)
+        names = body.router_names() | header_names
         return DecisionResponse(get_service(), router_request, questions, asked, names)
 
     @app.post(

@@ -24,7 +24,7 @@ from quire.cluster.config import serve_config
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.config_problems import ConfigError, did_you_mean
 from quire.cluster.config.default_config import default_config
-from quire.cluster.config.engine_section import EngineArgs
+from quire.cluster.config.engine_section import EngineArgs, SpeculationArgs
 from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.config.scaling_sections import AutoscalingArgs, ReplicaResources, RouterResources
 from quire.cluster.config.session_section import SessionArgs
@@ -35,7 +35,7 @@ from quire.cluster.proxies.ray_settings import (
     SERVE_DEFAULTS,
 )
 from quire.replica.config import EngineArgs as ReplicaEngineArgs
-from quire.replica.config import EngineOptions, SizingError, check_args
+from quire.replica.config import EngineOptions, SizingError, SpeculationOptions, check_args
 
 ROOT = Path(__file__).parents[3]
 TLS = {"certificate_file": "tls.crt", "key_file": "tls.key"}
@@ -44,6 +44,7 @@ SECTIONS = (
     AppConfig,
     AutoscalingArgs,
     EngineArgs,
+    SpeculationArgs,
     RouterArgs,
     SessionArgs,
     ReplicaResources,
@@ -136,7 +137,11 @@ def test_a_unit_in_the_name_is_the_unit_of_the_description(model: type[BaseModel
 def test_the_engine_section_has_every_option_of_the_engine_and_those_of_its_actor():
     theirs = {f.name: f.default for f in dataclasses.fields(EngineOptions)}
     mine = {name: f.default for name, f in EngineArgs.model_fields.items()}
-    assert mine == theirs | {"fault_injection": False, "heartbeat_ms": 100}
+    nested = SpeculationOptions(**mine["speculation"].model_dump())
+    assert mine | {"speculation": nested} == theirs | {
+        "fault_injection": False,
+        "heartbeat_ms": 100,
+    }
     app = {n: AppConfig.model_fields[n].default for n in ("model", "revision", "device", "dtype")}
     app["session_max_share"] = SessionArgs().max_share
     whole = {f.name: f.default for f in dataclasses.fields(ReplicaEngineArgs)}
@@ -146,19 +151,33 @@ def test_the_engine_section_has_every_option_of_the_engine_and_those_of_its_acto
 
 def out_of_bounds() -> Iterator[tuple[str, Any]]:
     """Each option of the engine with values beyond its bounds, from the declaration."""
-    for field in dataclasses.fields(EngineOptions):
+    for path, field in option_paths():
         for kind, step in (("ge", -1), ("gt", 0), ("le", 1), ("lt", 0)):
             if kind in field.metadata:
-                yield field.name, field.metadata[kind] + step
-        yield field.name, "no such choice"
-        yield field.name, float("nan")
+                yield path, field.metadata[kind] + step
+        if path != "speculation.draft_model":  # any text
+            yield path, "no such choice"
+        yield path, float("nan")
+
+
+def option_paths() -> Iterator[tuple[str, dataclasses.Field]]:
+    for field in dataclasses.fields(EngineOptions):
+        yield field.name, field
+    for field in dataclasses.fields(SpeculationOptions):
+        yield f"speculation.{field.name}", field
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
 
 
 @pytest.mark.parametrize(("name", "value"), list(out_of_bounds()))
 def test_yaml_and_the_engine_refuse_the_same_values(name: str, value: Any):
-    assert f"got {value!r}" in problems_of({"engine": {name: value}})[f"engine.{name}"]
+    assert f"got {value!r}" in problems_of({"engine": nested(name, value)})[f"engine.{name}"]
     with pytest.raises(SizingError, match=f"^{name} must be .*got {re.escape(repr(value))}$"):
-        check_args(ReplicaEngineArgs(**{name: value}))
+        check_args(ReplicaEngineArgs(**nested(name, value)))
 
 
 @pytest.mark.parametrize(
@@ -173,12 +192,32 @@ def test_yaml_and_the_engine_refuse_the_same_values(name: str, value: Any):
             {"num_blocks": 9, "kv_cache_gib": 2.0},
             "num_blocks (9) and kv_cache_gib (2.0) both set the size of the KV cache; give one of them",
         ),
+        (
+            {"speculation": {"method": "draft_model", "draft_model": "small"}},
+            "speculation.method must be auto, off, ngram or suffix: draft_model needs the KV cache of a second model, "
+            "which the engine does not have yet",
+        ),
+        (
+            {"speculation": {"method": "ngram", "draft_model": "small"}},
+            "speculation.draft_model ('small') is for the method draft_model only, got method 'ngram'",
+        ),
     ],
 )
 def test_yaml_and_the_engine_refuse_the_same_combinations(args: dict[str, Any], message: str):
     assert message in problems_of({"engine": args}).values()
     with pytest.raises(SizingError, match=re.escape(message)):
         check_args(ReplicaEngineArgs(**args))
+
+
+def test_yaml_without_quotes_turns_speculation_off():
+    args = yaml.safe_load("engine: {speculation: {method: off}}")
+    assert AppConfig.from_args(args).engine.speculation.method == "off"
+
+
+def test_the_actor_gets_the_options_of_speculation():
+    args = AppConfig.from_args({"engine": {"speculation": {"method": "ngram"}}})
+    sent = dataclasses.asdict(ReplicaEngineArgs(**args.engine.engine_options()))
+    assert ReplicaEngineArgs(**sent).speculation == SpeculationOptions(method="ngram")
 
 
 def test_the_defaults_are_within_their_bounds():

@@ -95,11 +95,14 @@ def test_every_field_reaches_the_router(service) -> None:
         cache_salt="tenant",
         session="session",
         priority=-2,
+        prediction="guess",
     )
 
     async def body(clients: Clients) -> None:
         response = await clients.generation.GenerateOnce(asked)
         assert response.seed == 2**64 - 1 and response.request_id == "label"
+        usage = response.usage
+        assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (5, 2)
         await clients.generation.GenerateOnce(request(prompt="x", sampling={"max_tokens": 1}))
         metadata = [("x-session-id", "of metadata")]
         for named in (asked, request(prompt="x")):
@@ -120,6 +123,7 @@ def test_every_field_reaches_the_router(service) -> None:
     assert (bare.chat_template_kwargs, bare.continue_final_message) == (None, False)
     assert (full.n, full.logprobs, bare.n, bare.logprobs) == (2, 4, 1, None)
     assert (full.prompt_logprobs, bare.prompt_logprobs) == (5, None)
+    assert (full.prediction, bare.prediction) == ("guess", "")
     assert (full.min_p, full.repetition_penalty) == (0.25, 1.5)
     assert (full.presence_penalty, full.frequency_penalty) == (-1.0, 0.5)
     assert full.logit_bias == ((7, -100.0), (12, 1.5))

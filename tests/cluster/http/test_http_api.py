@@ -496,6 +496,21 @@ def test_null_is_the_same_as_absent_for_every_field(http: httpx.Client, service)
     assert service.requests[0].stop == () and service.requests[0].skip_special_tokens
 
 
+@pytest.mark.parametrize("content", ["abcd", [{"type": "text", "text": t} for t in ("ab", "cd")]])
+@pytest.mark.parametrize(
+    ("path", "given"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})]
+)
+def test_a_prediction_reaches_the_router_and_the_usage_counts_drafts(
+    http: httpx.Client, service, content, path, given
+) -> None:
+    body = {**given, "max_tokens": 2, "prediction": {"type": "content", "content": content}}
+    answer = http.post(path, json=body).raise_for_status().json()
+    assert service.requests[0].prediction == "abcd"
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == 4
+    assert details["rejected_prediction_tokens"] == 2
+
+
 def test_ignored_fields_are_accepted(http: httpx.Client) -> None:
     ignored = {name: {"any": ["thing"]} for name in IGNORED_FIELDS}
     response = http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1, **ignored})
@@ -611,6 +626,13 @@ REFUSED = [
     ),
     (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, "invalid_request", "allowed_token_ids"),
     (COMPLETIONS, {"prompt": "x", "bad_words": [""]}, "invalid_request", "bad_words[0]"),
+    (COMPLETIONS, {"prompt": "x", "prediction": "y"}, "invalid_request", "prediction"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "prediction": {"type": "text", "content": "y"}},
+        "invalid_request",
+        "prediction.type",
+    ),
     *(
         (CHAT, {"messages": MESSAGES, "response_format": value}, code, f"response_format{rest}")
         for value, code, rest in [

@@ -11,6 +11,7 @@ from quire.cluster.page.page_routes import MAX_BYTES_PER_S, PERIOD_S
 from quire.cluster.page.page_state import MAX_AGE_S, StateFeed, page_state
 from quire.protos.wire import Frame, Load
 from quire.router.explain.live_state import MAX_DECISIONS, MAX_MOVES, WINDOW, merged
+from quire.router.status_types import RoutingRegret
 from quire.router.types import Explain
 
 
@@ -88,6 +89,22 @@ def test_hits_and_latencies_are_those_of_answered_requests():
     assert [request["outcome"] is None for request in state["requests"]] == [True] + [False] * 4
 
 
+def test_the_regret_of_the_policy_is_said():
+    service = FleetService(3)
+    assert state_of(service)["regrets"] == []
+    service.pass_time(1.0, requests_per_s=100)
+    service.regret.step()
+    (regret,) = state_of(service)["regrets"]
+    assert regret["policy"] == "slo" and regret["half_s"] is None  # from one sample
+    service.pass_time(1.0, requests_per_s=100)
+    service.regret.step()
+    (regret,) = state_of(service)["regrets"]
+    assert regret["requests"] == 200
+    assert 0 <= regret["mean_s"] < regret["modelled_s"] and regret["half_s"] >= 0
+    # The simple replicas take 0.9 to 1.4 times the model's time, and 12 ms for the way.
+    assert 0.5 * regret["measured_s"] < regret["modelled_s"] < 2 * regret["measured_s"]
+
+
 def test_a_request_that_was_moved_counts_once_and_says_where_it_came_from():
     service = FleetService(2)
     first, second = service.replicas
@@ -147,7 +164,10 @@ def test_the_states_of_several_routers_are_added():
             answered(service.ask(f"r{i}-{n}"), 0.1 * (i + 1), 64)
     services[0].ask("moved", left="elsewhere", attempts=2)
     own, other = (asyncio.run(service.live_state()) for service in services)
+    own.regrets.append(RoutingRegret("slo", 10, 0.1, 0.01, 0.5, 0.6))
+    other.regrets.append(RoutingRegret("slo", 30, 0.3, 0.01, 0.5, 0.6))
     state = merged(own, [own, other])  # a router also asks itself
+    assert [(r.num_requests, round(r.mean_s, 3)) for r in state.regrets] == [(40, 0.25)]
     assert state.routers == sorted([own.router, "router-b"]) and state.router == own.router
     assert state.num_decisions == 31 and len(state.ttft_s) == 30
     assert sum(found.num_requests for found in state.hits.values()) == 30

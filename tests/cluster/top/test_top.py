@@ -152,6 +152,21 @@ def test_rates_are_those_of_the_last_states():
     assert screen._rate("num_decisions") == "–"
 
 
+def test_the_regret_is_an_interval():
+    service = fleet_of(2)
+    assert "regret –" in "".join(drawn(service))
+    for _ in range(6):
+        service.pass_time(2.0, requests_per_s=8)
+        service.regret.step()
+    (regret,) = service.regret.regrets
+    assert 0 <= regret.low_s < regret.high_s < 1
+    text = "".join(drawn(service))
+    found = re.search(r"regret ([0-9.]+) ms to ([0-9.]+) ms", text)
+    assert found, text
+    shown_ms = float(found[1]), float(found[2])
+    assert shown_ms == pytest.approx((1e3 * regret.low_s, 1e3 * regret.high_s), abs=0.5, rel=0.05)
+
+
 def test_names_cannot_command_the_terminal():
     service = fleet_of(2)
     evil = "\x1b]0;evil\x07[red]x[/red]"

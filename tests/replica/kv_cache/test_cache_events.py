@@ -129,6 +129,17 @@ def test_parents_are_told_before_children():
     assert stored.dtype == np.uint64
 
 
+def test_a_snapshot_has_parents_before_children():
+    log = EventLog()
+    chain = np.random.default_rng(0).integers(0, 2**64, 64, dtype=np.uint64)
+    log.hold(chain.tolist())
+    log.flush()
+    log.drop(chain[48:].tolist())
+    log.hold(chain[48:].tolist())
+    log.flush()
+    assert log.snapshot()[1].tolist() == chain.tolist()
+
+
 def test_hashes_of_the_upper_half_survive():
     log = EventLog()
     top = 2**64 - 1

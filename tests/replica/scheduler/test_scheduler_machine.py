@@ -29,6 +29,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from oracle_drafts import OracleDrafts
 
 from quire.protos.errors import DeadlineExceeded, EngineError
 from quire.protos.routing_hash import tier_digest
@@ -215,21 +216,24 @@ class ModelDevice:
             if self.has_states:
                 self.states[plan.rows[row]] = chain
         assert not saves, "a snapshot after no token of the step"
-        heads = [
+        for row in range(plan.num_rows):
             self.read(tables[:, row], int(starts[row]), int(plan.kv_len[row]))
-            for row in range(plan.num_rows)
-        ]
         sampling = plan.sampling
         banned = dict(sampling.suppressed)
-        row_of = {int(end) - 1: row for row, end in enumerate(plan.cu_q[1:])}
+        row_of = np.repeat(np.arange(plan.num_rows), np.diff(plan.cu_q))
         tokens = []
+        refused = set()  # rows with a drafted token that was not drawn
         for i, index in enumerate(sampling.token_index.tolist()):
-            row, position = row_of[index], int(sampling.position[i])
-            assert position == plan.kv_len[row]
-            tokens.append(
-                choose(heads[row], int(sampling.columns["seed"][i]), position, banned.get(i, ()))
-            )
-        self.last_token[sampling.rows] = tokens
+            row, position = int(row_of[index]), int(sampling.position[i])
+            assert position == plan.positions[index] + 1
+            offset = index + plan.num_sampled[row] - plan.cu_q[row + 1]
+            if offset and token_ids[index] != tokens[-1]:
+                refused.add(row)
+            head = self.read(tables[:, row], int(starts[row]), position)
+            seed = int(sampling.columns["seed"][i])
+            tokens.append(choose(head, seed, position, banned.get(i, ())))
+            if row not in refused:
+                self.last_token[sampling.rows[i]] = tokens[-1]
         if self.late and self.late[0][0] + plan.step % 4 <= plan.step:  # after up to three steps
             self.restore_late(1)
         return StepResult(
@@ -331,6 +335,19 @@ POLICIES = st.fixed_dictionaries(
 )
 
 
+# Of a request's later tokens, some of them wrong.
+DRAFTS = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 99),
+        "max_draft_tokens": st.integers(1, 20),
+        "wrong": st.sampled_from([0.0, 0.05, 0.3]),
+        "silent": st.sampled_from([0.0, 0.3]),
+        # The share of rows with a draft in flight for which the next plan waits; above 1 it never does.
+        "share": st.sampled_from([0.1, 2.0, 2.0]),
+    }
+)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     block_size = 8
     mix = "full"
@@ -351,6 +368,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_snapshots=st.integers(0, 7),
         num_host_snapshots=st.integers(0, 3),
         spacing=st.integers(1, 4),
+        drafts=st.one_of(st.none(), DRAFTS),
     )
     def start(
         self,
@@ -367,6 +385,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_snapshots,
         num_host_snapshots,
         spacing,
+        drafts,
     ):
         if self.has_states:
             caching = caching and num_snapshots > 0
@@ -405,6 +424,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         config = self.config
         num_states = config.num_rows + 1 + config.num_snapshots + config.num_host_snapshots
+        self.outputs = {}  # by key
+        self.draft_share = None if drafts is None else drafts.pop("share")
+        self.source = None if drafts is None else OracleDrafts(self.outputs, VOCAB, **drafts)
         self.scheduler = self.make_scheduler()
         self.device = ModelDevice(
             num_blocks,
@@ -421,8 +443,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.replayed, self.seq = (set(), set()), 0  # by tier
 
-    def make_scheduler(self):
-        return Scheduler(self.config, max_event_batches=4)
+    def make_scheduler(self, node_pool=None):
+        scheduler = Scheduler(
+            self.config, max_event_batches=4, draft_source=self.source, node_pool=node_pool
+        )
+        if self.draft_share is not None:
+            scheduler.book.drafting.LOCKSTEP_SHARE = self.draft_share
+        return scheduler
 
     # -- what can happen ---------------------------------------------------------------------------------
 
@@ -493,6 +520,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, request):
         expected = alone(request.token_ids.tolist(), request.params, request.num_emitted)
         client = self.clients[request.key] = Client(request, *expected)
+        self.outputs[request.key] = client.expected
         full = self.scheduler.num_waiting >= self.config.max_waiting_requests
         refusal = self.scheduler.add(request)
         assert (refusal is not None) == full
@@ -591,8 +619,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (np.diff(plan.cu_q)[: plan.num_decode_rows] == 1).all()
         single = slice(plan.num_decode_rows)
         assert (plan.num_sampled[single] == 1).all()
-        assert plan.token_ids[single].tolist() == (-1 - plan.rows[single]).tolist()
-        assert (plan.token_ids[plan.num_decode_rows :] >= 0).all()
+        drafted = slice(plan.num_decode_rows, self.scheduler.steps.newest.num_decodes)
+        assert (plan.num_sampled[drafted] == plan.num_scheduled[drafted]).all()
+        assert (plan.num_sampled[drafted.stop :] <= 1).all()
+        assert len(plan.sampling.rows) <= self.config.max_samples
+        newest = plan.token_ids < 0
+        newest_rows = plan.rows[: drafted.stop]
+        assert newest.nonzero()[0].tolist() == plan.cu_q[: drafted.stop].tolist()
+        assert plan.token_ids[newest].tolist() == (-1 - newest_rows).tolist()
         assert (plan.num_sampled <= plan.num_scheduled).all()
         ends = zip(plan.cu_q[1:].tolist(), plan.num_sampled.tolist(), strict=True)
         sampled = [i for end, count in ends for i in range(end - count, end)]
@@ -601,9 +635,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         planned = {rows.requests[row].key for row in self.scheduler.steps.newest.rows.tolist()}
         assert not planned & self.paused
         unfinished = rows.decoding & ~rows.paused & (rows.num_computed + 1 < rows.run_length)
+        unfinished &= rows.num_drafted == 0
         if set(unfinished.nonzero()[0].tolist()) - set(self.scheduler.steps.newest.rows.tolist()):
             assert self.config.scheduler == "prefill_first"
-            assert plan.num_decode_rows == 0, "the decoding rows go together"
+            assert drafted.stop == 0, "the decoding rows go together"
             assert started >= set(self.scheduler.book.prefilling), "a new prompt kept them waiting"
         tables = BlockTables.of(plan.block_tables.gather())  # as a runner does at the launch
         self.plans.append(plan._replace(block_tables=tables))
@@ -642,34 +677,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.scheduler.memory.host.blocks.has_content(host_block)
 
     @precondition(lambda self: self.plans)
-    @rule(gains=st.lists(st.sampled_from([1, 1, 0, 2, 3, 20]), max_size=4))
-    def commit(self, gains=()):
+    @rule()
+    def commit(self):
         plan = self.plans.pop(0)
-        result = self.gained(plan, self.device.run(plan), gains)
+        result = self.device.run(plan)
         if self.copy_s is not None:
             result = dataclasses.replace(result, restores=((1, self.copy_s),))
         self.deliver(self.scheduler.commit(plan, result, self.now_s))
-
-    def gained(self, plan, result, gains):
-        """The result of a device that gives the first rows so many tokens, also beyond their end."""
-        if not gains:
-            return result
-        rows = plan.sampling.rows
-        alive = self.scheduler.steps[0].is_alive(self.scheduler.rows, rows)
-        tokens = [[token] for token in result.token_ids.tolist()]
-        for i, count in enumerate(gains[: len(rows)]):
-            if alive[i]:
-                client = self.clients[self.scheduler.rows.request(int(rows[i])).key]
-                request = client.request
-                begin = int(plan.sampling.position[i]) + 1
-                begin -= request.num_prompt_tokens + request.num_emitted
-                tokens[i] = [*tokens[i], *client.expected[begin:], *([7] * 20)][:count]
-                self.device.last_token[rows[i]] = (tokens[i] or [7])[-1]
-        return dataclasses.replace(
-            result,
-            token_ids=np.array([token for of_row in tokens for token in of_row], np.int64),
-            cu=np.cumsum([0, *map(len, tokens)]).astype(np.int32),
-        )
 
     @rule(count=st.integers(1, 30))
     def steps(self, count):
@@ -795,7 +809,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 held = int(rows.num_blocks[g, row] - rows.first_block[g, row])
                 # Trimmed when a step is planned: window, the step's chunk, and one step's before it.
                 tokens = 2 * self.config.max_batch_tokens
-                length = int(rows.length[row]) + len(self.plans)
+                # A row keeps the blocks of rejected tokens.
+                num_drafted = 0 if self.source is None else 20
+                length = int(rows.length[row]) + len(self.plans) + num_drafted
                 assert held <= group.max_blocks(length, tokens, self.block_size)
 
     @invariant()
@@ -916,7 +932,7 @@ class SharedPoolMachine(SchedulerMachine):
         if not hasattr(self, "folder"):
             self.folder = Path(tempfile.mkdtemp())
             self.rival = self.join()
-        return Scheduler(self.config, max_event_batches=4, node_pool=self.join())
+        return super().make_scheduler(self.join())
 
     def join(self):
         layout = PoolLayout(self.config.num_host_blocks, 64)

@@ -142,7 +142,7 @@ def test_long_prompts_match_as_short_ones_do(data):
     check_equal(index, model, chain.tolist())
 
 
-def test_a_paged_snapshot_is_seen_only_when_complete():
+def test_a_paged_snapshot_replaces_blocks_only_when_complete():
     index = PrefixIndex()
     index.reset("a", "x", 3, u64([1, 2]))
     index.begin_reset("a", "x", 9)
@@ -151,6 +151,42 @@ def test_a_paged_snapshot_is_seen_only_when_complete():
     index.extend_reset("a", u64([4]))
     index.commit_reset("a")
     assert index.match([1, 2, 3, 4]) == {"a": 4} and index.seq("a") == 9
+
+
+def test_the_pages_of_a_replica_without_blocks_are_seen_as_they_arrive():
+    index = PrefixIndex()
+    index.add_replica("a")
+    booking = index.book("a", [7])
+    index.begin_reset("a", "x", 9)
+    index.extend_reset("a", u64([1, 2]))
+    assert index.match([1, 2, 3]) == {"a": 2}
+    index.extend_reset("a", u64([3]), u64([4]))
+    index.commit_reset("a")
+    assert index.match([1, 2, 3, 4]) == {"a": 4} and index.seq("a") == 9
+    index.unbook(booking)  # of the time before the epoch was known: changes nothing
+    expected = PrefixIndex()
+    expected.reset("a", "x", 9, u64([1, 2, 3]), u64([4]))
+    assert index.digest("a") == expected.digest("a")
+    assert index.num_blocks("a") == 4 and index.apply("a", "x", batch(10, removed=[1]))
+
+
+@pytest.mark.parametrize("epoch", ["x", "y"])
+def test_a_snapshot_that_starts_again_replaces_the_pages_of_the_first(epoch):
+    index = PrefixIndex()
+    index.reset("a", "x", 0, u64([]))
+    index.book("a", [7])
+    index.begin_reset("a", "x", 3)
+    index.extend_reset("a", u64([1, 2]))
+    index.begin_reset("a", epoch, 5)
+    index.extend_reset("a", u64([5]))
+    assert index.match([1, 2]) == {"a": 2} and index.match([5]) == {}
+    index.commit_reset("a")
+    assert index.match([1]) == {} and index.match([5]) == {"a": 1}
+    assert index.match([7]) == ({"a": 1} if epoch == "x" else {})
+    index.begin_reset("a", epoch, 6)
+    index.remove_replica("a")
+    index.add_replica("a")
+    assert index.match([5]) == {} and index.num_blocks("a") == 0
 
 
 def test_bookings_survive_a_resync_and_a_clear_but_not_a_restart():

@@ -300,3 +300,30 @@ def test_gauges_are_those_of_the_gate_and_the_replicas(transport):
         assert router.read("quire_router_queued_requests") == 0
 
     run(transport, scenario)
+
+
+def test_the_regret_has_a_series_for_each_policy_of_the_last_minutes(transport):
+    family = "quire_routing_regret"
+
+    async def scenario(router: Router) -> None:
+        for number in range(2):
+            await router.answer(prompt=f"{number} {PROMPT}")
+            router.service.regret.step()
+            assert router.read(f"{family}_requests", policy="slo") == number + 1
+        (regret,) = router.service.regret.regrets
+        assert router.read(f"{family}_seconds", policy="slo") == regret.mean_s
+        assert router.read(f"{family}_low_seconds", policy="slo") == regret.low_s
+        assert router.read(f"{family}_high_seconds", policy="slo") == regret.high_s
+        modelled_s = router.read(f"{family}_modelled_delay_seconds", policy="slo")
+        assert 0 <= regret.mean_s <= modelled_s
+        assert router.read(f"{family}_cpu_seconds_total") > 0
+        router.service.policy = make_policy("round_robin")
+        await router.answer(prompt=f"3 {PROMPT}")
+        router.service.regret.step()
+        router.service.regret.regrets = router.service.regret.regrets[1:]  # as time passes
+        assert router.read(f"{family}_requests", policy="round_robin") == 1
+        text = join([router.metrics.page({})]).decode()
+        assert 'policy="slo"' not in text
+        assert f"{family}_high_seconds{{" not in text  # one sample has no interval
+
+    run(transport, scenario)

@@ -1,0 +1,1 @@
+"""Traces of requests to an OpenTelemetry collector. Loaded only if the application has the section `tracing`."""

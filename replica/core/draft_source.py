@@ -1,0 +1,29 @@
+"""The seam between the scheduler and a source of drafts (tokens that may come next, verified by one step)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from quire.replica.core.request import Request
+
+
+class DraftSource(Protocol):
+    """Proposes the next tokens of decoding requests."""
+
+    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
+        """For each request the tokens that may follow it, [0 to max_draft_tokens] int32 each; empty: no draft.
+
+        Every token of each request is known: `request.token_ids` is complete.
+        """
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """A step has verified `num_drafted` tokens of the request, the first `num_accepted` of which were right."""
+
+    def observe_step(self, num_rows: int, num_drafted: int, duration_s: float) -> None:
+        """A step of decoding rows only, with this many rows and drafted tokens, took this long."""
+
+    def end(self, request: Request) -> None:
+        """The request has ended or left its row (finished, aborted, preempted); forget it."""

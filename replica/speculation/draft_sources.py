@@ -1,0 +1,246 @@
+"""Sources of drafts: texts that are looked up, with a fixed or a chosen number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from quire.replica.config import EngineConfig, SpeculationOptions
+from quire.replica.core.draft_source import DraftSource
+from quire.replica.core.request import Phase, Request
+from quire.replica.speculation import draft_lengths
+from quire.replica.speculation.draft_lengths import Acceptance, choose_lengths
+from quire.replica.speculation.gram_table import MAX_SIZE
+from quire.replica.speculation.request_drafts import RequestDrafts
+from quire.replica.speculation.step_costs import LossBudget, StepCosts
+from quire.replica.speculation.texts import Match, RecentAnswers
+
+_NO_DRAFT = np.empty(0, np.int32)
+
+
+def open_draft_source(config: EngineConfig) -> DraftSource | None:
+    """The source that the options ask for; None: no speculation."""
+    match config.speculation.method:
+        case "off":
+            return None
+        case "auto":
+            return AutoSource(config.speculation)
+        case _:
+            return LookupSource(config.speculation)
+
+
+class LookupSource:
+    """Drafts the most tokens that it may for each request whose last tokens are found."""
+
+    def __init__(self, options: SpeculationOptions):
+        self._max_tokens = options.max_draft_tokens
+        self._of_request: dict[Hashable, RequestDrafts] = {}
+        looks_up_answers = options.method != "ngram"
+        self._answers = RecentAnswers(options.suffix_index_bytes) if looks_up_answers else None
+
+    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
+        drafts = []
+        for request in requests:
+            found = self._drafts_of(request).look(request.token_ids)
+            count = self._room(request)
+            drafts.append(found.draft(count) if found is not None and count > 0 else _NO_DRAFT)
+        return drafts
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def observe_step(self, num_rows: int, num_drafted: int, duration_s: float) -> None:
+        pass
+
+    def end(self, request: Request) -> None:
+        self._of_request.pop(request.key, None)
+        num_new = request.num_tokens - request.num_prompt_tokens - request.num_emitted
+        if self._answers is not None and request.phase is Phase.FINISHED and num_new > 0:
+            # With the end of the prompt, so that the same prompt finds the answer's beginning.
+            self._answers.add(request.tenant, request.token_ids[-num_new - MAX_SIZE :])
+
+    def _drafts_of(self, request: Request) -> RequestDrafts:
+        drafts = self._of_request.get(request.key)
+        if drafts is None:
+            answers = None if self._answers is None else self._answers.of(request.tenant)
+            drafts = self._of_request[request.key] = RequestDrafts(request, answers)
+        return drafts
+
+    def _room(self, request: Request) -> int:
+        """Most tokens of a draft: one more token follows it in any case."""
+        return min(self._max_tokens, request.run_length - request.num_tokens - 1)
+
+
+class _Record:
+    """What `AutoSource` knows about one request."""
+
+    # Looks without enough gain before a request sleeps, and for how many tokens it sleeps at first and at most.
+    PATIENCE = 4
+    FIRST_SLEEP = 8
+    MAX_SLEEP = 128
+    _WEIGHT = 0.2
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance(0.0, 0.0, 0.9)
+        # The tokens that the last match predicted, its kind, and the request's length then.
+        self.expected: list[int] = []
+        self.kind = 0
+        self.num_tokens = 0
+        # Average number of right tokens of a look.
+        self.gain = 0.5
+        self._patience = self.PATIENCE
+        self._sleep = self.FIRST_SLEEP
+        # Length at which the request is looked at again.
+        self.wakes_at = 0
+
+    def settle(self, tokens: np.ndarray, kinds: list[Acceptance]) -> None:
+        """Compare the tokens since the last look with those predicted then, whether or not they were drafted."""
+        new = tokens[self.num_tokens :][: len(self.expected)].tolist()
+        num_right = 0
+        if new:
+            while num_right < len(new) and new[num_right] == self.expected[num_right]:
+                num_right += 1
+            is_wrong = num_right < len(new)
+            self.acceptance.observe(num_right, is_wrong)
+            kinds[self.kind].observe(num_right, is_wrong)
+        self.gain += self._WEIGHT * (num_right - self.gain)
+
+    def expect(self, tokens: np.ndarray, found: Match | None, count: int) -> None:
+        """Remember the prediction of this look."""
+        self.num_tokens = len(tokens)
+        self.expected = [] if found is None else found.draft(count).tolist()
+        self.kind = 0 if found is None else found.kind
+
+    def rest(self, least_gain: float) -> None:
+        """Sleep if looks do not pay: if they predict less than `least_gain` tokens each."""
+        if self.gain >= least_gain:
+            self._patience, self._sleep = self.PATIENCE, self.FIRST_SLEEP
+            return
+        self._patience -= 1
+        if self._patience <= 0:
+            self.wakes_at = self.num_tokens + self._sleep
+            self._patience, self._sleep = self.PATIENCE, min(2 * self._sleep, self.MAX_SLEEP)
+
+
+class AutoSource(LookupSource):
+    """Drafts as many tokens as pay, by measured acceptance and measured step times.
+
+    A prediction that is not drafted is compared with the tokens that come, which costs no step. So acceptance is known
+    before anything is drafted, and a text that begins to repeat itself is noticed.
+
+    Parameters
+    ----------
+    clock
+        Seconds, for the host's time.
+    """
+
+    # A look pays if it predicts tokens of this multiple of its own time.
+    _LOOK_WORTH = 2.0
+    # A longer time since the last step, in durations of a step, is a pause.
+    _MAX_INTERVAL = 4.0
+    _WEIGHT = 0.05
+
+    def __init__(self, options: SpeculationOptions, clock: Callable[[], float] = perf_counter):
+        super().__init__(options)
+        self._clock = clock
+        self._records: dict[Hashable, _Record] = {}
+        self._kinds = draft_lengths.kinds()
+        self._costs = StepCosts()
+        self._budget = LossBudget()
+        # Average seconds of a look, and seconds per row of the last plain step.
+        self._look_s = 0.0
+        self._row_s = 0.0
+        # Time of the last `observe_step`, and number of calls of `propose` since then.
+        self._observed_s = 0.0
+        self._num_proposals = 0
+
+    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
+        began_s = self._clock()
+        self._num_proposals += 1
+        drafts = [_NO_DRAFT] * len(requests)
+        if requests and not self._budget.is_resting():
+            num_looks = self._draft(requests, drafts)
+            elapsed_s = self._clock() - began_s
+            if num_looks:
+                self._look_s += self._WEIGHT * (elapsed_s / num_looks - self._look_s)
+            self._budget.spend(elapsed_s)
+        return drafts
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        self._budget.spend(-num_accepted * self._row_s)
+
+    def observe_step(self, num_rows: int, num_drafted: int, duration_s: float) -> None:
+        costs = self._costs
+        predicted_s = costs.predicted_extra_s(num_rows, num_drafted)
+        seconds = self._since_last_step(duration_s)
+        costs.observe(num_rows, num_drafted, seconds)
+        plain_s = costs.plain_s(num_rows)
+        if not num_drafted:
+            self._budget.earn(plain_s)
+        elif plain_s:
+            # `propose` has paid what was predicted.
+            self._budget.spend(seconds - plain_s - predicted_s)
+
+    def _since_last_step(self, duration_s: float) -> float:
+        """Seconds from the last step to this one, which took `duration_s` from its launch.
+
+        The two differ if steps overlap, or if the device waits for the host. After a pause, or after a step with
+        prefill, which is not reported here, only the duration is known.
+        """
+        now_s = self._clock()
+        seconds = now_s - self._observed_s
+        is_next = self._num_proposals == 1 and seconds <= self._MAX_INTERVAL * duration_s
+        self._observed_s, self._num_proposals = now_s, 0
+        return seconds if is_next else duration_s
+
+    def end(self, request: Request) -> None:
+        super().end(request)
+        self._records.pop(request.key, None)
+
+    def _draft(self, requests: Sequence[Request], drafts: list[np.ndarray]) -> int:
+        """Write the drafts of some requests into `drafts`; returns how many requests were looked at."""
+        num_rows, costs = len(requests), self._costs
+        if costs.wants_plain(num_rows):
+            return 0
+        plain_s = costs.plain_s(num_rows)
+        self._row_s = plain_s / num_rows
+        least_gain = self._LOOK_WORTH * self._look_s / self._row_s
+        found: list[tuple[int, Match]] = []
+        acceptance, most = [], []
+        num_looks = 0
+        for i, request in enumerate(requests):
+            record = self._records.get(request.key)
+            if record is None:
+                record = self._records[request.key] = _Record()
+            elif request.num_tokens < record.wakes_at:
+                continue
+            num_looks += 1
+            match = self._look(request, record, least_gain)
+            room = self._room(request)
+            if match is not None and room > 0:
+                found.append((i, match))
+                acceptance.append(record.acceptance.given(self._kinds[match.kind].rate()))
+                most.append(min(room, len(record.expected)))
+        if found:
+            lengths = choose_lengths(
+                num_rows,
+                np.array(acceptance),
+                np.array(most),
+                costs.extra(num_rows),
+                costs.max_drafted(num_rows),
+            ).tolist()
+            for (i, match), length in zip(found, lengths, strict=True):
+                if length:
+                    drafts[i] = match.draft(length)
+            self._budget.spend(costs.predicted_extra_s(num_rows, sum(lengths)))
+        return num_looks
+
+    def _look(self, request: Request, record: _Record, least_gain: float) -> Match | None:
+        tokens = request.token_ids
+        record.settle(tokens, self._kinds)
+        found = self._drafts_of(request).look(tokens)
+        record.expect(tokens, found, self._max_tokens)
+        record.rest(least_gain)
+        return found
