@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass
-from importlib import metadata
 from typing import Any, Literal, get_args
 
 from quire.replica import option_fields
@@ -469,16 +468,6 @@ class EngineConfig(EngineOptions):
         if self.json_white_space != get_args(JsonWhiteSpace)[0]:
             parts.append(f"json_white_space={self.json_white_space}")
         return ",".join(parts)
-
-    @property
-    def kv_format(self) -> str:
-        """Everything besides the tokens that the bytes of a block of KV depend on; engines share equal blocks only."""
-        parts = (
-            *("quire", metadata.version("quire"), self.model_name, self.revision),
-            *(self.device, self.number_format, self.pool_dtype, self.block_size, self.groups),
-            *(self.deterministic, self.fuse),
-        )
-        return repr(parts)
 
     @property
     def num_rows(self) -> int:
