@@ -15,17 +15,21 @@
 #   make gpu-rehearse   gpu-1 to gpu-3 without a GPU, with that machine's libraries: 5 GB to install, then some minutes
 #   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
+#   make tp      kills ranks of tensor-parallel replicas under 100 streams, ten minutes
 #   make families   which of transformers' causal model types are served, against `generate`, six minutes: docs/models.md
 #   make many-routers   1, 4, 8 and 16 routers on real clusters, and the start of one, a quarter of an hour: docs/router.md
 #   make real-model   SmolLM2 135M and Gemma 3 270M against transformers, on real text; downloads 330 MB once
+#   make adapters  a hundred adapters over one model against the model alone; 1,000 changes of adapters; an interpreted GPU
 #   make speculation  what drafts gain and cost with SmolLM2, in turns; downloads 130 MB once
+#   make image     execute the Dockerfile without a container runtime, then start the pod in its root; some minutes
+#                       (root, Python 3.11, debootstrap, network)
 #   make lock      the image's packages, with hashes   (needs uv)
 #   make clients   real clients against a real cluster: docs/clients.md   (CLIENTS_MODEL=./folder, ARGS="--only openai_python")
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos families many-routers real-model speculation clients lock
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos tp families many-routers real-model speculation clients image lock adapters
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -118,6 +122,10 @@ reference: $(INSTALLED)
 proto: $(INSTALLED)
 	$(BIN)/python -m quire.protos.generate
 
+adapters: $(INSTALLED)
+	$(BIN)/python -m tests.perf lora $(ARGS)
+	QUIRE_ADAPTER_SWAPS=1000 $(BIN)/python -m pytest -m "slow or not slow" tests/replica/adapters tests/kernels/adapters
+
 families: $(INSTALLED)
 	$(BIN)/python -m tests.perf families $(ARGS)
 
@@ -178,10 +186,17 @@ chaos: $(INSTALLED)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m chaos --ignore tests/chaos $(ARGS)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m soak $(ARGS)
 
+tp: $(INSTALLED)
+	TP_OUT=tests/perf/results/tp.json $(BIN)/python -m pytest -s -m slow tests/chaos/test_rank_kills.py $(ARGS)
+
 # Each client has an environment of its own in .cache/clients, about 9 GB together.
 CLIENTS_MODEL ?=
 clients: $(INSTALLED)
 	$(BIN)/python tests/clients $(if $(CLIENTS_MODEL),--model "$(CLIENTS_MODEL)") $(ARGS)
+
+# IMAGE_FOLDER: where the roots are made, 5 GB.
+image: $(INSTALLED)
+	IMAGE_OUT=tests/perf/results/image.json $(BIN)/python -m pytest -s -m slow tests/k8s/test_image.py $(ARGS)
 
 # The packages of the image, with hashes (k8s/Dockerfile). For the CPU image uv needs PyTorch's index of CPU builds:
 # UV_FIND_LINKS or UV_INDEX.

@@ -23,6 +23,7 @@ from ray.serve.context import _get_global_client
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.resources import device_of, lacking, num_gpus, reservations, reserved
 from quire.cluster.config.scaling_sections import ReplicaResources, RouterResources
+from quire.cluster.http.adapters_api import adapters_routes
 from quire.cluster.http.decisions_api import decisions_routes
 from quire.cluster.http.embeddings_api import embeddings_routes
 from quire.cluster.http.http_api import build_app
@@ -45,6 +46,7 @@ APIS = (
     decisions_routes.add_routes,
     embeddings_routes.add_routes,
     page_routes.add_routes,
+    adapters_routes.add_routes,
 )
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
@@ -92,6 +94,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},  # options to change at run time (`live_update`); none at the start
         ray_actor_options=_actor_options(config.replica_resources, num_gpus(config, device)),
+        **_rank_bundles(config, device),
         request_router_config=RequestRouterConfig(
             request_router_class="quire.router.transport.serve_router:DecidedRouter",
             request_router_kwargs={"channel": config.model_name},
@@ -212,12 +215,26 @@ def _actor_options(
     return options
 
 
+def _rank_bundles(config: AppConfig, device: str) -> dict[str, Any]:
+    """Deployment options for the ranks of a replica: one placement group with equal bundles on one node."""
+    if config.engine.tensor_parallel == 1:
+        return {}
+    each = reserved(config.replica_resources, num_gpus(config, device))
+    # Ray has no bundles without resources.
+    bundle = {name: amount for name, amount in each.items() if amount} or {"CPU": 0.001}
+    return {
+        "placement_group_bundles": [bundle] * config.engine.tensor_parallel,
+        "placement_group_strategy": "STRICT_PACK",
+    }
+
+
 def _engine_args(config: AppConfig, device: Device) -> EngineArgs:
     limits = config.engine.engine_options()
     if limits["num_threads"] is None and device == "cpu":
         # Divide the cluster's cores among the replicas: by default each replica would start one thread per core.
         cores = ray.cluster_resources().get("CPU", 1)
-        limits["num_threads"] = max(1, int(cores) // config.max_replicas)
+        num_processes = config.max_replicas * config.engine.tensor_parallel
+        limits["num_threads"] = max(1, int(cores) // num_processes)
     return EngineArgs(
         model=config.model,
         revision=config.revision,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -32,10 +33,15 @@ from quire.cluster.grpc.grpc_poller import batch_pollers
 from quire.cluster.proxies.ray_proxies import open_ports, open_reflection
 from quire.cluster.scrape import Answers, Scrape
 from quire.cluster.tls.tls_listeners import TlsListeners
+from quire.protos.adapter_ref import AdapterRef
+from quire.protos.errors import Unavailable
 from quire.protos.metric_families import Page
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
+from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.ray_metrics import RayMetrics
+from quire.router.adapters.adapter_control import AdapterControl
+from quire.router.adapters.adapter_registry import PlainEntry
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.fleet.replicas import ReplicaTable
@@ -53,12 +59,15 @@ from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.trace.tracer import Tracer
 from quire.router.transport.bus import Bus
 from quire.router.transport.peers import Peers
+from quire.router.transport.replica_adapters import ReplicaAdapters
 
 logger = logging.getLogger("ray.serve")
 
 # A new router keeps its ports closed until a replica is attached, for at most this time. After it, either no replica is
 # running or all are still loading, and the router answers with that error.
 FIRST_ATTACH_TIMEOUT_S = 10.0
+# A router that missed a change of the adapters learns it within this time.
+EXCHANGE_PERIOD_S = 15.0
 
 
 def this_service() -> RouterService:
@@ -128,10 +137,27 @@ class Router(GrpcApi):
         self._labels = {**labels, "deployment": context.deployment, "router": router_id}
         self._vllm_names = app.metrics.vllm_names
         scrape = self._scrape(labels, replicas.deployment_name, peers)
+        adapters = AdapterControl(
+            app.model_name,
+            ReplicaAdapters(self._bus),
+            peers.exchange_adapters,
+            None if app.adapter_folder is None else Path(app.adapter_folder),
+        )
+        with final_errors("router"):
+            await asyncio.to_thread(_declare, adapters, app)
         with final_errors("router"):
             tracer = None if app.tracing is None else _tracer(app.tracing, router_id)
         self.service = _service(
-            app, checkpoint, router_id, table, self._bus, peers, self._metrics, scrape, tracer
+            app,
+            checkpoint,
+            router_id,
+            table,
+            self._bus,
+            peers,
+            self._metrics,
+            scrape,
+            adapters,
+            tracer,
         )
         self._metrics.follow(self.service)
         if app.auth is not None:
@@ -160,6 +186,7 @@ class Router(GrpcApi):
             )
         # After the ports open, so that it delays no request's first replica.
         self._loading = asyncio.create_task(self.service.load_parser())
+        self._exchanging = asyncio.create_task(_exchange_adapters(adapters))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Change options of the running router; Serve calls this with the deployment's `user_config`.
@@ -196,6 +223,12 @@ class Router(GrpcApi):
     async def own_state(self, payer: str | None) -> LiveState:
         """Return what this router knows; the other routers call this through `Peers`."""
         return self.service.own_state(payer)
+
+    async def own_adapters(self, entries: list[PlainEntry]) -> list[PlainEntry]:
+        """Take over another router's adapters and return this router's; the others call this through `Peers`."""
+        registry = self.service.adapter_control.registry
+        registry.merge(entries)
+        return registry.plain()
 
     async def own_metrics(self) -> tuple[str, Page]:
         """Return this router's id and its metrics; the other routers call this through `Peers`."""
@@ -237,6 +270,22 @@ class Router(GrpcApi):
             await asyncio.to_thread(self.access.close)
 
 
+def _declare(adapters: AdapterControl, app: AppConfig) -> None:
+    """Add the adapters of the configuration."""
+    try:
+        adapters.declare([AdapterRef.of_folder(a.name, a.path) for a in app.adapters])
+    except OSError as error:
+        raise CheckpointError(f"adapters: {error}") from error
+
+
+async def _exchange_adapters(adapters: AdapterControl) -> None:
+    """Exchange adapters with the other routers: at the start, and for those that missed a change."""
+    while True:
+        with contextlib.suppress(Unavailable):
+            await adapters.exchange()
+        await asyncio.sleep(EXCHANGE_PERIOD_S)
+
+
 def _access(auth: AuthArgs, router_id: str, table: ReplicaTable) -> AccessControl:
     """Read the keys and start to watch their file; raises `KeyFileError` if it cannot be used."""
     ring = KeyRing(Path(auth.key_file), max_labels=auth.max_tenant_labels)
@@ -275,6 +324,7 @@ def _service(
     peers: Peers,
     observer: RouterMetrics,
     scrape: Scrape,
+    adapters: AdapterControl,
     tracer: Tracer | None,
 ) -> RouterService:
     limits = app.router
@@ -308,6 +358,7 @@ def _service(
         decision_log=_decision_log(limits, router_id),
         peers=peers,
         scrape=scrape.text,
+        adapter_control=adapters,
         tracer=tracer,
         ready_timeout_s=limits.ready_timeout_s,
         admission=_admission(limits),

@@ -40,6 +40,21 @@ class ControlStub(object):
                 request_serializer=quire_dot_protos_dot_control__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=quire_dot_protos_dot_control__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/quire.v1.Control/ListAdapters',
+                request_serializer=quire_dot_protos_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=quire_dot_protos_dot_control__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/quire.v1.Control/LoadAdapter',
+                request_serializer=quire_dot_protos_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_protos_dot_control__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/quire.v1.Control/UnloadAdapter',
+                request_serializer=quire_dot_protos_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_protos_dot_control__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.GetLoads = channel.unary_unary(
                 '/quire.v1.Control/GetLoads',
                 request_serializer=quire_dot_protos_dot_control__pb2.GetLoadsRequest.SerializeToString,
@@ -63,6 +78,27 @@ class ControlServicer(object):
 
     def GetModelInfo(self, request, context):
         """Facts about the model that do not change while the application runs. UNAVAILABLE before the first replica is ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """The adapters that requests may name as their model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Loads an adapter on all replicas, or replaces the one with its name. Needs the right `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads an adapter; requests that run keep it. Needs the right `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,6 +133,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=quire_dot_protos_dot_control__pb2.GetModelInfoRequest.FromString,
                     response_serializer=quire_dot_protos_dot_control__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=quire_dot_protos_dot_control__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=quire_dot_protos_dot_control__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=quire_dot_protos_dot_control__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=quire_dot_protos_dot_control__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=quire_dot_protos_dot_control__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=quire_dot_protos_dot_control__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'GetLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoads,
@@ -142,6 +193,87 @@ class Control(object):
             '/quire.v1.Control/GetModelInfo',
             quire_dot_protos_dot_control__pb2.GetModelInfoRequest.SerializeToString,
             quire_dot_protos_dot_control__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Control/ListAdapters',
+            quire_dot_protos_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+            quire_dot_protos_dot_control__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Control/LoadAdapter',
+            quire_dot_protos_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+            quire_dot_protos_dot_control__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Control/UnloadAdapter',
+            quire_dot_protos_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+            quire_dot_protos_dot_control__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from quire.protos import ragged
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.errors import QuireError
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire_codec import (
@@ -74,6 +75,7 @@ class Submit(Message):
     # Seconds for which the request's blocks are evicted after all others, once it has ended; the router can end this
     # earlier (`Replica.renew`).
     retain_s: float = 0.0
+    adapter: Annotated[AdapterRef | None, optional(record(AdapterRef))] = None
     # [tokens] int32: the client's guess of the answer, a source of drafts.
     prediction_ids: Annotated[np.ndarray | None, optional(array("<i4"))] = None
 

@@ -2,6 +2,10 @@
 
 Fields are written in the order of their declaration, and a reader expects exactly their number. A field of a type that
 msgpack does not know has a `Codec` in its annotation: `Annotated[np.ndarray, array("<i4")]`.
+
+A message that is longer than Serve's gRPC allows travels in parts. Serve sends handle calls over gRPC with at most
+4 MiB per message (`RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH`); a call with a longer message fails. A frame with the
+log-probabilities of a long prompt can be longer.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import functools
 import operator
 import typing
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 import msgpack
@@ -19,6 +23,8 @@ import numpy as np
 
 WIRE_VERSION = 8
 _CHECKSUM_BYTES = 4
+# Half of Serve's default, because Serve adds data of its own.
+MAX_MESSAGE_BYTES = 2 << 20
 
 
 class WireError(ValueError):
@@ -163,3 +169,33 @@ def _layout(kind: Any) -> _Layout:
 def _codec(hint: Any) -> Codec:
     codecs = [item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Codec)]
     return codecs[0] if codecs else Codec(None, None)
+
+
+class Part(NamedTuple):
+    """A part of a message; further parts follow in order."""
+
+    data: bytes
+    is_last: bool
+
+
+def parts_of(message: bytes) -> Iterator[bytes | Part]:
+    """Yield the message if it is short enough, otherwise its parts."""
+    if len(message) <= MAX_MESSAGE_BYTES:
+        yield message
+        return
+    for begin in range(0, len(message), MAX_MESSAGE_BYTES):
+        end = begin + MAX_MESSAGE_BYTES
+        yield Part(message[begin:end], end >= len(message))
+
+
+async def whole(first: bytes | Part, following: Callable[[], Awaitable[bytes | Part]]) -> bytes:
+    """Join the message that begins with `first`; `following` returns each further part."""
+    if not isinstance(first, Part):
+        return first
+    data, is_last = [first.data], first.is_last
+    while not is_last:
+        part = await following()
+        assert isinstance(part, Part)
+        data.append(part.data)
+        is_last = part.is_last
+    return b"".join(data)

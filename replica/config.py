@@ -225,6 +225,16 @@ class EngineOptions:
         "For debugging: before each replay of a CUDA graph, compare the addresses of all its inputs and outputs with "
         "those at capture time.",
     )
+    max_loaded_adapters: int = option(
+        0,
+        "Maximum number of adapters that running requests may have at once; as many stay in the device's memory. 0: no "
+        "adapters.",
+        ge=0,
+        le=1024,
+    )
+    max_adapter_rank: int = option(
+        16, "Largest rank of an adapter. On a GPU each slot has room for this rank.", ge=1, le=64
+    )
     nvtx: bool = option(
         False,
         "For debugging on a GPU: mark the parts of the engine's loop and the work that they queue as NVTX ranges, "
@@ -269,10 +279,23 @@ class EngineOptions:
     )
     num_threads: int | None = option(
         None,
-        "Number of CPU threads for one replica's matrix products. Default: the machine's cores, divided by the number "
-        "of replicas.",
+        "Number of CPU threads for one replica's matrix products, in each of its ranks. Default: the machine's cores, "
+        "divided by the number of replicas and by tensor_parallel.",
         ge=1,
         le=1024,
+    )
+    tensor_parallel: int = option(
+        1,
+        "Number of processes of one machine, called ranks, that compute one model together: 1, 2, 4 or 8. Each has a "
+        "part of weights and KV cache. On a CPU only, for architectures with a tensor-parallel plan in transformers.",
+        ge=1,
+        le=8,
+    )
+    reduction_splits: int | None = option(
+        None,
+        "Parts, a power of two, of sums over ranks. Only it decides the order of additions. Default: tensor_parallel.",
+        ge=1,
+        le=64,
     )
     speculation: SpeculationOptions = option(
         SpeculationOptions(),
@@ -383,6 +406,9 @@ def conflicts(options: Any) -> Iterator[str]:
             f"num_blocks ({options.num_blocks}) and kv_cache_gib ({options.kv_cache_gib}) both set "
             "the size of the KV cache; give one of them"
         )
+    ranks, splits = options.tensor_parallel, options.reduction_splits or options.tensor_parallel
+    if ranks & (ranks - 1) or splits & (splits - 1) or splits < ranks:
+        yield f"tensor_parallel ({ranks}) and reduction_splits ({splits}) must be powers of two, in ascending order"
     speculation = options.speculation
     if speculation.method == "draft_model":
         yield (
@@ -430,7 +456,8 @@ class EngineConfig(EngineOptions):
     dtype: str  # float32 | bfloat16 | float16
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # full-attention layer groups first
+    groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # full-attention first; heads of one rank
+    reduction_splits: int = 1
     num_host_blocks: int = 0  # blocks of the host tier, of the same size; 0: no host tier
     # Whether some layers are recurrent: they keep a state of each running request instead of blocks.
     has_states: bool = False
@@ -465,6 +492,7 @@ class EngineConfig(EngineOptions):
             parts.append(f"weights={self.weights}")
         if self.kv_cache_dtype != "auto":
             parts.append(f"kv_cache={self.kv_cache_dtype}")
+        parts += [f"reduction_splits={self.reduction_splits}"] * (self.reduction_splits > 1)
         if self.json_white_space != get_args(JsonWhiteSpace)[0]:
             parts.append(f"json_white_space={self.json_white_space}")
         return ",".join(parts)

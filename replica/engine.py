@@ -25,11 +25,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
 from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import Hello, Load
+from quire.replica.adapters.adapter_library import AdapterLibrary
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import (
     LIGHT_FIELDS,
@@ -38,6 +40,8 @@ from quire.replica.config import (
     check_args,
     light_fields,
 )
+from quire.replica.core.adapter import Adapter
+from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.grammar.state import GrammarState
@@ -50,6 +54,8 @@ from quire.replica.speculation.draft_sources import open_draft_source
 if TYPE_CHECKING:
     from torch import nn
 
+    from quire.replica.ranks.leading_ranks import LeadingRanks, StartRank
+    from quire.replica.ranks.rank_links import RankEnd
     from quire.replica.startup.pool_place import PoolPlace
 
 # After this number of consecutive failed steps the engine is unhealthy: the cause is the device (CUDA errors are
@@ -57,6 +63,8 @@ if TYPE_CHECKING:
 MAX_FAILED_STEPS = 3
 # Tokens of prompt and output of a typical request, a chat of several turns. `hello` reports how many of these fit.
 TYPICAL_LEN = 2048
+# Adapters in host memory, those in the device's memory included.
+MAX_HOST_ADAPTERS = 256
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 
@@ -80,6 +88,8 @@ class Engine:
     prove
         Whether to compare a tiny model of the checkpoint's class with transformers first (`replica/proof`); False for
         the engine of such a comparison.
+    start_rank
+        With `tensor_parallel`, starts another rank; None: as a child process.
 
     Raises
     ------
@@ -95,6 +105,7 @@ class Engine:
         flight_path: Path | None = None,
         node_pool: PoolPlace | None = None,
         prove: bool = True,
+        start_rank: StartRank | None = None,
         **overrides: Any,
     ):
         if args is not None and overrides:
@@ -113,7 +124,14 @@ class Engine:
             if prove:
                 check_model(spec, device, functools.partial(Engine, prove=False))
 
-        runtime = load_runtime(args, self.startup_s, check, node_pool)
+        self._ranks: LeadingRanks | None = None
+        if args.tensor_parallel > 1:
+            self._ranks = _lead(args, start_rank)
+        try:
+            runtime = load_runtime(args, self.startup_s, check, self._ranks, node_pool)
+        except BaseException:
+            self._close_ranks()
+            raise
         self.config: EngineConfig = runtime.config
         short = runtime.spec.short_context
         if prove and short is not None and self.config.max_model_len > short:
@@ -127,10 +145,14 @@ class Engine:
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         # As it runs; a failed proof looks into it.
         self.model: nn.Module = runtime.runner.model
+        self._adapters: AdapterLibrary | None = None
+        if (adapted := runtime.runner.adapted) is not None:
+            kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
+            self._adapters = AdapterLibrary(adapted.read, kept)
         self._node_pool = runtime.node_pool
         scheduler = Scheduler(
             self.config,
-            draft_source=open_draft_source(self.config),
+            draft_source=self._open_draft_source(),
             node_pool=runtime.node_pool,
         )
         self.epoch: str = scheduler.events.epoch
@@ -170,12 +192,16 @@ class Engine:
         self._loop.start()
         # If the interpreter exits while the thread is inside torch, the process ends with SIGABRT.
         self._at_exit = weakref.finalize(
-            self, _close, weakref.ref(self._loop), self.config.step_timeout_s
+            self, _close, weakref.ref(self._loop), self.config.step_timeout_s, self._ranks
         )
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
         """Return runner and clock of the loop. Fault injection in tests (`faults.py`) overrides this method."""
         return runner, time.monotonic
+
+    def _open_draft_source(self) -> DraftSource | None:
+        """Return the source of drafts; None: no speculation. Tests override this method."""
+        return open_draft_source(self.config)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its output arrives through the callback.
@@ -191,6 +217,31 @@ class Engine:
             self._loop.post(lambda scheduler: scheduler.add(request))
         else:
             self._compile(request)
+
+    def adapter(self, ref: AdapterRef) -> Adapter:
+        """Return an adapter for `Request.adapter`. Reads its folder if it is not in memory; any thread may call this.
+
+        Raises
+        ------
+        InvalidRequest
+            The engine has no adapters, or the folder cannot be used; the message has the reason.
+        """
+        return self._library().get(ref)
+
+    def known_adapter(self, ref: AdapterRef) -> Adapter | None:
+        """Return an adapter that is in memory, or None."""
+        return self._library().find(ref)
+
+    def forget_adapter(self, digest: str) -> None:
+        """Free the memory of an adapter; live requests keep it until they end."""
+        self._library().forget(digest)
+        with contextlib.suppress(Unavailable):
+            self._loop.post(lambda scheduler: scheduler.rows.adapters.forget(digest))
+
+    def _library(self) -> AdapterLibrary:
+        if self._adapters is None:
+            raise InvalidRequest("max_loaded_adapters is 0: the engine has no adapters")
+        return self._adapters
 
     def abort(self, key: Hashable) -> None:
         """End a request if it is still alive; its last delta has the reason `abort`."""
@@ -321,9 +372,10 @@ class Engine:
         *,
         n: int = 1,
         progress: bool | None = None,
+        adapter: Adapter | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts in one batch; outputs are in the order of prompts (`OfflineFront.generate`)."""
-        return self._front().generate(prompts, params, n=n, progress=progress)
+        return self._front().generate(prompts, params, n=n, progress=progress, adapter=adapter)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -339,6 +391,8 @@ class Engine:
         """Raise `EngineError` if the loop has ended, a step hangs, or the last `MAX_FAILED_STEPS` steps failed."""
         if not self._loop.is_alive():
             raise EngineError("the engine's loop has ended")
+        if self._ranks is not None:
+            self._ranks.links.check()
         complaint = self._loop.step_watch.complaint()
         if complaint is not None:
             raise EngineError(complaint)
@@ -349,12 +403,18 @@ class Engine:
         """Start a thread that calls `on_hang` once, with the reason, when a step exceeds its time limit."""
         return self._loop.step_watch.watch(on_hang)
 
+    def watch_ranks(self, on_end: Callable[[RankEnd], None]) -> None:
+        """Call `on_end` when another rank has ended; no step can run from then on."""
+        if self._ranks is not None:
+            self._ranks.links.on_end(on_end)
+
     def close(self) -> None:
         """Stop the loop; live requests end with `abort`."""
         for key in list(self._compiling):
             self.abort(key)
         self._grammars.close()
         self._loop.close()
+        self._close_ranks()
         self._at_exit.detach()
         if self._node_pool is not None and not self._loop.is_alive():
             self._node_pool.close()
@@ -399,14 +459,28 @@ class Engine:
             self._take_compiling(request.key, request)
             raise
 
+    def _close_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
     def _front(self) -> OfflineFront:
         if self._offline is None:
             raise RuntimeError("this engine's output goes to its on_output callback")
         return self._offline
 
 
-def _close(loop: weakref.ref[EngineLoop], timeout_s: float) -> None:
-    """Close the loop if it still exists; while it runs, its thread keeps it alive."""
+def _lead(args: EngineArgs, start_rank: StartRank | None) -> LeadingRanks:
+    """Start the other ranks; they import their libraries while this one checks the checkpoint."""
+    from quire.replica.ranks.leading_ranks import LeadingRanks, start_process
+
+    check_args(args)
+    return LeadingRanks(args, start_process if start_rank is None else start_rank)
+
+
+def _close(loop: weakref.ref[EngineLoop], timeout_s: float, ranks: LeadingRanks | None) -> None:
+    """Close the loop if it still exists, then the ranks; while the loop runs, its thread keeps it alive."""
     found = loop()
     if found is not None:
         found.close(timeout_s)
+    if ranks is not None:
+        ranks.close()

@@ -19,6 +19,7 @@ from quire.protos.errors import EngineError, QuireError
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import PromptLogprobs, TokenDelta, TokenLogprob
 from quire.replica.config import EngineConfig
+from quire.replica.core.adapter import Adapter
 from quire.replica.core.request import Request, validate
 from quire.replica.host_machine import give_back_free_memory
 from quire.replica.loop import LoopOutput
@@ -116,6 +117,7 @@ class OfflineFront:
         *,
         n: int = 1,
         progress: bool | None = None,
+        adapter: Adapter | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts in one continuous batch.
 
@@ -131,6 +133,8 @@ class OfflineFront:
             outputs[n * i + choice] belongs to prompts[i].
         progress
             Show a progress bar on standard error. The default is to show it on a terminal for more than 8 prompts.
+        adapter
+            Result of `Engine.adapter`, for all prompts; None: the model alone.
 
         Raises
         ------
@@ -146,12 +150,18 @@ class OfflineFront:
         for i, (prompt, p) in enumerate(
             zip(prompts, self._params_for(prompts, params), strict=True)
         ):
-            lead = self._request(prompt, p, f"prompts[{i}]")
+            lead = self._request(prompt, p, f"prompts[{i}]", adapter=adapter)
             requests.append(lead)
             for choice in range(1, n):
                 of_choice = dataclasses.replace(p, choice=p.choice + choice)
                 requests.append(
-                    self._request(lead.token_ids, of_choice, f"prompts[{i}]", fork_of=lead.key)
+                    self._request(
+                        lead.token_ids,
+                        of_choice,
+                        f"prompts[{i}]",
+                        fork_of=lead.key,
+                        adapter=adapter,
+                    )
                 )
         outputs = {request.key: _output(request) for request in requests}
         waiting = deque(requests)
@@ -209,6 +219,7 @@ class OfflineFront:
         params: SamplingParams,
         name: str,
         fork_of: Hashable | None = None,
+        adapter: Adapter | None = None,
     ) -> Request:
         """Create a request and check that the engine can serve it."""
         try:
@@ -218,6 +229,7 @@ class OfflineFront:
                 params,
                 arrival_s=time.monotonic(),
                 fork_of=fork_of,
+                adapter=adapter,
             )
             validate(request, self._engine.config)
         except QuireError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.protos.wire import Load
+from quire.protos.adapter_ref import AdapterRef
+from quire.protos.wire import Hello, Load
 
 
 @dataclass(slots=True)
@@ -20,6 +21,33 @@ class ModelInfo:
     dtype: str = ""
     eos_token_ids: tuple[int, ...] = ()
     block_size: int = 0
+
+    @classmethod
+    def of(cls, name: str, created_s: int, hello: Hello) -> ModelInfo:
+        """The facts that a replica has reported."""
+        return cls(
+            name=name,
+            created_s=created_s,
+            max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
+            vocab_size=hello.vocab_size,
+            revision=hello.revision,
+            dtype=hello.dtype,
+            eos_token_ids=tuple(hello.eos_token_ids),
+            block_size=hello.block_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEntry:
+    """An adapter by its name, as the newest change of the name says."""
+
+    ref: AdapterRef
+    version_ns: int  # time of the change, since 1970
+    is_removed: bool = False
+
+    @property
+    def created_s(self) -> int:
+        return self.version_ns // 10**9
 
 
 @dataclass(slots=True)

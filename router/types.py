@@ -13,12 +13,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.errors import QuireError
 from quire.protos.sampling_params import Grammar
 from quire.router.bill import Bill
 from quire.router.question_types import Question
 from quire.router.scored_token import TokenScores
-from quire.router.status_types import Decisions, LiveState, ModelInfo, Readiness, ReplicaStatus
+from quire.router.status_types import (
+    AdapterEntry,
+    Decisions,
+    LiveState,
+    ModelInfo,
+    Readiness,
+    ReplicaStatus,
+)
 from quire.router.tool_types import Tool, ToolCall, ToolChoice
 
 
@@ -88,7 +96,7 @@ class GenerationRequest:
     Attributes
     ----------
     model
-        Name of the model; None: the application's only model.
+        Name of the model or of an adapter; None: the application's model.
     prompt
         Text or token ids.
     prompts
@@ -143,6 +151,8 @@ class GenerationRequest:
         Seconds from the request's arrival to its deadline.
     resume_from
         Return only deltas after the part of the answer that the client has.
+    adapter
+        The adapter that `model` names; the router sets it.
     trace_headers
         The client's `traceparent` and `tracestate`, unchecked. None: it sent none.
     """
@@ -192,6 +202,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     resume_from: ResumePoint | None = None
     bill: Bill | None = None
+    adapter: AdapterRef | None = None
     trace_headers: tuple[str, str] | None = None
 
     @property
@@ -429,6 +440,15 @@ class Service(Protocol):
             As `generate`, but never for a full queue.
         """
         ...
+
+    def adapters(self) -> list[AdapterEntry]:
+        """The adapters that requests may name as their model."""
+
+    async def load_adapter(self, name: str, path: str) -> AdapterEntry:
+        """Load an adapter on all replicas; raises `InvalidRequest` if the name or the folder cannot be used."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter; raises `ModelNotFound` if there is none with this name."""
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of some token ids.

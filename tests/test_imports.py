@@ -28,6 +28,7 @@ LAYERS = (
     "protos",
     "kernels",
     "kernels.cpu",
+    "kernels.adapters",
     "kernels.rows",
     "kernels.attention",
     "kernels.sampling",
@@ -42,6 +43,7 @@ LAYERS = (
     "router.trace",
     "router.transport",
     "router.scoring",
+    "router.adapters",
     "router.request",
     "replica.host_machine",
     "replica.builtin_model",
@@ -59,12 +61,15 @@ LAYERS = (
     "replica.sampling",
     "replica.device",
     "replica.model.layers",
+    "replica.model.sharded",
     "replica.model",
     "replica.model.fusion",
     "replica.model.deterministic",
+    "replica.adapters",
     "replica.runner.graphs",
     "replica.runner",
     "replica.startup",
+    "replica.ranks",
     "replica.proof",
     "replica",
     # Entries below may import ray.
@@ -77,6 +82,7 @@ LAYERS = (
     "cluster.http.responses_api",
     "cluster.http.decisions_api",
     "cluster.http.embeddings_api",
+    "cluster.http.adapters_api",
     "cluster.page",
     "cluster.grpc",
     "cluster.proxies",
@@ -114,9 +120,11 @@ RAY = (
 # Folders and modules that may load torch.
 TORCH = (
     "quire.kernels",
+    "quire.replica.adapters",
     "quire.replica.device",
     "quire.replica.model",
     "quire.replica.proof",
+    "quire.replica.ranks",
     "quire.replica.runner",
     "quire.replica.sampling",
     "quire.replica.startup",
@@ -413,6 +421,7 @@ DEVICE_CHECKS = {
     "quire.replica.runner.runner": 3,  # the kernels; whether steps are computed or queued
     "quire.replica.proof.verdicts": 1,  # on which devices a class is proven
     "quire.replica.startup.runtime": 1,  # whether memory is measured
+    "quire.replica.startup.rank_sizing": 1,  # whether ranks run there
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory
     "quire.replica.host_machine": 1,  # free memory of the GPU or of the host

@@ -145,9 +145,9 @@ def check_model(service: Service, name: str | None) -> None:
     Unavailable
         No replica has reported the model yet.
     """
-    served = service.model_info().name
-    if name not in (None, served):
-        raise model_not_found(name or "", [served])
+    served = [service.model_info().name, *(entry.ref.name for entry in service.adapters())]
+    if name not in (None, *served):
+        raise model_not_found(name or "", served)
 
 
 def timeout_seconds(value: str | None) -> float | None:

@@ -22,7 +22,14 @@ from quire.cluster.auth.tenant_counters import visible_to
 from quire.protos.errors import PermissionDenied, QuireError, RateLimited, shown
 from quire.router.question_types import Question
 from quire.router.request.params import check_label
-from quire.router.status_types import Decisions, LiveState, ModelInfo, Readiness, ReplicaStatus
+from quire.router.status_types import (
+    AdapterEntry,
+    Decisions,
+    LiveState,
+    ModelInfo,
+    Readiness,
+    ReplicaStatus,
+)
 from quire.router.types import (
     Embeddings,
     EncodedPrompt,
@@ -129,6 +136,18 @@ class KeyedService:
         """See `Service`. A tenant sees its own requests, `admin` all."""
         payer = payer if self.shown_payer is None else self.shown_payer
         return await self._service.decisions(request_id, limit, payer)
+
+    def adapters(self) -> list[AdapterEntry]:
+        """See `Service`."""
+        return self._service.adapters()
+
+    async def load_adapter(self, name: str, path: str) -> AdapterEntry:
+        """See `Service`."""
+        return await self._service.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `Service`."""
+        await self._service.unload_adapter(name)
 
     def model_info(self) -> ModelInfo:
         """See `Service`."""

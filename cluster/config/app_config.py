@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from quire.cluster.config.auth_section import AuthArgs
 from quire.cluster.config.config_problems import ConfigError, problems_from
-from quire.cluster.config.engine_section import EngineArgs, option_field
+from quire.cluster.config.engine_section import AdapterArgs, EngineArgs, option_field
 from quire.cluster.config.http_section import HttpArgs, MetricsArgs, TracingArgs
 from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.config.scaling_sections import (
@@ -50,6 +50,17 @@ class AppConfig(Section):
         max_length=256,
         description="Name of the model in requests (`model`). Default: the Hugging Face id, or the name of the "
         "folder.",
+    )
+    adapters: list[AdapterArgs] = Field(
+        default=[],
+        max_length=1024,
+        description="Adapters that requests may name as their model. They need `engine.max_loaded_adapters`.",
+    )
+    adapter_folder: NodePath | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder in which adapters must lie that are loaded at run time (`POST /v1/adapters`), readable by "
+        "every router and replica. Default: adapters cannot be loaded at run time.",
     )
     chat_template: NodePath | None = Field(
         default=None,
@@ -124,6 +135,13 @@ class AppConfig(Section):
             yield (
                 f"revision {self.revision!r} needs a Hugging Face id, but model is {self.model!r}"
             )
+        names = [adapter.name for adapter in self.adapters]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"adapters has the name {name!r} {names.count(name)} times"
+        if self.model_name in names:
+            yield f"adapters has the model's name {self.model_name!r}"
+        if (names or self.adapter_folder) and not self.engine.max_loaded_adapters:
+            yield "adapters and adapter_folder need engine.max_loaded_adapters of at least 1, got 0"
         scaling = self.autoscaling
         if scaling and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
             yield (
@@ -137,6 +155,8 @@ class AppConfig(Section):
             )
         if self.device == "cuda" and self.replica_resources.num_gpus == 0:
             yield "replica_resources.num_gpus must be above 0 with device 'cuda', got 0"
+        if self.device == "cuda" and self.engine.tensor_parallel > 1:
+            yield f"engine.tensor_parallel must be 1 with device 'cuda', got {self.engine.tensor_parallel}"
 
     @property
     def is_folder(self) -> bool:

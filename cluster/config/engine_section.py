@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from quire.cluster.config.section import Section
+from quire.cluster.config.section import NodePath, Section
 from quire.replica import config as replica_config
 
 
@@ -30,6 +30,19 @@ def _options(options: type[Any], **sections: type[Section]) -> Any:
             default = kind()
         fields[field.name] = (kind, Field(default=default, **field.metadata))
     return create_model(options.__name__, __base__=Section, **fields)
+
+
+class AdapterArgs(Section):
+    """An adapter that requests may name as their model."""
+
+    name: str = Field(
+        min_length=1, max_length=256, description="Name of the adapter in requests (`model`)."
+    )
+    path: NodePath = Field(
+        min_length=1,
+        description="Folder in PEFT's format, readable by every router and replica: adapter_config.json and "
+        "adapter_model.safetensors.",
+    )
 
 
 # A type checker sees no fields here: they exist only at run time.

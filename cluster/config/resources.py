@@ -43,8 +43,9 @@ def reserved(resources: ReplicaResources | RouterResources, gpus: float = 0) -> 
 
 
 def reservations(config: AppConfig, device: str) -> tuple[Reservation, Reservation]:
-    """Resources of the whole application."""
-    replica = reserved(config.replica_resources, num_gpus(config, device))
+    """Resources of the whole application. The ranks of a replica are on one node."""
+    each = reserved(config.replica_resources, num_gpus(config, device))
+    replica = {name: amount * config.engine.tensor_parallel for name, amount in each.items()}
     return (
         Reservation("replica", config.replicas, replica),
         Reservation("router", config.routers, reserved(config.router_resources)),

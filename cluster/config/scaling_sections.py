@@ -77,8 +77,8 @@ class ReplicaResources(Section):
     num_cpus: float = Field(
         default=0.25,
         ge=0,
-        description="Number of CPUs reserved per replica. The default is small, so that two replicas and two routers "
-        "fit on one core.",
+        description="Number of CPUs reserved per replica, in each of its ranks. The default is small, so that two "
+        "replicas and two routers fit on one core.",
     )
     num_gpus: float | None = Field(
         default=None,

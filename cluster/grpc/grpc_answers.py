@@ -24,7 +24,13 @@ from quire.protos.errors import QuireError
 from quire.protos.wire import Load
 from quire.router.request.resume import EventIds
 from quire.router.scored_token import ScoredToken, TokenScores
-from quire.router.status_types import LiveState, PrefixHits, ReplicaStatus, RoutingRegret
+from quire.router.status_types import (
+    AdapterEntry,
+    LiveState,
+    PrefixHits,
+    ReplicaStatus,
+    RoutingRegret,
+)
 from quire.router.types import GenerationRequest, GenerationStream, OutputDelta, Usage
 
 _FINISH_REASONS = {
@@ -182,6 +188,13 @@ def set_status(context: Context, error: Exception) -> QuireError:
         metadata.append(("grpc-retry-pushback-ms", str(retry_after_ms(error.retry_after_s))))
     context.set_trailing_metadata(metadata)
     return error
+
+
+def adapter_message(entry: AdapterEntry) -> control.Adapter:
+    ref = entry.ref
+    return control.Adapter(
+        name=ref.name, path=ref.path, digest=ref.digest, created_s=entry.created_s
+    )
 
 
 def replica_load(status: ReplicaStatus) -> control.ReplicaLoad:

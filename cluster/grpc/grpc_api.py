@@ -30,6 +30,7 @@ from quire.cluster.auth.access_control import AccessControl, secret_of_metadata
 from quire.cluster.auth.access_rules import grpc_rule
 from quire.cluster.grpc.grpc_answers import (
     Responses,
+    adapter_message,
     answer_fields,
     prompt_scores,
     replica_cache,
@@ -231,7 +232,7 @@ class GrpcApi:
         except QuireError as error:
             raise renamed(error, INPUT_NAMES) from None
         response = generation.EmbedResponse(
-            request_id=asked.request_id, model=self.service.model_info().name
+            request_id=asked.request_id, model=asked.model or self.service.model_info().name
         )
         for vector in found.vectors:
             response.embeddings.add(values=vector.tolist())
@@ -298,6 +299,30 @@ class GrpcApi:
             eos_token_ids=info.eos_token_ids,
             block_size=info.block_size,
         )
+
+    @_unary(control.ListAdaptersResponse)
+    async def ListAdapters(
+        self, request: control.ListAdaptersRequest, grpc_context: Context
+    ) -> control.ListAdaptersResponse:
+        """Return the adapters that requests may name as their model."""
+        adapters = self.service.adapters()
+        return control.ListAdaptersResponse(adapters=[adapter_message(entry) for entry in adapters])
+
+    @_unary(control.LoadAdapterResponse)
+    async def LoadAdapter(
+        self, request: control.LoadAdapterRequest, grpc_context: Context
+    ) -> control.LoadAdapterResponse:
+        """Load an adapter on all replicas."""
+        entry = await self.service.load_adapter(request.name, request.path)
+        return control.LoadAdapterResponse(adapter=adapter_message(entry))
+
+    @_unary(control.UnloadAdapterResponse)
+    async def UnloadAdapter(
+        self, request: control.UnloadAdapterRequest, grpc_context: Context
+    ) -> control.UnloadAdapterResponse:
+        """Unload an adapter."""
+        await self.service.unload_adapter(request.name)
+        return control.UnloadAdapterResponse()
 
     @_unary(control.GetLoadsResponse)
     async def GetLoads(

@@ -18,7 +18,7 @@ from quire.cluster.api_common.front_end import retry_after_ms
 from quire.cluster.http.http_tools import ToolCallAnswer, ToolCallDelta
 from quire.protos.errors import DecisionNotFound, QuireError, Unauthenticated
 from quire.router.scored_token import ScoredToken, TokenScores
-from quire.router.status_types import Decisions, ModelInfo
+from quire.router.status_types import AdapterEntry, Decisions, ModelInfo
 from quire.router.types import Usage
 
 
@@ -207,10 +207,11 @@ class ModelCard(_Answer):
     created: int
     owned_by: str
     max_model_len: int = Field(description="Most tokens of prompt and answer together.")
+    parent: str | None = Field(description="Of an adapter: the model that it adapts.")
 
 
 class ModelList(_Answer):
-    """The models of this application; always one."""
+    """The model of this application, and its adapters."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -428,7 +429,14 @@ def model_card(info: ModelInfo) -> dict[str, Any]:
         "created": info.created_s,
         "owned_by": "quire",
         "max_model_len": info.max_model_len,
+        "parent": None,
     }
+
+
+def adapter_card(entry: AdapterEntry, info: ModelInfo) -> dict[str, Any]:
+    """Build the `ModelCard` of an adapter."""
+    own = {"id": entry.ref.name, "created": entry.created_s, "parent": info.name}
+    return {**model_card(info), **own}
 
 
 def decisions_answer(request_id: str | None, found: Decisions) -> dict[str, Any]:

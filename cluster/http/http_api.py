@@ -54,6 +54,7 @@ from quire.cluster.http.http_answers import (
     ModelCard,
     ModelList,
     ReadyAnswer,
+    adapter_card,
     decisions_answer,
     json_response,
     model_card,
@@ -232,16 +233,23 @@ def _add_generation_routes(
 def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], version: str) -> None:
     @app.get("/v1/models", response_model=ModelList, responses=_ERRORS)
     async def models() -> Response:
-        """The model that this application serves."""
-        return json_response({"object": "list", "data": [model_card(get_service().model_info())]})
+        """The model that this application serves, and its adapters."""
+        service = get_service()
+        info = service.model_info()
+        adapters = [adapter_card(entry, info) for entry in service.adapters()]
+        return json_response({"object": "list", "data": [model_card(info), *adapters]})
 
     @app.get("/v1/models/{model_id:path}", response_model=ModelCard, responses=_ERRORS)
     async def model(model_id: str) -> Response:
-        """One model."""
-        info = get_service().model_info()
-        if model_id != info.name:
-            raise model_not_found(model_id, [info.name])
-        return json_response(model_card(info))
+        """The model, or one of its adapters."""
+        service = get_service()
+        info = service.model_info()
+        if model_id == info.name:
+            return json_response(model_card(info))
+        adapters = {entry.ref.name: entry for entry in service.adapters()}
+        if model_id not in adapters:
+            raise model_not_found(model_id, [info.name, *adapters])
+        return json_response(adapter_card(adapters[model_id], info))
 
     @app.get("/v1/router/explain", response_model=DecisionList, responses=_ERRORS)
     async def explain(request_id: str | None = None, limit: int = DEFAULT_DECISIONS) -> Response:

@@ -19,7 +19,13 @@ import torch
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.cpu_attention_native import AttentionCall
 from quire.kernels.cpu.cpu_linear import LinearCall, PackedWeight
-from quire.kernels.cpu.cpu_row_ops import GatedCall, NormCall, RotateCall
+from quire.kernels.cpu.cpu_row_ops import (
+    AdapterDownCall,
+    AdapterUpCall,
+    GatedCall,
+    NormCall,
+    RotateCall,
+)
 
 # In the order of `enum kind` of native/sequence.c.
 _KINDS = (
@@ -28,6 +34,8 @@ _KINDS = (
     RotateCall,
     AttentionCall,
     GatedCall,
+    AdapterDownCall,
+    AdapterUpCall,
 )
 ALIGNMENT_BYTES = 64
 ROW_GAP = 32  # elements between rows: a cache line of the narrowest dtype

@@ -13,6 +13,9 @@ tokens alone, once the keys and values of all tokens are written:
 
     norm │ qkv │ norm, rotate, write ║ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
 
+In a step with low-rank adapters, each of the four products is followed by the two calls of its adapters. Such a step
+computes all tokens of the last layer.
+
 Bytes and flops: the sums over the parts.
 """
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -36,7 +39,16 @@ from quire.kernels.cpu.cpu_call_sequence import (
     run_parts,
 )
 from quire.kernels.cpu.cpu_linear import LinearCall
-from quire.kernels.cpu.cpu_row_ops import GatedCall, NormCall, RotateCall, RotatePart
+from quire.kernels.cpu.cpu_row_ops import (
+    AdapterDownCall,
+    AdapterUpCall,
+    GatedCall,
+    NormCall,
+    RotateCall,
+    RotatePart,
+)
+
+AdapterCalls: TypeAlias = tuple[AdapterDownCall, AdapterUpCall]
 
 
 class NativeLayer(ctypes.Structure):
@@ -49,7 +61,17 @@ class NativeLayer(ctypes.Structure):
         ("attention", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
+        ("down_adapters", ctypes.c_void_p),
     ]
+
+
+class LayerAdapters(NamedTuple):
+    """The calls of the adapters of a layer's products, without addresses."""
+
+    qkv: AdapterCalls
+    output: AdapterCalls
+    gate_up: AdapterCalls
+    down: AdapterCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +95,7 @@ class LayerParts:
     v_cache: torch.Tensor
     k_pages: torch.Tensor  # [page_rows, head_dim], a view of the cache's memory as rows
     v_pages: torch.Tensor
+    adapters: LayerAdapters | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +208,14 @@ class PreparedLayer:
         self._gate_up = LinearCall.of(*parts.gate_up)
         self._gated = GatedCall.of(inner, dtype, parts.gelu)
         self._down = LinearCall.of(*parts.down)
+        self._adapters = parts.adapters
         self._set_strides()
-        writing = {
+        writing: dict[str, ctypes.Structure] = {
             "attention_norm": self._attention_norm,
             "qkv": self._qkv,
             "rotate and write": self._rotate,
         }
-        reading = {
+        reading: dict[str, ctypes.Structure] = {
             "attention": self._attention,
             "output": self._output,
             "mlp_norm": self._mlp_norm,
@@ -201,10 +225,32 @@ class PreparedLayer:
         }
         self._sequence = CallSequence(writing | reading)
         self._halves = CallSequence(writing), CallSequence(reading)
+        self._adapted = self._with_adapters(writing | reading)
         # Number of tokens, and size and address of the workspace, for which the calls' addresses are set.
         self._num_tokens = 0
         self._num_bytes = 0
         self._address = 0
+
+    def _with_adapters(self, calls: dict[str, ctypes.Structure]) -> CallSequence | None:
+        """The sequence of a step with adapters."""
+        if self._adapters is None:
+            return None
+        all_calls: dict[str, ctypes.Structure] = {}
+        for name, call in calls.items():
+            all_calls[name] = call
+            if name in LayerAdapters._fields:
+                down, up = getattr(self._adapters, name)
+                all_calls |= {f"{name} adapters, down": down, f"{name} adapters, up": up}
+        return CallSequence(all_calls)
+
+    def _set_adapters(self) -> None:
+        """Let the calls of the adapters read and write where their products do."""
+        if self._adapters is None:
+            return
+        products = (self._qkv, self._output, self._gate_up, self._down)
+        for product, (down, up) in zip(products, self._adapters, strict=True):
+            down.x, down.x_stride = product.x, product.x_stride
+            up.out, up.out_stride = product.out, product.out_stride
 
     def _set_strides(self) -> None:
         strides = self._strides
@@ -224,21 +270,25 @@ class PreparedLayer:
         self._attention.q_token_stride, self._attention.q_head_stride = heads * head_dim, head_dim
         self._attention.out_token_stride = strides.attended // self._dtype.itemsize
 
+    def layer(self, *, adapted: bool = False) -> NativeLayer:
+        """The layer as a C structure; `adapted`: with the calls of adapters."""
+        changing = (self._attention_norm, self._rotate, self._attention, self._output, self._down)
+        addresses = [ctypes.addressof(call) for call in changing]
+        if not adapted:
+            return NativeLayer(self._sequence.address, *addresses, None)
+        assert self._adapted is not None and self._adapters is not None
+        _, up = self._adapters.down
+        return NativeLayer(self._adapted.address, *addresses, ctypes.addressof(up))
+
     @property
-    def layer(self) -> NativeLayer:
-        """The layer as a C structure."""
-        return NativeLayer(
-            self._sequence.address,
-            *map(
-                ctypes.addressof,
-                (self._attention_norm, self._rotate, self._attention, self._output, self._down),
-            ),
-        )
+    def has_adapters(self) -> bool:
+        """Whether the layer can run with the calls of adapters."""
+        return self._adapted is not None
 
     @property
     def num_calls(self) -> int:
-        """Number of calls in the layer."""
-        return len(self._sequence)
+        """Largest number of calls in the layer."""
+        return len(self._sequence if self._adapted is None else self._adapted)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -272,13 +322,18 @@ class PreparedLayer:
         selection.plan.check(len(selection.tokens), self._q_shape[0], self._parts.k_cache)
 
     def run_timed(
-        self, x: int, out: int, step: LayerStep, isa: str | None
+        self, x: int, out: int, step: LayerStep, isa: str | None, *, adapted: bool = False
     ) -> tuple[dict[str, float], int]:
         """Run the layer from address `x` to address `out`; return seconds by part and the rows outside the cache."""
         self._attention_norm.x = self._output.residual = x
         self._down.out = out
         self._rotate.step, self._attention.plan = step.tables, step.plan.part
-        seconds = self._sequence.run_timed(step.plan.num_threads, isa)
+        sequence = self._sequence
+        if adapted:
+            assert self._adapted is not None
+            sequence = self._adapted
+            self._set_adapters()
+        seconds = sequence.run_timed(step.plan.num_threads, isa)
         return seconds, self._rotate.outside
 
     @property
@@ -352,6 +407,7 @@ class PreparedLayer:
         self._output.out = self._mlp_norm.x = self._down.residual = middle
         self._gate_up.out = self._gated.x = gate_up
         self._gated.out = self._down.x = gate_up + gate_up_bytes
+        self._set_adapters()
 
     def _set_tokens(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens

@@ -33,7 +33,12 @@ class LayerStack:
             raise ValueError("layers: must be distinct, got one twice")
         self._layers = tuple(layers)
         self._library = native_library.installed()
-        self._array = (NativeLayer * len(layers))(*(layer.layer for layer in layers))
+        self._array = (NativeLayer * len(layers))(*(layer.layer() for layer in layers))
+        # None: some layer cannot run with adapters.
+        self._adapted: ctypes.Array[NativeLayer] | None = None
+        if all(layer.has_adapters for layer in layers):
+            adapted = (layer.layer(adapted=True) for layer in layers)
+            self._adapted = (NativeLayer * len(layers))(*adapted)
         num_bytes = sum(layer.num_calls for layer in layers)
         num_bytes *= self._library.functions.quire_stage_bytes()
         self._stages = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
@@ -51,6 +56,7 @@ class LayerStack:
         *,
         selection: Selection | None = None,
         isa: str | None = None,
+        adapted: bool = False,
     ) -> torch.Tensor:
         """Run all layers for a step's tokens; their keys and values are written to the cache.
 
@@ -67,6 +73,8 @@ class LayerStack:
             None: all tokens.
         isa
             Instruction set, one of `native_library.ISAS`; None: the best of this processor.
+        adapted
+            Run the calls of the layers' adapters (`LayerParts.adapters`) too; not with a selection.
 
         Returns
         -------
@@ -81,6 +89,8 @@ class LayerStack:
         """
         last = self._layers[-1]
         last.check(x, step)
+        if adapted and (self._adapted is None or selection is not None):
+            raise ValueError("adapted: needs layers with adapters, and no selection")
         if selection is not None:
             last.check_selection(selection)
         if not step.tables.tokens:
@@ -88,7 +98,7 @@ class LayerStack:
         # Number of layers that run for all tokens.
         whole = len(self._layers) - (selection is not None)
         out = torch.empty_like(x) if whole else x.clone()
-        outside = self._run(whole, x, out, step, workspace, isa)
+        outside = self._run(whole, x, out, step, workspace, isa, adapted)
         if selection is not None:
             rows = out.view(-1, x.shape[-1])
             selected, more = last.run_selected(rows, step, selection, workspace, isa)
@@ -106,6 +116,7 @@ class LayerStack:
         step: LayerStep,
         workspace: Workspace,
         isa: str | None,
+        adapted: bool,
     ) -> int:
         """Run the first `count` layers; return the number of rows outside the cache."""
         for layer in self._layers[:count]:
@@ -113,7 +124,7 @@ class LayerStack:
         if workspace.on_times is None:
             library = self._library
             return library.functions.quire_layers(
-                self._array,
+                self._adapted if adapted else self._array,
                 count,
                 x.data_ptr(),
                 out.data_ptr(),
@@ -126,7 +137,7 @@ class LayerStack:
             )
         outside, goes_in = 0, x.data_ptr()
         for layer in self._layers[:count]:
-            seconds, more = layer.run_timed(goes_in, out.data_ptr(), step, isa)
+            seconds, more = layer.run_timed(goes_in, out.data_ptr(), step, isa, adapted=adapted)
             workspace.on_times(seconds)
             outside, goes_in = outside + more, out.data_ptr()
         return outside

@@ -21,8 +21,9 @@ import torch
 from quire.kernels.cpu import native_library
 
 MAX_HEAD_DIM = 512  # MAX_HEAD_DIM of native/attention.h
+MAX_ADAPTER_PARTS = 3  # ADAPTER_PARTS of native/adapter.h
 _LANES = 16
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class NormCall(ctypes.Structure):
@@ -48,7 +49,7 @@ class NormCall(ctypes.Structure):
         Raises ValueError if the weight does not come from `pad_weight` for `columns` columns.
         """
         _check_norm("weight", weight, columns)
-        return cls(weight=weight.data_ptr(), columns=columns, dtype=_DTYPES[dtype], eps=eps)
+        return cls(weight=weight.data_ptr(), columns=columns, dtype=DTYPE_NUMBERS[dtype], eps=eps)
 
 
 class GatedCall(ctypes.Structure):
@@ -69,7 +70,7 @@ class GatedCall(ctypes.Structure):
     @classmethod
     def of(cls, columns: int, dtype: torch.dtype, gelu: bool) -> GatedCall:
         """Set the fields that all calls with `columns` columns of the result share."""
-        return cls(columns=columns, dtype=_DTYPES[dtype], gelu=gelu)
+        return cls(columns=columns, dtype=DTYPE_NUMBERS[dtype], gelu=gelu)
 
 
 class RotatePart(ctypes.Structure):
@@ -165,7 +166,7 @@ class RotateCall(ctypes.Structure):
             heads=num_heads,
             kv_heads=num_kv_heads,
             head_dim=head_dim,
-            dtype=_DTYPES[dtype],
+            dtype=DTYPE_NUMBERS[dtype],
             eps=eps,
         )
 
@@ -173,6 +174,33 @@ class RotateCall(ctypes.Structure):
         """Raise IndexError if the last call had rows outside the cache."""
         if self.outside:
             raise IndexError(f"rows: {self.outside} are not between 0 and {self.page_rows - 1}")
+
+
+class AdapterCall(ctypes.Structure):
+    """`struct adapter_call` of native/adapter.h; `kernels/adapters/cpu_adapters.py` sets the fields."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("parts", ctypes.c_void_p),
+        ("step", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
+        ("columns", ctypes.c_int64 * MAX_ADAPTER_PARTS),
+        ("depth", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("team", ctypes.c_void_p),
+    ]
+
+
+class AdapterDownCall(AdapterCall):
+    """The first product of low-rank adapters."""
+
+
+class AdapterUpCall(AdapterCall):
+    """The second product of low-rank adapters, added to the output."""
 
 
 def pad_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -320,7 +348,7 @@ def rotate_and_write(
 
 
 def _check_matrix(name: str, x: torch.Tensor) -> None:
-    if x.dim() != 2 or x.dtype not in _DTYPES or x.stride(1) != 1 or x.device.type != "cpu":
+    if x.dim() != 2 or x.dtype not in DTYPE_NUMBERS or x.stride(1) != 1 or x.device.type != "cpu":
         raise ValueError(
             f"{name}: must be a matrix of float32, float16 or bfloat16 on the CPU, rows contiguous, got "
             f"{list(x.shape)} {x.dtype} on {x.device}, strides {x.stride()}"

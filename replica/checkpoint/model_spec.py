@@ -96,6 +96,8 @@ class ModelSpec:
     w4: W4Scheme | None = None  # None if the checkpoint is not stored in 4 bits
     # Whether some layers are recurrent: they have a state of each running request.
     has_states: bool = False
+    # Fraction of the weights that this process holds. With ranks, head counts are those of one rank as well.
+    weight_share: float = 1.0
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.protos.adapter_ref import cache_namespace
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, QuireError
 from quire.protos.field_checks import INT32_MAX, Range, invalid
 from quire.protos.sampling_params import PRIORITY, SamplingParams
 from quire.protos.wire import Facts, TokenDelta
 from quire.replica.config import EngineConfig
+from quire.replica.core.adapter import Adapter
 from quire.replica.core.sampling_checks import check_params
 from quire.replica.kv_cache.prefix_entries import ContentChain, Entry
 
@@ -108,6 +110,8 @@ class Request:
     fork_of
         Key of a live request with the same prompt and tenant, which computes the prompt for both (`forks.py`). If that
         request has ended, this is an ordinary request.
+    adapter
+        Its low-rank adapter; None: the model alone. Requests share blocks only if they have the same adapter.
     prediction_ids
         [tokens] int32: the client's guess of the output, a source of drafts (`replica/speculation`).
     """
@@ -131,6 +135,7 @@ class Request:
         num_expected_cached: int = 0,
         payer: str = "",
         retain_s: float = 0.0,
+        adapter: Adapter | None = None,
         prediction_ids: np.ndarray | None = None,
     ):
         self.key = key
@@ -146,6 +151,7 @@ class Request:
         self.alone = alone
         self.num_expected_cached = num_expected_cached
         self.retain_s = retain_s
+        self.adapter = adapter
         self.prediction_ids = prediction_ids
         # Number of output tokens that the credit allows now, those of earlier attempts included; None: no limit.
         self.credit_end = None if credit_tokens is None else num_emitted + credit_tokens
@@ -154,7 +160,9 @@ class Request:
         self.row = -1  # row of the request table while PREFILLING or DECODING
         self.arrival_index = -1  # position in the order of submission
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
-        self.chain = ContentChain(tenant, payer)  # hashes of its full blocks
+        # Hashes of its full blocks.
+        namespace = tenant if adapter is None else cache_namespace(tenant, adapter.ref)
+        self.chain = ContentChain(namespace, payer)
         # Number of leading prompt positions with a hidden state that has been read, for the log-probability of the next
         # token or for pooling, or that is not needed.
         self.num_read = 0
@@ -173,6 +181,8 @@ class Request:
         # Drafted tokens that steps have verified, and the accepted ones among these.
         self.num_drafted = 0
         self.num_accepted = 0
+        # Number of its leading tokens that are among the recent answers (`speculation/texts.py`).
+        self.num_remembered = 0
         self.offloaded: OffloadedBlocks | None = None  # its blocks, while OFFLOADED
         self.is_preempted = False  # was preempted and waits to return
         self.is_paused = False

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from quire.protos.wire import PromptLogprobs, TokenLogprob
+from quire.replica.core.adapter import NO_SLOTS, AdapterLoad
 from quire.replica.core.table_changes import NO_CHANGES, TableChanges
 
 # Stands in the place of a token id for a row that cannot sample, because its constraints exclude every id. No defect
@@ -233,6 +234,10 @@ class StepPlan(NamedTuple):
     # flight (launched, not yet committed). `Scheduler.complete` adds the rest after that step is committed. The forward
     # pass does not need it.
     awaits_tokens: bool = False
+    # [n] int32, the adapter slot of each row, 0 without an adapter; empty: no row has one.
+    adapters: np.ndarray = NO_SLOTS
+    # Slots that get an adapter before the step.
+    adapter_loads: tuple[AdapterLoad, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -246,6 +251,11 @@ class StepPlan(NamedTuple):
     def num_scheduled(self) -> np.ndarray:
         """[n] int32, number of tokens of each row."""
         return np.diff(self.cu_q)
+
+    @property
+    def token_adapters(self) -> np.ndarray:
+        """[T] int32, the adapter slot of each token; empty: no row has an adapter."""
+        return np.repeat(self.adapters, self.num_scheduled) if len(self.adapters) else NO_SLOTS
 
     def written_blocks(self, block_size: int) -> np.ndarray:
         """The blocks that the step's tokens and `copies` write to, [m] int64, each once."""

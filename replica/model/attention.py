@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +80,8 @@ class StepContext:
     on_attend: OnAttend | None = None  # called with the arguments of each layer's attention
     # Layers computed by an earlier call, which the model has not called yet.
     ran_ahead: RanAhead | None = None
+    # The adapters of the step's tokens, for the products of `replica/adapters`; None: no row has one.
+    adapters: Any = None
     _plans: dict[int, Plan] = field(default_factory=dict)
     _write_rows: dict[int, torch.Tensor] = field(default_factory=dict)
 

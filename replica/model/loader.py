@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from quire.replica.model.layers import fp8
 from quire.replica.model.layers.latent_attention import absorb_latents
 from quire.replica.model.layers.position_cache import pass_positions
 from quire.replica.model.own_attention import has_own_attention
+from quire.replica.model.shard_plan import shard
+from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.model.text_part import (
     auto_class,
     is_dropped,
@@ -43,13 +46,23 @@ from quire.replica.model.weight_mapping import (
 )
 from quire.replica.model.weights import StoredTensor, list_tensors, load_progress, read_tensors
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 logger = logging.getLogger(__name__)
 
 # Older checkpoints store tensors that the model computes.
 _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 
 
-def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") -> nn.Module:
+def load_model(
+    spec: ModelSpec,
+    device: str,
+    dtype: str,
+    weights: str = "auto",
+    group: RankGroup | None = None,
+    num_splits: int = 1,
+) -> nn.Module:
     """Load transformers' model with the checkpoint's weights and Quire's attention.
 
     Apart from the model, the host needs at most two staging buffers of 64 MiB (`weights.py`).
@@ -63,6 +76,8 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     weights
         "fp8" makes linear layers FP8, with the checkpoint's codes if it has such; other values change nothing here.
         Without "fp8", and in experts, the weights of an FP8 checkpoint are decoded to `dtype`.
+    group, num_splits
+        The ranks that compute the model together, and `reduction_splits`; only this rank's part is loaded.
 
     Returns
     -------
@@ -83,6 +98,14 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     renamed = renamed_tensors(model, stored)
     stored = stored if renamed is None else renamed
     stored = _without_ignored(model, stored)
+    if num_splits > 1:
+        if renamed is None:
+            raise CheckpointError(
+                f"{spec.path}: tensor_parallel: transformers converts tensors of {spec.architecture} while it loads "
+                "them"
+            )
+        group = RankGroup() if group is None else group
+        stored = shard(model, stored, *shard_facts(spec), group, num_splits)
     encoded: dict[str, EncodedWeight] = {}
     if spec.scheme is not None and spec.scheme.has_weights:
         kept = _put_coded(model, stored, spec, torch_dtype, weights)
@@ -97,7 +120,11 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     if places is not None:
         _stream(model, stored, encoded, places, torch.device(device))
         model = model.eval().requires_grad_(False)
-    elif spec.w4 is not None or (spec.scheme is not None and spec.scheme.has_weights):
+    elif (
+        num_splits > 1
+        or spec.w4 is not None
+        or (spec.scheme is not None and spec.scheme.has_weights)
+    ):
         raise CheckpointError(_mismatch(model, stored, spec))
     else:
         model = _load_by_transformers(spec, torch_dtype).to(device).eval().requires_grad_(False)
@@ -115,6 +142,12 @@ def empty_model(spec: ModelSpec, dtype: str) -> nn.Module:
 
     register()
     return make_model(build_config(spec.raw_config), getattr(torch, dtype), _attention_name(spec))
+
+
+def shard_facts(spec: ModelSpec) -> tuple[PretrainedConfig, dict[int, tuple[int, int]]]:
+    """Return configuration and head sizes of a checkpoint, as `shard` takes them."""
+    config = text_config(build_config(spec.raw_config))
+    return config, {i: (kind.head_dim, kind.value_size) for i, kind in spec.kv_kinds.items()}
 
 
 def _attention_name(spec: ModelSpec) -> str:
@@ -213,8 +246,8 @@ def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelS
     state = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     surplus, missing = sorted(stored.keys() - state), sorted(state - stored.keys())
     return (
-        f"{spec.path}: stored in 8 or 4 bits, and its tensors are not those of {spec.architecture}: surplus "
-        f"{', '.join(surplus[:3]) or 'none'}; missing {', '.join(missing[:3]) or 'none'}"
+        f"{spec.path}: stored in 8 or 4 bits, or divided among ranks, and its tensors are not those of "
+        f"{spec.architecture}: surplus {', '.join(surplus[:3]) or 'none'}; missing {', '.join(missing[:3]) or 'none'}"
     )
 
 

@@ -23,7 +23,8 @@ from quire.replica.model.encoded_weights import CODES
 from quire.replica.model.layers.fp8 import Fp8Linear, Int8Linear
 from quire.replica.model.weights import StoredTensor
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+# Of a mixture, or of a part of it (`sharded/shared_layers.py`).
+_EXPERT = re.compile(r"(.+\.experts(?:\.parts\.\d+)?)\.(\d+)\.(gate|up|down)_proj\.weight")
 _LINEAR = {nn.Linear, Fp8Linear, Int8Linear}
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -17,9 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -49,6 +50,37 @@ class StoredTensor:
     num_bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype | None  # None if `_DTYPES` lacks the stored dtype
+    # Bytes from the beginning of a row to the next one, if only a part of each row is read.
+    row_stride: int | None = None
+
+    def named(self, name: str) -> StoredTensor:
+        """Return the tensor under another name."""
+        return replace(self, name=name)
+
+    def rows(self, name: str, begin: int, end: int) -> StoredTensor:
+        """Return rows [begin, end) as a tensor of their own."""
+        row_bytes = self.num_bytes // self.shape[0]
+        return replace(
+            self,
+            name=name,
+            offset=self.offset + begin * row_bytes,
+            num_bytes=(end - begin) * row_bytes,
+            shape=(end - begin, *self.shape[1:]),
+        )
+
+    def columns(self, name: str, begin: int, end: int) -> StoredTensor:
+        """Return columns [begin, end) of a matrix as a tensor of their own."""
+        num_rows, num_columns = self.shape
+        stride = self.num_bytes // num_rows
+        element = stride // num_columns
+        return replace(
+            self,
+            name=name,
+            offset=self.offset + begin * element,
+            num_bytes=num_rows * (end - begin) * element,
+            shape=(num_rows, end - begin),
+            row_stride=stride,
+        )
 
 
 def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
@@ -99,16 +131,17 @@ def read_tensors(
                     stream.close()
                 stream = tensor.file.open("rb", buffering=0)
             stream.seek(tensor.offset)
+            source = stream if tensor.row_stride is None else _RowParts(stream, tensor)
             target = make_target(tensor)
             if target.device.type == "cpu" and target.dtype == tensor.dtype:
                 for piece in target.view(-1).view(torch.uint8).split(_STAGING_BYTES):
-                    _fill(stream, piece, tensor)
+                    _fill(source, piece, tensor)
                     on_bytes(len(piece))
             else:
                 size = min(_STAGING_BYTES, tensor.num_bytes)
                 if staging is None or staging.size < size:
                     staging = (_PinnedStaging if target.is_cuda else _Staging)(size)
-                _convert(stream, tensor, target, staging, on_bytes)
+                _convert(source, tensor, target, staging, on_bytes)
             yield tensor, target
     finally:
         if stream is not None:
@@ -157,8 +190,38 @@ class _PinnedStaging(_Staging):
             event.synchronize()
 
 
+class _Source(Protocol):
+    """A file at the beginning of a tensor, or parts of its rows."""
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """Read the next bytes, not necessarily as many as fit; return their number."""
+        ...
+
+
+class _RowParts:
+    """Reads a part of each row of a matrix, one after the other."""
+
+    def __init__(self, stream: FileIO, tensor: StoredTensor):
+        assert tensor.row_stride is not None
+        self._stream = stream
+        self._row = tensor.offset
+        self._stride = tensor.row_stride
+        self._width = tensor.num_bytes // tensor.shape[0]
+        self._done = 0
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """See `_Source.readinto`."""
+        if self._done == self._width:
+            self._row += self._stride
+            self._stream.seek(self._row)
+            self._done = 0
+        count = self._stream.readinto(buffer[: self._width - self._done])
+        self._done += count or 0
+        return count
+
+
 def _convert(
-    stream: FileIO,
+    stream: _Source,
     tensor: StoredTensor,
     target: torch.Tensor,
     staging: _Staging,
@@ -177,7 +240,7 @@ def _convert(
         on_bytes(len(piece))
 
 
-def _fill(stream: FileIO, piece: torch.Tensor, tensor: StoredTensor) -> None:
+def _fill(stream: _Source, piece: torch.Tensor, tensor: StoredTensor) -> None:
     """Read exactly the bytes of `piece` [n] uint8."""
     rest = memoryview(piece.numpy())
     while rest:

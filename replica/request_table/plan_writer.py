@@ -84,6 +84,8 @@ class PlanWriter:
             rows=rows,
             changes=table.journal.take(table.sampling),
             num_decode_rows=len(rows),
+            adapters=table.adapters.of(rows),
+            adapter_loads=table.adapters.take_loads(),
         )
         table.count_computed(rows, kv_len, len(rows), 0)
         decodes.advance()
@@ -144,6 +146,8 @@ class PlanWriter:
             rows=rows,
             changes=table.journal.take(table.sampling),
             num_decode_rows=len(decodes),
+            adapters=table.adapters.of(rows),
+            adapter_loads=table.adapters.take_loads(),
         )
         num_decode_tokens = int(cu_q[num_decodes])
         table.count_computed(rows, kv_len, num_decode_tokens, int(cu_q[-1]) - num_decode_tokens)

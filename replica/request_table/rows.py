@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from quire.replica.core.adapter import AdapterSlots
 from quire.replica.core.request import FinishReason, Request
 from quire.replica.core.table_changes import TableJournal
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
@@ -47,6 +48,8 @@ class RowTable(RowColumns):
         Token ids are in [0, vocab_size).
     groups
         G layer groups, full-attention groups first.
+    num_adapter_slots
+        Number of adapters that the requests in the table may have at once.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class RowTable(RowColumns):
         block_size: int,
         vocab_size: int,
         groups: Sequence[LayerGroup] = (FULL_ATTENTION,),
+        num_adapter_slots: int = 0,
     ):
         super().__init__(max_rows)
+        self.adapters = AdapterSlots(num_adapter_slots, max_rows)
         self.block_size = block_size
         self.groups = tuple(groups)
         # Indices of the groups that give blocks back when these fall out of the window or the attention chunk.
@@ -101,6 +106,7 @@ class RowTable(RowColumns):
         request.row = row
         self.requests[row] = request
         self.write(row, request)
+        self.adapters.take(request.adapter, row)
         self._num_owners += 1
         self.owners[row] = self._num_owners
         self.num_computed[row] = num_computed
@@ -150,6 +156,7 @@ class RowTable(RowColumns):
         else:
             self.num_missing_tokens -= int(self.length[row] - self.num_computed[row])
         request.row = -1
+        self.adapters.release(row)
         self.requests[row] = None
         self.keys[row] = None
         self.active[row] = False
@@ -355,6 +362,7 @@ class RowTable(RowColumns):
                     g, row, int(self.first_block[g, row]), int(self.num_blocks[g, row])
                 )
             self.journal.claim(row)
+        self.adapters.report_again()
 
     def count_computed(
         self, rows: np.ndarray, kv_len: np.ndarray, num_decode_tokens: int, num_chunk_tokens: int

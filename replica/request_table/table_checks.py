@@ -45,6 +45,7 @@ def check(table: RowTable, owners: np.ndarray, num_ahead: int = 0) -> None:
     num_ahead
         Number of tokens of a row that are planned and not known yet, drafted tokens not counted.
     """
+    table.adapters.check()
     computed = table.num_computed
     decode = int(computed[table.decoding].sum())
     prefilling = table.active & ~table.decoding

@@ -11,6 +11,7 @@ from torch import nn
 from quire.kernels.attention.paged_attention import PagedAttention
 from quire.kernels.cpu.cpu_call_sequence import Workspace
 from quire.kernels.cpu.cpu_lm_head import NormedProduct
+from quire.replica.adapters.adapted_model import AdaptedModel
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.cpu_step_context import CpuStepContext
 from quire.replica.model.fusion.cpu_fused_layer import CpuDecoder
@@ -37,8 +38,9 @@ class CpuForward(Forward):
         attentions: Sequence[PagedAttention],
         max_logits_rows: int,
         workspace: Workspace | None = None,
+        adapted: AdaptedModel | None = None,
     ):
-        super().__init__(model, pool, attentions, max_logits_rows)
+        super().__init__(model, pool, attentions, max_logits_rows, adapted)
         self._workspace = workspace
 
     def hidden(
@@ -52,6 +54,7 @@ class CpuForward(Forward):
         num_query: np.ndarray,
         selected: np.ndarray | None = None,
         states: StepCache | None = None,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `Forward.hidden`, but without the last norm if `_fused_head` contains it."""
         context = CpuStepContext(
@@ -65,6 +68,8 @@ class CpuForward(Forward):
             workspace=self._workspace,
             selected=selected,
         )
+        if self._adapted is not None and adapters is not None and len(adapters):
+            context.adapters = self._adapted.begin(adapters.numpy())
         if self._fused_head is not None:
             return self._decoder.before_norm(token_ids, positions, context)
         return self._run_decoder(token_ids, positions, context, states)

@@ -12,6 +12,8 @@ from quire.kernels.attention.paged_attention import Backend, PagedAttention
 from quire.kernels.cpu import cpu_attention_native, native_library
 from quire.kernels.cpu.cpu_attention_torch import choose_query_tokens
 from quire.kernels.cpu.cpu_call_sequence import Workspace
+from quire.replica.adapters.adapted_model import AdaptedModel
+from quire.replica.adapters.cpu_adapted_model import CpuAdaptedModel
 from quire.replica.config import EngineConfig
 from quire.replica.core.sampling_record import LIMITS
 from quire.replica.device.device import Device
@@ -107,9 +109,16 @@ class CpuKernels(ModelKernels):
         pool: KVPool,
         attentions: list[PagedAttention],
         max_logits_rows: int,
+        adapted: AdaptedModel | None = None,
     ) -> CpuForward:
         """See `ModelKernels.forward`."""
-        return CpuForward(model, pool, attentions, max_logits_rows, self.workspace)
+        return CpuForward(model, pool, attentions, max_logits_rows, self.workspace, adapted)
+
+    def adapt(
+        self, decoder: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype, device: Device
+    ) -> CpuAdaptedModel:
+        """See `ModelKernels.adapt`."""
+        return CpuAdaptedModel(decoder, num_slots, max_rank, dtype)
 
     def outputs(self, device: Device, max_rows: int, max_samples: int) -> CpuStepOutputs:
         """See `ModelKernels.outputs`."""

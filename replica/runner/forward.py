@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention
+from quire.replica.adapters.adapted_model import AdaptedModel
 from quire.replica.core.step_plan import PoolTargets, PromptTargets
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import StepContext, run_decoder, share_step
@@ -34,6 +35,8 @@ class Forward:
         KV cache, and one attention for each layer group.
     max_logits_rows
         Largest number of rows for which logits are computed at a time; sizing reserves memory for this number.
+    adapted
+        The model's adapters; None: it has none.
     """
 
     score = staticmethod(score_by_kernels)
@@ -44,6 +47,7 @@ class Forward:
         pool: KVPool,
         attentions: Sequence[PagedAttention],
         max_logits_rows: int,
+        adapted: AdaptedModel | None = None,
     ):
         self._decoder, self._head = split_model(model)
         share_step(self._decoder)
@@ -52,6 +56,7 @@ class Forward:
         self._pool = pool
         self._attentions = attentions
         self._max_logits_rows = max_logits_rows
+        self._adapted = adapted
 
     def hidden(
         self,
@@ -64,6 +69,7 @@ class Forward:
         num_query: np.ndarray,
         selected: np.ndarray | None = None,
         states: StepCache | None = None,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the decoder and write the step's KV. The step has n rows and T tokens.
 
@@ -83,6 +89,8 @@ class Forward:
             [S] int64, ascending and unique indices of the tokens that are read; None: all.
         states
             The rows' slots, if the model is recurrent.
+        adapters
+            [T] int32, the adapter slot of each token; None or empty: no token has an adapter.
 
         Returns
         -------
@@ -91,6 +99,8 @@ class Forward:
         context = GpuStepContext(
             self._pool, self._attentions, cu_q, kv_len, block_tables, slots, num_query
         )
+        if self._adapted is not None and adapters is not None and len(adapters):
+            context.adapters = self._adapted.begin(adapters)
         return self._run_decoder(token_ids, positions, context, states)
 
     def _run_decoder(
@@ -119,6 +129,8 @@ class Forward:
                 found |= {f"{prefix}.{name}": tensor for name, tensor in own}
         for g, attention in enumerate(self._attentions):
             found |= {f"attention {g}.{name}": x for name, x in attention.buffers().items()}
+        if self._adapted is not None:
+            found |= self._adapted.buffers()
         return found
 
     def score_prompts(

@@ -7,6 +7,7 @@ from torch import nn
 
 from quire.kernels.attention.paged_attention import Backend, PagedAttention
 from quire.kernels.sampling.sampling_kernel import sample_tokens
+from quire.replica.adapters.gpu_adapted_model import GpuAdaptedModel
 from quire.replica.config import EngineConfig
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
@@ -41,6 +42,12 @@ class GpuKernels(ModelKernels):
         """See `ModelKernels.warm_fixed_products`."""
         with torch.inference_mode():
             warm_products(model, max_batch_tokens)
+
+    def adapt(
+        self, decoder: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype, device: Device
+    ) -> GpuAdaptedModel:
+        """See `ModelKernels.adapt`."""
+        return GpuAdaptedModel(decoder, num_slots, max_rank, dtype, device)
 
     def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
         """See `ModelKernels.sampler`."""

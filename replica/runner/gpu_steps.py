@@ -345,7 +345,7 @@ class GpuSteps:
 
     def _queue_decode(self, plan: StepPlan, in_flight: InFlight, part: GraphPart) -> Sample:
         """Queue a step in which every row decodes."""
-        graph = self.graphs.find(plan.num_rows, part)
+        graph = self.graphs.find(plan.num_rows, part, is_adapted=len(plan.adapters) > 0)
         num_rows = plan.num_rows if graph is None else graph.key.num_rows
         keys = self.table.noise_keys(plan.rows, plan.kv_len)
         inputs, new = self.inputs.send_decode(plan, num_rows, keys, self._differences(plan))
@@ -370,7 +370,13 @@ class GpuSteps:
             return None
         # The graph has a sample for each of its rows; one row more than the step's is padding.
         num_rows = max(plan.num_rows, len(plan.sampling.rows) - 1)
-        return self.graphs.find_mixed(num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
+        return self.graphs.find_mixed(
+            num_rows,
+            plan.num_tokens,
+            int(plan.kv_len.max()),
+            part,
+            is_adapted=len(plan.adapters) > 0,
+        )
 
     def _queue_mixed(self, plan: StepPlan, in_flight: InFlight, graph: CachedGraph) -> Sample:
         new = self._differences(plan)  # first, because it computes the noise keys of new rows

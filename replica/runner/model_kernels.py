@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quire.kernels.attention.paged_attention import Backend, PagedAttention
+from quire.replica.adapters.adapted_model import AdaptedModel
 from quire.replica.config import EngineConfig
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
@@ -44,11 +45,22 @@ class ModelKernels(ABC):
     def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:
         """Compile the kernels of the matrix products that `fix_order` installed, for up to `max_batch_tokens` rows."""
 
+    @abstractmethod
+    def adapt(
+        self, decoder: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype, device: Device
+    ) -> AdaptedModel:
+        """Let a decoder add adapters. Call it after `fix_order`; the arguments are those of `AdaptedModel`."""
+
     def forward(
-        self, model: nn.Module, pool: KVPool, attentions: list[PagedAttention], max_logits_rows: int
+        self,
+        model: nn.Module,
+        pool: KVPool,
+        attentions: list[PagedAttention],
+        max_logits_rows: int,
+        adapted: AdaptedModel | None = None,
     ) -> Forward:
         """Create the forward pass of a model."""
-        return Forward(model, pool, attentions, max_logits_rows)
+        return Forward(model, pool, attentions, max_logits_rows, adapted)
 
     def outputs(self, device: Device, max_rows: int, max_samples: int) -> StepOutputs:
         """Create the owner of last tokens and result slots, for `max_rows` rows including the padding row."""

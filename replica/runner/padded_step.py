@@ -114,6 +114,7 @@ class PaddedStep:
             self._table.tables(inputs.rows, self._table.blocks.shape[2]),
             inputs.slots,
             np.ones(n, np.int64),
+            adapters=inputs.adapters,
         )
 
     def _mixed(self, inputs: StepInputs, num_blocks: int | None) -> torch.Tensor:
@@ -132,4 +133,5 @@ class PaddedStep:
             self._table.tables(inputs.rows, num_blocks or self._table.blocks.shape[2]),
             inputs.slots,
             num_query,
+            adapters=inputs.adapters,
         )

@@ -85,6 +85,7 @@ class RaggedStep:
             num_query,
             _selected(plan),
             cache,
+            inputs.adapters,
         )
         if in_flight is not None:
             in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts, inputs.target_ids)

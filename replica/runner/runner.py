@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from typing import Self
 
 import numpy as np
 import torch
 
 from quire.kernels.attention.paged_attention import Backend, PagedAttention
+from quire.replica.adapters.adapted_model import AdaptedModel
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
@@ -41,8 +43,11 @@ from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.model.layers.fixed_rope import fix_rope
+from quire.replica.model.layers.linear_parts import name_linears
 from quire.replica.model.layers.state_layers import split_state_layers
 from quire.replica.model.loader import load_model
+from quire.replica.model.output_head import split_model
+from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
@@ -112,12 +117,21 @@ class Runner:
         self._attentions = [self._attention(group) for group in pool.groups if group.layers]
         self.states = _state_pool(config, spec, model, self._device)
         if fused is None:
+            name_linears(model)
             fused = self.kernels.fuse(config, model, pool, self._attentions)
         self.fused = fused
         if config.deterministic:
             self.kernels.fix_order(model)
+        # None: the engine has no adapters.
+        self.adapted: AdaptedModel | None = None
+        if config.max_loaded_adapters:
+            decoder, _ = split_model(model)
+            dtype = getattr(torch, config.dtype)
+            self.adapted = self.kernels.adapt(
+                decoder, config.max_loaded_adapters, config.max_adapter_rank, dtype, self._device
+            )
         self._forward = self.kernels.forward(
-            model, pool, self._attentions, config.max_running_requests
+            model, pool, self._attentions, config.max_running_requests, self.adapted
         )
         ragged = RaggedStep(self._forward, self._sampler, self._outputs, pool, self.states)
         self.trash_plans = TrashPlans(config, len(pool.groups), pool.trash_block)
@@ -157,10 +171,15 @@ class Runner:
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, spec: ModelSpec, node_pool: NodePool | None = None
-    ) -> Runner:
-        """Load the checkpoint of `spec` and allocate the KV pool."""
-        model = load_model(spec, config.device, config.dtype, config.weights)
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        group: RankGroup | None = None,
+        node_pool: NodePool | None = None,
+    ) -> Self:
+        """Load the checkpoint of `spec`, or the part of this rank of a group, and allocate the KV pool."""
+        options = (config.device, config.dtype, config.weights)
+        model = load_model(spec, *options, group=group, num_splits=config.reduction_splits)
         return cls.with_pool(config, spec, model, node_pool=node_pool)
 
     @classmethod
@@ -173,7 +192,7 @@ class Runner:
         device: Device | None = None,
         fused: FuseReport | None = None,
         node_pool: NodePool | None = None,
-    ) -> Runner:
+    ) -> Self:
         """Allocate the KV pool for a loaded model."""
         pool = KVPool(
             config.num_blocks,
@@ -203,6 +222,9 @@ class Runner:
         slot = self._outputs.take(len(plan.sampling.token_index))
         in_flight = InFlight(slot, time.perf_counter())
         self._move_blocks(plan)
+        if plan.adapter_loads:
+            assert self.adapted is not None
+            self.adapted.load(plan.adapter_loads)
         # Start the masks before the forward pass, so that both run concurrently.
         masks = None if plan.awaits_tokens else self._sampler.begin(plan.sampling)
         in_flight.sample = self.steps.forward(plan, in_flight)
@@ -309,6 +331,10 @@ class Runner:
         Afterwards serving compiles no kernel and touches no memory for the first time.
         """
         self.run_largest()
+        if self.adapted is not None:
+            # Shows which products can have adapters. Slot 1 is still empty.
+            plan = self.trash_plans.plan([3, 1], 0.0)
+            self.run(plan._replace(adapters=np.ones(2, np.int32)))
         if self.config.deterministic:
             self.kernels.warm_fixed_products(self.model, self.config.max_batch_tokens)
         self.steps.end_warm_up()

@@ -40,7 +40,8 @@ from quire.replica.sampling.draft_check import newest_rows
 _NO_IDS = np.empty(0, np.int64)
 
 
-# Dimensions and dtype of each input: n rows, T tokens, S rows that sample, P tokens of prompts, G layer groups.
+# Dimensions and dtype of each input: n rows, T tokens, S rows that sample, P tokens of prompts, G layer groups. A is T
+# in a step with adapters, otherwise 0.
 _FIELDS: Mapping[str, tuple[tuple[str, ...], type]] = {
     # -1 - r stands for the last token of table row r.
     "token_ids": (("T",), np.int64),
@@ -59,6 +60,8 @@ _FIELDS: Mapping[str, tuple[tuple[str, ...], type]] = {
     "target_ids": (("P",), np.int64),
     # `Drafts.offset`: D is S, or 0 if no row has a draft. No graph reads it.
     "draft_offset": (("D",), np.int64),
+    # Adapter slots of the tokens.
+    "adapters": (("A",), np.int32),
 }
 
 
@@ -80,6 +83,7 @@ class StepInputs(NamedTuple):
     noise_keys: torch.Tensor
     target_ids: torch.Tensor
     draft_offset: torch.Tensor
+    adapters: torch.Tensor
 
     @property
     def has_drafts(self) -> bool:
@@ -103,6 +107,7 @@ class DecodeInputs(NamedTuple):
     kv_len: torch.Tensor
     slots: torch.Tensor
     noise_keys: torch.Tensor
+    adapters: torch.Tensor
 
 
 FixedInputs = DecodeInputs | StepInputs
@@ -125,10 +130,12 @@ def _shapes(
     num_tokens: int,
     num_targets: int = 0,
     num_offsets: int = 0,
+    is_adapted: bool = False,
 ) -> _Shapes:
     """Shapes and dtypes of padded inputs; every row may sample."""
     sizes = {"G": num_groups, "n": num_rows, "n + 1": num_rows + 1, "S": num_rows}
     sizes |= {"T": num_tokens, "P": num_targets, "D": num_offsets}
+    sizes["A"] = num_tokens if is_adapted else 0
     return tuple((tuple(sizes[i] for i in _FIELDS[name][0]), _FIELDS[name][1]) for name in fields)
 
 
@@ -139,6 +146,7 @@ def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[np.ndarray, ..
         *(plan.sampling.token_index, plan.sampling.rows, noise_keys),
         np.concatenate([_NO_IDS, *(targets.token_ids for targets in plan.prompts)]),
         _NO_IDS if plan.sampling.drafts is None else plan.sampling.drafts.offset,
+        plan.token_adapters,
     )
 
 
@@ -216,10 +224,10 @@ class InputRing:
     ) -> tuple[DecodeInputs, Differences]:
         """Like `send`, for a step in which every row decodes, padded to `num_rows`."""
         own: Sequence[np.ndarray] = (
-            *(plan.rows, plan.positions, plan.kv_len, plan.slots, noise_keys),
+            *(plan.rows, plan.positions, plan.kv_len, plan.slots, noise_keys, plan.adapters),
         )
         if num_rows > plan.num_rows:
-            own = _written(self._decode_padding(num_rows), own)
+            own = _written(self._decode_padding(num_rows, len(plan.adapters) > 0), own)
         return self._send(DecodeInputs, plan, own, new)
 
     def send_differences(self, new: Differences) -> Differences:
@@ -245,10 +253,10 @@ class InputRing:
         views = self._upload(f"inputs of step {plan.step}", (*typed, *_difference_arrays(new)))
         return kind(*views[: len(typed)]), Differences(*views[len(typed) :])
 
-    def _decode_padding(self, num_rows: int) -> list[np.ndarray]:
+    def _decode_padding(self, num_rows: int, is_adapted: bool) -> list[np.ndarray]:
         """Return inputs of a step in which every row decodes and is padding."""
         fields = DecodeInputs._fields
-        shapes = _shapes(fields, self._num_groups, num_rows, num_rows)
+        shapes = _shapes(fields, self._num_groups, num_rows, num_rows, is_adapted=is_adapted)
         return [
             np.full(shape, self._padding.get(name, 0), dtype)
             for name, (shape, dtype) in zip(fields, shapes, strict=True)
@@ -260,7 +268,15 @@ class InputRing:
         """Return inputs of a mixed step in which every row is padding; row i has `lengths[i]` tokens."""
         fields = StepInputs._fields
         num_offsets = key.num_rows if has_drafts else 0
-        shapes = _shapes(fields, self._num_groups, key.num_rows, key.num_tokens, 0, num_offsets)
+        shapes = _shapes(
+            fields,
+            self._num_groups,
+            key.num_rows,
+            key.num_tokens,
+            0,
+            num_offsets,
+            key.is_adapted,
+        )
         own = {"kv_len": lengths, "cu_q": np.concatenate([[0], np.cumsum(lengths)])}
         values: dict[str, Any] = {**self._padding, **own}
         return [
@@ -276,7 +292,7 @@ class InputRing:
             lengths = np.clip(key.num_tokens - before, 0, key.kv_tokens)
             mixed = _typed(StepInputs, self._mixed_padding(key, lengths))
             return StepInputs(*self._upload(f"{key}, padding", mixed))
-        arrays = _typed(DecodeInputs, self._decode_padding(key.num_rows))
+        arrays = _typed(DecodeInputs, self._decode_padding(key.num_rows, key.is_adapted))
         return DecodeInputs(*self._upload(f"{key}, padding", arrays))
 
     def _upload(self, name: str, arrays: Sequence[Typed]) -> list[torch.Tensor]:
@@ -351,5 +367,7 @@ def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_changes: in
         ((max_rows,), np.int64),
         ((max_rows, NUM_LIMITS), np.int32),
     )
-    shapes = _shapes(StepInputs._fields, num_groups, max_rows, max_tokens, max_tokens, max_rows)
+    shapes = _shapes(
+        StepInputs._fields, num_groups, max_rows, max_tokens, max_tokens, max_rows, True
+    )
     return Layout.of((*shapes, *differences)).num_bytes

@@ -89,7 +89,7 @@ def _penalise(
         counts.write(int(history.rows.max()) + 1, *map(torch.from_numpy, history))
     columns = [torch.from_numpy(batch.columns[name][penalties.index]) for name in PENALTY_COLUMNS]
     index, rows = torch.from_numpy(penalties.index), torch.from_numpy(penalties.row)
-    own = counts.ahead(rows, torch.from_numpy(penalties.ahead))
+    own = counts.ahead(rows, torch.tensor(penalties.ahead))
     logits[index] = counts.apply(logits[index], own, *columns)
 
 

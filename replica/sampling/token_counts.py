@@ -69,6 +69,8 @@ class TokenCounts:
         `ahead` is [k, 2] int64, (index in [0, P), token).
         """
         counts = self.table[rows]
+        if not len(ahead):
+            return counts
         at = ahead[:, 0] * counts.shape[1] + ahead[:, 1]
         counts.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
         return counts

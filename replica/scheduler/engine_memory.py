@@ -43,7 +43,7 @@ def kv_format(config: EngineConfig) -> str:
     parts = (
         *(metadata.version("quire"), config.model_name, config.revision, config.device),
         *(config.number_format, config.pool_dtype, config.block_size, config.groups),
-        *(config.deterministic, config.fuse),
+        *(config.deterministic, config.reduction_splits, config.fuse),
     )
     return repr(parts)
 
@@ -133,6 +133,7 @@ class EngineMemory:
             config.block_size,
             config.vocab_size,
             config.groups,
+            config.max_loaded_adapters,
         )
         self.deferred_frees = DeferredFrees(self.blocks)
         self.blocked_head = BlockedHead()

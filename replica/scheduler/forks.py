@@ -184,7 +184,7 @@ def find_parent(
     if parent is None or parent.is_paused:
         return None
     prompt = parent.token_ids[: parent.num_prompt_tokens]
-    if request.tenant != parent.tenant or not np.array_equal(prompt, request.token_ids):
+    if request.chain.tenant != parent.chain.tenant or not np.array_equal(prompt, request.token_ids):
         raise InvalidRequest(
             f"fork_of: request {request.fork_of!r} has another prompt or cache_salt",
             field="fork_of",

@@ -258,6 +258,7 @@ class RequestBook:
         self._take_out(request)
         if reason is not FinishReason.ERROR:
             self._memory.retain(request)
+        request.enter(Phase.FINISHED)
         if request.row >= 0:
             self._vacate(request)
         else:
@@ -265,7 +266,6 @@ class RequestBook:
                 self.offload.drop(request)
             self._memory.blocked_head.unblock()
         self._memory.release_tip(request)
-        request.enter(Phase.FINISHED)
         del self.requests[request.key], self._stages[request.key]
         self._replace_parent(request)
         index = request.num_tokens - request.num_prompt_tokens - len(token_ids)

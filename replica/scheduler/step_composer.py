@@ -161,7 +161,7 @@ class StepComposer:
             return None
         isolated.update(self._num_new_tokens(isolated.current))
         head = isolated.head()
-        if head is not None and self._rows.num_free:
+        if head is not None and self._rows.num_free and self._rows.adapters.fits(head.adapter):
             offer = self._admission.offer(head, self._book.prefilling.values())
             if offer is not None:
                 self._book.start(head)
@@ -321,7 +321,9 @@ class StepComposer:
                 continue
             if before is not None and urgency(request) > urgency(before):
                 return
-            offer = self._find_offer(request)
+            offer = None
+            if self._rows.adapters.fits(request.adapter):
+                offer = self._find_offer(request)
             if offer is None:
                 self._head.block(request)
                 return

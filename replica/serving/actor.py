@@ -29,20 +29,24 @@ from typing import Any
 import ray
 from ray import serve
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.engine_facts import describe, describe_phases, engine_facts
 from quire.protos.errors import Aborted, QuireError, Unavailable
 from quire.protos.metric_families import Page
-from quire.protos.parts import Part, parts_of
 from quire.protos.wire import LEASE_S, Completion, Facts, Submit
+from quire.protos.wire_codec import Part, parts_of
 from quire.replica.config import EngineArgs
+from quire.replica.core.adapter import Adapter
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.replica.node_pool.pool_file import pool_name
+from quire.replica.ranks.rank_links import RankEnd
 from quire.replica.serving.arrivals import Arrivals
 from quire.replica.serving.attached_routers import AttachedRouters
 from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.leases import Leases, StreamKey
+from quire.replica.serving.rank_actor import actor_starter
 from quire.replica.serving.ray_metrics import RayMetrics
 from quire.replica.serving.replica_metrics import ReplicaMetrics
 from quire.replica.startup.pool_place import PoolPlace
@@ -72,13 +76,15 @@ class Replica:
         self._event_loop = asyncio.get_running_loop()
         self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        args = EngineArgs(**engine_args)
         with final_errors("replica"):
             self._engine = await asyncio.to_thread(
                 self.engine_class,
-                EngineArgs(**engine_args),
+                args,
                 on_output=self._on_output,
                 flight_path=_flight_folder() / self._replica_id,
                 node_pool=_pool_place(serve.get_replica_context().app_name),
+                start_rank=actor_starter() if args.tensor_parallel > 1 else None,
             )
         assert self._engine.recorder is not None
         self._engine.recorder.catch_fatal_signals()
@@ -93,6 +99,7 @@ class Replica:
         )
         self._arrivals = Arrivals()
         self._engine.watch(self._end_process)
+        self._engine.watch_ranks(self._end_with_rank)
         self._router_queues: dict[
             str, float
         ] = {}  # router id to this replica's share of its queued prefill, seconds
@@ -158,7 +165,8 @@ class Replica:
             self._arrivals.tell(key)
             if request.fork_of is not None:
                 await self._arrivals.wait((request.router_id, request.fork_of))
-            self._engine.submit(_engine_request(key, source, request))
+            adapter = await self._adapter(request.adapter)
+            self._engine.submit(_engine_request(key, source, request, adapter))
             return (await finished).encode()
         except QuireError as error:
             return _failed(error, request).encode()
@@ -168,6 +176,25 @@ class Replica:
         finally:
             self._finished.pop(key, None)
             self._leases.end(key)
+
+    async def _adapter(self, ref: AdapterRef | None) -> Adapter | None:
+        """The adapter of a request; a thread reads it if it is not in memory."""
+        if ref is None:
+            return None
+        known = self._engine.known_adapter(ref)
+        return await asyncio.to_thread(self._engine.adapter, ref) if known is None else known
+
+    async def load_adapter(self, ref: list[str], *, route: list[str]) -> dict[str, Any]:
+        """Read an adapter to host memory; return the error (`QuireError.to_wire`) if it cannot be used, else {}."""
+        try:
+            await self._adapter(AdapterRef.from_wire(ref))
+        except QuireError as error:
+            return error.to_wire()
+        return {}
+
+    async def forget_adapter(self, digest: str, *, route: list[str]) -> None:
+        """Free the memory of an adapter."""
+        self._engine.forget_adapter(digest)
 
     async def renew(
         self,
@@ -289,6 +316,13 @@ class Replica:
         faulthandler.dump_traceback(all_threads=True)
         os._exit(1)
 
+    def _end_with_rank(self, end: RankEnd) -> None:
+        """End the process after the end of another rank. A rank that was killed is no request's fault: no report."""
+        if end.error is not None:
+            self._end_process(str(end))
+        logger.error("%s: ending this process", end)
+        os._exit(1)
+
     def _on_detach(self, router_id: str) -> None:
         """Abort the requests of a detached router, because their streams have no reader."""
         self._router_queues.pop(router_id, None)
@@ -338,7 +372,9 @@ def _flight_folder() -> Path:
     return Path(ray._private.worker._global_node.get_session_dir_path()) / "quire"
 
 
-def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
+def _engine_request(
+    key: StreamKey, source: int, submit: Submit, adapter: Adapter | None
+) -> Request:
     now = time.monotonic()
     return Request(
         key,
@@ -357,6 +393,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         num_expected_cached=submit.num_expected_cached,
         payer=submit.payer,
         retain_s=submit.retain_s,
+        adapter=adapter,
         prediction_ids=submit.prediction_ids,
     )
 

@@ -51,6 +51,7 @@ def choose_lengths(
     acceptance: np.ndarray,
     most: np.ndarray,
     extra: tuple[float, float],
+    num_priced: float,
     max_drafted: int,
 ) -> np.ndarray:
     """Choose the number of tokens to draft for some requests of a step, [n] integers.
@@ -63,6 +64,9 @@ def choose_lengths(
         [n] each: the chance of each drafted token, and how many there are.
     extra
         The cost of drafting at all and of each token, as a fraction of a plain step.
+    num_priced
+        Number of tokens up to which their cost is known. Further ones count as free, so that they are tried: by the
+        first steps, the cost of drafting at all looks like a cost of each token.
     max_drafted
         Most tokens for all requests together.
     """
@@ -71,7 +75,8 @@ def choose_lengths(
     worth = np.where(k <= most[:, None], acceptance[:, None] ** k, 0.0).ravel()
     order = np.argsort(-worth, kind="stable")[:max_drafted]
     gained = np.cumsum(worth[order])
-    rate = (1 + gained / num_rows) / (1 + fixed + per_token * np.arange(1, len(order) + 1))
+    priced = np.minimum(np.arange(1, len(order) + 1), num_priced)
+    rate = (1 + gained / num_rows) / (1 + fixed + per_token * priced)
     best = int(rate.argmax())
     if rate[best] < 1 + _LEAST_GAIN:
         return np.zeros(len(acceptance), np.int64)

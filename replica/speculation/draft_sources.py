@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.replica.config import EngineConfig, SpeculationOptions
 from quire.replica.core.draft_source import DraftSource
-from quire.replica.core.request import Phase, Request
+from quire.replica.core.request import Request
 from quire.replica.speculation import draft_lengths
 from quire.replica.speculation.draft_lengths import Acceptance, choose_lengths
 from quire.replica.speculation.gram_table import MAX_SIZE
@@ -56,16 +56,17 @@ class LookupSource:
 
     def end(self, request: Request) -> None:
         self._of_request.pop(request.key, None)
-        num_new = request.num_tokens - request.num_prompt_tokens - request.num_emitted
-        if self._answers is not None and request.phase is Phase.FINISHED and num_new > 0:
+        known = max(request.num_prompt_tokens + request.num_emitted, request.num_remembered)
+        if self._answers is not None and request.num_tokens > known:
             # With the end of the prompt, so that the same prompt finds the answer's beginning.
-            self._answers.add(request.tenant, request.token_ids[-num_new - MAX_SIZE :])
+            new = request.token_ids[max(0, known - MAX_SIZE) :]
+            self._answers.add(request.tenant, new)
+            request.num_remembered = request.num_tokens
 
     def _drafts_of(self, request: Request) -> RequestDrafts:
         drafts = self._of_request.get(request.key)
         if drafts is None:
-            answers = None if self._answers is None else self._answers.of(request.tenant)
-            drafts = self._of_request[request.key] = RequestDrafts(request, answers)
+            drafts = self._of_request[request.key] = RequestDrafts(request, self._answers)
         return drafts
 
     def _room(self, request: Request) -> int:
@@ -152,9 +153,10 @@ class AutoSource(LookupSource):
         # Average seconds of a look, and seconds per row of the last plain step.
         self._look_s = 0.0
         self._row_s = 0.0
-        # Time of the last `observe_step`, and number of calls of `propose` since then.
+        # Time of the last `observe_step`; calls of `propose` since then, and the seconds that they took.
         self._observed_s = 0.0
         self._num_proposals = 0
+        self._proposing_s = 0.0
 
     def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
         began_s = self._clock()
@@ -166,6 +168,7 @@ class AutoSource(LookupSource):
             if num_looks:
                 self._look_s += self._WEIGHT * (elapsed_s / num_looks - self._look_s)
             self._budget.spend(elapsed_s)
+            self._proposing_s += elapsed_s
         return drafts
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -174,25 +177,24 @@ class AutoSource(LookupSource):
     def observe_step(self, num_rows: int, num_drafted: int, duration_s: float) -> None:
         costs = self._costs
         predicted_s = costs.predicted_extra_s(num_rows, num_drafted)
-        seconds = self._since_last_step(duration_s)
-        costs.observe(num_rows, num_drafted, seconds)
-        plain_s = costs.plain_s(num_rows)
-        if not num_drafted:
-            self._budget.earn(plain_s)
-        elif plain_s:
-            # `propose` has paid what was predicted.
-            self._budget.spend(seconds - plain_s - predicted_s)
+        costs.observe(num_rows, num_drafted, self._since_last_step(duration_s))
+        if num_drafted:
+            # `propose` has paid what was predicted before this step. One slow step counts as far as it changes the
+            # prediction, because other load on the machine makes steps slow, too.
+            self._budget.spend(costs.predicted_extra_s(num_rows, num_drafted) - predicted_s)
+        else:
+            self._budget.earn(costs.plain_s(num_rows))
 
     def _since_last_step(self, duration_s: float) -> float:
-        """Seconds from the last step to this one, which took `duration_s` from its launch.
+        """Seconds from the last step to this one without lookups; `duration_s` counts from the step's launch.
 
         The two differ if steps overlap, or if the device waits for the host. After a pause, or after a step with
         prefill, which is not reported here, only the duration is known.
         """
         now_s = self._clock()
-        seconds = now_s - self._observed_s
+        seconds = now_s - self._observed_s - self._proposing_s
         is_next = self._num_proposals == 1 and seconds <= self._MAX_INTERVAL * duration_s
-        self._observed_s, self._num_proposals = now_s, 0
+        self._observed_s, self._num_proposals, self._proposing_s = now_s, 0, 0.0
         return seconds if is_next else duration_s
 
     def end(self, request: Request) -> None:
@@ -229,6 +231,7 @@ class AutoSource(LookupSource):
                 np.array(acceptance),
                 np.array(most),
                 costs.extra(num_rows),
+                costs.num_priced(num_rows),
                 costs.max_drafted(num_rows),
             ).tolist()
             for (i, match), length in zip(found, lengths, strict=True):

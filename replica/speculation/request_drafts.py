@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.replica.core.request import Request
 from quire.replica.speculation.gram_table import MAX_SIZE, SIZES
-from quire.replica.speculation.texts import Answers, Match, OwnText, PredictedText
+from quire.replica.speculation.texts import Match, OwnText, PredictedText, RecentAnswers
 
 
 class RequestDrafts:
@@ -16,13 +16,14 @@ class RequestDrafts:
     ----------
     request
         A request that decodes.
-    answers
-        Recent answers to the same tenant; None: not looked up.
+    recent
+        Recent answers, of which those to the same tenant are looked up; None: none are.
     """
 
-    def __init__(self, request: Request, answers: Answers | None = None):
+    def __init__(self, request: Request, recent: RecentAnswers | None = None):
         self._text = OwnText()
-        self._answers = answers
+        self._recent = recent
+        self._tenant = request.tenant
         self._prediction: PredictedText | None = None
         # Number of its tokens that are known here.
         self._num_tokens = request.num_prompt_tokens
@@ -43,6 +44,7 @@ class RequestDrafts:
         if not hashes:
             return None
         tail = tokens[-MAX_SIZE:].tobytes()
+        answers = None if self._recent is None else self._recent.of(self._tenant)
         # The longest grams first; of the same length, the text that knows most about this answer.
         for size_index in range(len(SIZES)):
             found: Match | None = None
@@ -50,8 +52,8 @@ class RequestDrafts:
                 found = prediction.find(hashes, tail, size_index)
             if found is None:
                 found = self._text.find(tokens, tail, size_index)
-            if found is None and self._answers is not None:
-                found = self._answers.find(hashes, tail, size_index)
+            if found is None and answers is not None:
+                found = answers.find(hashes, tail, size_index)
             if found is not None:
                 return found
         return None

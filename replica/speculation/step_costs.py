@@ -11,6 +11,7 @@ step computes. On a GPU it is near 0 until the batch is large.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Share of an average that one step replaces.
@@ -23,6 +24,8 @@ _MAX_DRAFTED = 32
 # An unknown number of rows is taken for a known one if they differ by this share at most.
 _NEAR = 0.25
 _FIT_KEEP = 0.97
+# Steps of different lengths that tell the cost of drafting at all from the cost of each token.
+_LEAST_FIT = 3
 # The first step with drafts has at most one token, or this share of the rows; later ones at most twice as many as any
 # before. So a first guess cannot cost much where a drafted token is as expensive as a row.
 _FIRST_SHARE = 1 / 16
@@ -50,10 +53,12 @@ class _Fit:
     def __init__(self) -> None:
         # Sums of the weights, of x, y, x * x and x * y.
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        # The largest x so far.
+        # The largest x so far, and the number of points.
         self.largest_x = 0.0
+        self.count = 0
 
     def observe(self, x: float, y: float) -> None:
+        self.count += 1
         self._n = _FIT_KEEP * self._n + 1
         self._x = _FIT_KEEP * self._x + x
         self._y = _FIT_KEEP * self._y + y
@@ -99,11 +104,20 @@ class StepCosts:
         fixed, per_token = (0.0, 0.0) if fit is None else fit.line()
         return fixed, per_token / num_rows
 
+    def num_priced(self, num_rows: int) -> float:
+        """Number of drafted tokens of a step up to which their cost is known."""
+        fit = self._fits.get(num_rows.bit_length())
+        if fit is not None and fit.count >= _LEAST_FIT:
+            return math.inf
+        return self._num_tried(num_rows)
+
     def max_drafted(self, num_rows: int) -> int:
         """Most drafted tokens of the next step."""
+        return max(1, round(max(2 * self._num_tried(num_rows), _FIRST_SHARE * num_rows)))
+
+    def _num_tried(self, num_rows: int) -> float:
         fit = self._fits.get(num_rows.bit_length())
-        tried = 0.0 if fit is None else 2 * fit.largest_x * num_rows
-        return max(1, round(max(tried, _FIRST_SHARE * num_rows)))
+        return 0.0 if fit is None else fit.largest_x * num_rows
 
     def predicted_extra_s(self, num_rows: int, num_drafted: int) -> float:
         """Seconds by which a step with drafts takes longer than one without."""

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import ModelSpec
-from quire.replica.config import EngineArgs, EngineConfig, SizingError
+from quire.replica.config import EngineArgs, EngineConfig, SizingError, check_args
 from quire.replica.device.open_device import open_device
 from quire.replica.host_machine import give_back_free_memory
 from quire.replica.model.loader import load_model
@@ -21,6 +22,7 @@ from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_memory import measure_memory
 from quire.replica.startup.device_sizing import GIB
 from quire.replica.startup.pool_place import PoolPlace, join_pool, with_pool_size
+from quire.replica.startup.rank_sizing import rank_args, rank_spec
 from quire.replica.startup.sizing import resolve
 
 logger = logging.getLogger(__name__)
@@ -38,10 +40,23 @@ class Runtime:
     node_pool: NodePool | None
 
 
+class OtherRanks(Protocol):
+    """The ranks that this process leads (`replica/ranks`)."""
+
+    def agree(self, config: EngineConfig) -> EngineConfig:
+        """Return the configuration with the sizes of the smallest rank."""
+        ...
+
+    def load(self, config: EngineConfig, spec: ModelSpec) -> Runner:
+        """Load the leader's part of the model; every rank is ready then."""
+        ...
+
+
 def load_runtime(
     args: EngineArgs,
     startup_s: dict[str, float],
     check_model: Callable[[ModelSpec, str], None],
+    ranks: OtherRanks | None = None,
     place: PoolPlace | None = None,
 ) -> Runtime:
     """Load a model and warm up. Afterwards serving compiles nothing and touches no memory for the first time.
@@ -54,8 +69,10 @@ def load_runtime(
     check_model
         Called with the checkpoint's shape and the kind of device (cpu or cuda) before weights are read; raises
         CheckpointError for a model that the engine would compute otherwise than transformers.
+    ranks
+        With `tensor_parallel`, the other ranks.
     place
-        Where the node's pool is; None: the host tier is private.
+        Where the node's pool is; None: the host tier is private, as that of several ranks always is.
 
     Raises
     ------
@@ -64,12 +81,19 @@ def load_runtime(
     """
     began = time.perf_counter()
     checkpoint = resolve_checkpoint(args.model, args.revision)
-    spec = ModelSpec.from_checkpoint(checkpoint)
+    whole = ModelSpec.from_checkpoint(checkpoint)
+    check_args(args)
+    if ranks is not None:
+        place = None
     is_exact = args.node_pool_gib is not None
     if place is not None:
         args = with_pool_size(args, place, checkpoint)
+    spec = rank_spec(whole, args)
+    args = rank_args(args)
     config = resolve(args, spec, checkpoint)
-    check_model(spec, config.device)
+    check_model(whole, config.device)
+    if ranks is not None:
+        config = ranks.agree(config)
     device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
     device.trim()  # frees memory cached by an earlier engine of this process
@@ -80,9 +104,11 @@ def load_runtime(
         return join_pool(args, config, place, is_exact=is_exact)
 
     try:
-        if available is None:
+        if ranks is not None:
+            runner, node_pool = ranks.load(config, spec), None
+        elif available is None:
             config, node_pool = join(config)
-            runner = Runner.from_config(config, spec, node_pool)
+            runner = Runner.from_config(config, spec, node_pool=node_pool)
         else:
             model = load_model(spec, config.device, config.dtype, config.weights)
             measured, fused = measure_memory(config, spec, model, device, available)

@@ -75,6 +75,8 @@ def resolve(
         args = _for_recurrent_layers(args)
     num_threads = args.num_threads or physical_cores()
     sizing = choose_sizing(args.device, num_threads)
+    if args.max_loaded_adapters:
+        _check_adapters(args, spec)
     if has_own_attention(spec):
         args = _for_own_attention(args, spec, sizing)
     device = sizing.device
@@ -113,7 +115,7 @@ def resolve(
     block_size = sizing.choose_block_size(args)
     loaded = text_tensor_names(spec)
     available = available_bytes(device) if measured is None else measured.available
-    model_bytes = weight_bytes(folder, dtype, weights, loaded)
+    model_bytes = int(weight_bytes(folder, dtype, weights, loaded) * spec.weight_share)
     states = StateSlots()
     if spec.has_states:
         room = int(available * args.max_memory_percent - model_bytes)
@@ -138,7 +140,8 @@ def resolve(
     )
     if sizing.is_final or measured is not None:
         logger.info("memory of %s\n%s", args.model, table)
-    if (needed := loading_bytes(folder, dtype, weights, loaded)) > table.budget:
+    needed = int(loading_bytes(folder, dtype, weights, loaded) * spec.weight_share)
+    if needed > table.budget:
         raise SizingError(
             f"weights is {weights!r}, which needs {needed / GIB:.3f} GiB while the weights are read\n{table}"
         )
@@ -170,6 +173,7 @@ def resolve(
         if args.deterministic is None
         else args.deterministic,
         "num_threads": num_threads,
+        "reduction_splits": args.reduction_splits or args.tensor_parallel,
         **light_fields(args),
     }
     return EngineConfig(
@@ -208,6 +212,22 @@ def _for_recurrent_layers(args: EngineArgs) -> EngineArgs:
                 f"{name} is {refused!r}, which a model with recurrent layers cannot have"
             )
     return dataclasses.replace(args, cuda_graphs="off", deterministic=False)
+
+
+def _check_adapters(args: EngineArgs, spec: ModelSpec) -> None:
+    """Raise `SizingError` if the model's products are not computed layer by layer for all tokens of a step."""
+    kind = None
+    if spec.has_states:
+        kind = "recurrent layers"
+    elif any(group.values_in_keys for group in spec.groups):
+        kind = "latent attention"
+    elif has_own_attention(spec):
+        kind = "an attention of its own"
+    if kind is not None:
+        raise SizingError(
+            f"max_loaded_adapters is {args.max_loaded_adapters}, and {spec.architecture} has {kind}, with which "
+            "adapters are not supported; use 0"
+        )
 
 
 @dataclass(frozen=True, slots=True)

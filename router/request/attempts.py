@@ -394,6 +394,7 @@ class Attempts:
             # Without keys one pays for all: a client that sends many salts gains nothing.
             payer="" if self._request.bill is None else self._request.bill.tenant,
             retain_s=router.retain_s if self._request.may_be_retained else 0.0,
+            adapter=self._request.adapter,
             prediction_ids=self._prediction_ids,
         )
         self.current = router.transport.submit(submit, self.route)

@@ -70,7 +70,7 @@ class RequestStream:
         prediction_ids: np.ndarray | None = None,
     ):
         self.request_id = request.request_id
-        self.model = router.facts.name
+        self.model = router.facts.name if request.adapter is None else request.adapter.name
         self.origin = origin
         # Whether the client of a resumed stream has the whole answer already, so that nothing is left to do.
         self.was_complete = mark.finished

@@ -24,9 +24,10 @@ from contextlib import suppress
 import numpy as np
 
 from quire.protos.engine_facts import engine_facts
-from quire.protos.errors import InvalidRequest, QuireError, Unavailable, model_not_found
+from quire.protos.errors import InvalidRequest, QuireError, Unavailable
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import Hello
+from quire.router.adapters.adapter_control import AdapterControl, AdapterMethods
 from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
@@ -69,7 +70,7 @@ from quire.router.types import (
 MAX_MIGRATIONS = 3
 
 
-class RouterService:
+class RouterService(AdapterMethods):
     """Serves generation requests over a transport: the `Service` that HTTP and gRPC call.
 
     Parameters
@@ -119,6 +120,7 @@ class RouterService:
         decision_log: DecisionLog | None = None,
         peers: PeerRouters | None = None,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
+        adapter_control: AdapterControl | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -140,6 +142,7 @@ class RouterService:
         self.decision_log = decision_log
         self._peers = peers
         self._scrape = scrape
+        self.adapter_control = adapter_control or AdapterControl(facts.name)
         self.tracer = tracer
         self.rng = random.Random(secrets.randbits(64))
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
@@ -185,7 +188,7 @@ class RouterService:
 
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:
         """Check a request with one prompt and encode the prompt; nothing is generated."""
-        self._check(request)
+        request = self._check(request)
         return await self._prompt_encoder.encode(request, self._hello(), self.facts)
 
     async def load_parser(self) -> None:
@@ -210,7 +213,7 @@ class RouterService:
         return b"" if self._scrape is None else await self._scrape()
 
     async def _generate(self, request: GenerationRequest, arrived: Arrived) -> GenerationStream:
-        self._check(request)
+        request = self._check(request)
         candidates = self._candidates(request)
         self.gate.check(request.payer, request.priority)
         asked = dataclasses.replace(request, max_tokens=1) if request.max_tokens == 0 else request
@@ -238,7 +241,7 @@ class RouterService:
         self, request: GenerationRequest, questions: Sequence[Question], arrived: Arrived
     ) -> ReplyScores:
         check_questions(questions)
-        self._check(request)
+        request = self._check(request)
         hello = self._candidates(request)[0]
         self.gate.check(request.payer, request.priority)
         began_s = self.clock()
@@ -269,7 +272,7 @@ class RouterService:
         embedding = self.facts.embedding
         check_num_inputs(request)
         part = dataclasses.replace(request, prompt=(0,), prompts=(), bill=PartOfBill(request.payer))
-        self._check(part)
+        part = self._check(part)
         hello = self._candidates(request)[0]
         embedding.check(dimensions, hello.hidden_size)
         self.gate.check(request.payer, request.priority)
@@ -299,7 +302,7 @@ class RouterService:
         now_s, deadline_s = self.clock(), part.deadline_s
         if deadline_s is not None:
             deadline_s = max(0.0, deadline_s - (now_s - arrived.at_s))
-        hashes = await self._prompt_encoder.hashes(prompt_ids, hello, part.tenant)
+        hashes = await self._prompt_encoder.hashes(prompt_ids, hello, self.namespace(part))
         if sampling.pooling == "mean":
             # Every hidden state is read, so the replica computes the whole prompt.
             hashes = hashes[:0]
@@ -317,11 +320,11 @@ class RouterService:
             {},
         )
 
-    def _check(self, request: GenerationRequest) -> None:
-        """Check everything that needs no tokenizer."""
-        if request.model not in (None, self.facts.name):
-            raise model_not_found(request.model, [self.facts.name])
+    def _check(self, request: GenerationRequest) -> GenerationRequest:
+        """Check everything that needs no tokenizer; return the request with its adapter."""
+        request = self.with_adapter(request, self.facts.name)
         params.check(request, self.facts.limits)
+        return request
 
     async def _stream(
         self,
@@ -350,7 +353,7 @@ class RouterService:
                 bad_word_ids=encoder.bad_word_ids(request),
                 special_stop_ids=[i for i in special_stops if i < hello.vocab_size],
             )
-            hashes = await encoder.hashes(prompt_ids, hello, request.tenant)
+            hashes = await encoder.hashes(prompt_ids, hello, self.namespace(request))
             try:
                 origin = self._origin(request, prompt_ids, hashes, sampling, hello, answer_id)
                 break
@@ -404,6 +407,7 @@ class RouterService:
             request.n,
             request.tool_choice is not None and request.tool_choice.mode == "none",
             request.parallel_tool_calls,
+            *(() if request.adapter is None else (request.adapter.digest,)),
         )
         fingerprint = resume.fingerprint_of(prompt_ids, hashes, sampling, options, hello)
         if request.resume_from is not None:
@@ -412,17 +416,7 @@ class RouterService:
         return Origin(sampling.seed, fingerprint, answer_id, int(time.time()))
 
     def model_info(self) -> ModelInfo:
-        hello = self._hello()
-        return ModelInfo(
-            name=self.facts.name,
-            created_s=self.facts.created_s,
-            max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
-            vocab_size=hello.vocab_size,
-            revision=hello.revision,
-            dtype=hello.dtype,
-            eos_token_ids=tuple(hello.eos_token_ids),
-            block_size=hello.block_size,
-        )
+        return ModelInfo.of(self.facts.name, self.facts.created_s, self._hello())
 
     def readiness(self) -> Readiness:
         hellos = self.transport.hellos

@@ -37,8 +37,8 @@ from ray.serve.handle import DeploymentHandle
 
 from quire.protos.errors import QuireError, SlowClient, Unavailable
 from quire.protos.metric_families import Page
-from quire.protos.parts import MAX_MESSAGE_BYTES
 from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
+from quire.protos.wire_codec import MAX_MESSAGE_BYTES
 from quire.router.fleet import membership
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.transport.calls import CallEnded, answer_of, next_message
@@ -203,30 +203,30 @@ class Bus:
             Ask for vLLM's names too.
         """
         members = self._members
-        calls = [
-            self._spawn(self._metrics_page(replica, labels, vllm_names)) for replica in members
-        ]
-        answers: list[tuple[str, Page] | None] = []
-        if calls:
-            done, silent = await asyncio.wait(calls, timeout=timeout_s)
-            for call in silent:
-                call.cancel()
-            answers = [call.result() for call in done if not call.cancelled()]
         # Keyed by the replica's own id: Serve may have sent a call to another replica than its route says.
-        pages = dict(answer for answer in answers if answer is not None)
+        pages = dict(await self.ask_all("metrics_page", labels, vllm_names, timeout_s=timeout_s))
         return pages, len(members - pages.keys())
 
-    async def _metrics_page(
-        self, replica: str, labels: dict[str, str], vllm_names: bool
-    ) -> tuple[str, Page] | None:
-        call = self._unary.metrics_page.remote(labels, vllm_names, route=[replica])
+    async def ask_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method of every replica; return the answers, not None, that arrive within `timeout_s`."""
+        calls = [self._spawn(self._ask(replica, method, args)) for replica in self._members]
+        if not calls:
+            return []
+        done, silent = await asyncio.wait(calls, timeout=timeout_s)
+        for call in silent:
+            call.cancel()
+        answers = [call.result() for call in done if not call.cancelled()]
+        return [answer for answer in answers if answer is not None]
+
+    async def _ask(self, replica: str, method: str, args: tuple[Any, ...]) -> Any:
+        call = getattr(self._unary, method).remote(*args, route=[replica])
         try:
             return await answer_of(call)
         except asyncio.CancelledError:
             call.cancel()
             raise
         except Exception as error:
-            logger.info("metrics_page call failed: %r", error)
+            logger.info("%s call failed: %r", method, error)
             return None
 
     async def close(self) -> None:

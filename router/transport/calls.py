@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
-from quire.protos.parts import Part, whole
+from quire.protos.wire_codec import Part, whole
 
 T = TypeVar("T")
 

@@ -34,7 +34,8 @@ class Peers:
     Parameters
     ----------
     routers
-        Handle of the routers' deployment; it has the methods `own_decisions`, `own_metrics` and `own_state`.
+        Handle of the routers' deployment; it has the methods `own_decisions`, `own_metrics`, `own_state` and
+        `own_adapters`.
     """
 
     def __init__(self, routers: DeploymentHandle):
@@ -71,6 +72,19 @@ class Peers:
         """
         answers, num_silent = await self._ask("own_metrics", timeout_s=timeout_s)
         return dict(answers), num_silent
+
+    async def exchange_adapters(
+        self, entries: list[tuple[str, str, str, int]]
+    ) -> list[list[tuple[str, str, str, int]]]:
+        """Send adapters to all routers and return theirs (`adapter_registry.PlainEntry`).
+
+        Raises
+        ------
+        Unavailable
+            No router answered.
+        """
+        answers, _ = await self._ask("own_adapters", entries)
+        return answers
 
     async def live_states(self, payer: str | None) -> list[LiveState]:
         """Return the states of the routers that answered.

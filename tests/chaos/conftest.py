@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `chaos_clients`
 sys.path.insert(0, str(Path(__file__).parents[1] / "system"))  # for `live`
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))  # for `authority`
 
 from live import Cluster, start_cluster
 

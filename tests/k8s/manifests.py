@@ -17,6 +17,7 @@ K8S = ROOT / "k8s"
 
 _KNOWN_KEYS = {
     "apiVersion", "kind", "resources", "components", "patches", "replacements", "namespace", "images",
+    "configMapGenerator",
 }  # fmt: skip
 _CLUSTER_SCOPED = {"Namespace", "PriorityClass"}
 _LOCAL = "config.kubernetes.io/local-config"
@@ -65,6 +66,10 @@ def _accumulate(folder: Path, docs: list[dict[str, Any]]) -> None:
             own += load(path)
     for name in spec.get("components", ()):
         _accumulate(folder / name, own)
+    for entry in spec.get("configMapGenerator", ()):
+        metadata = {"name": entry["name"], "labels": entry["options"]["labels"]}
+        data = {name: (folder / name).read_text(encoding="utf-8") for name in entry["files"]}
+        own.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     for entry in spec.get("patches", ()):
         target = _target(own, entry["target"], folder)
         for operation in yaml.safe_load((folder / entry["path"]).read_text(encoding="utf-8")):
@@ -74,7 +79,7 @@ def _accumulate(folder: Path, docs: list[dict[str, Any]]) -> None:
             doc["metadata"]["namespace"] = spec["namespace"]
         _set_images(doc, spec.get("images", ()))
     for entry in spec.get("replacements", ()):
-        _append_lines(own, entry, folder)
+        _replace(own, entry, folder)
     if own is not docs:
         docs += own
 
@@ -99,17 +104,24 @@ def _set_images(value: Any, images: Sequence[dict[str, str]]) -> None:
             _set_images(item, images)
 
 
-def _append_lines(docs: list[dict[str, Any]], entry: dict[str, Any], folder: Path) -> None:
-    """The one form of replacement in use: a ConfigMap's text becomes the last lines of a field."""
+def _replace(docs: list[dict[str, Any]], entry: dict[str, Any], folder: Path) -> None:
+    """A ConfigMap's text becomes a part of some fields: one between delimiters, or behind the last delimiter."""
     (target,) = entry["targets"]
-    if target["options"] != {"delimiter": "\n", "index": 1000}:
-        raise ValueError(f"{folder}: replacements other than appending lines are not rendered here")
+    if target["options"].keys() != {"delimiter", "index"}:
+        raise ValueError(f"{folder}: replacements of whole fields are not rendered here")
     _, key = entry["source"]["fieldPath"].split(".")
     text = _target(docs, entry["source"], folder)["data"][key]
-    doc = _target(docs, target["select"], folder)
+    delimiter, index = target["options"]["delimiter"], target["options"]["index"]
     (path,) = target["fieldPaths"]
-    section, field = path.split(".")
-    doc[section][field] += "\n" + text
+    *parents, field = path.split(".")
+    found: list[Any] = [_target(docs, target["select"], folder)]
+    for part in parents:
+        found = [inner for one in found for inner in (one if part == "*" else [one[part]])]
+    for one in found:
+        parts = one[field].split(delimiter)
+        # An index behind the last part appends.
+        parts[index : index + 1] = [text]
+        one[field] = delimiter.join(parts)
 
 
 def apply_operation(doc: Any, op: str, path: str, value: Any = None) -> None:

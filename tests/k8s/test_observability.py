@@ -33,7 +33,7 @@ from .expressions import (
     problems,
     selectors,
 )
-from .manifests import ROOT, load
+from .manifests import K8S, ROOT, load, render
 
 RUNBOOK = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
 METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -202,6 +202,22 @@ def test_each_alert_has_its_section_and_each_section_its_alert() -> None:
         assert rule["annotations"]["description"].endswith(".")
         assert rule["for"]
     assert anchors(RUNBOOK) == [name.lower() for name in named]
+
+
+def test_the_address_of_the_runbook_is_set_in_one_place(tmp_path: Path) -> None:
+    folder = tmp_path / "observability"
+    shutil.copytree(K8S / "observability", folder)
+    runbooks = folder / "runbooks.yaml"
+    text = runbooks.read_text(encoding="utf-8")
+    url = "https://docs.example.com/alerts/"
+    runbooks.write_text(text.replace("url: docs/alerts.md", f"url: {url}"), encoding="utf-8")
+    docs = render(folder)
+    (rules,) = (doc for doc in docs if doc["kind"] == "PrometheusRule")
+    found = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
+    assert len(found) == len(alerts())
+    for rule in found:
+        assert rule["annotations"]["runbook_url"] == f"{url}#{rule['alert'].lower()}"
+    assert "quire-runbooks" not in {doc["metadata"]["name"] for doc in docs}
 
 
 def test_panels_that_the_runbook_names_exist() -> None:

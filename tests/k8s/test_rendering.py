@@ -55,8 +55,8 @@ def test_a_component_that_replaces_otherwise_is_an_error(tmp_path: Path) -> None
     kustomization = {
         "kind": "Kustomization",
         "resources": ["a.yaml"],
-        "replacements": [{"targets": [{"options": {"delimiter": "/", "index": 0}}]}],
+        "replacements": [{"targets": [{"options": {"create": True}}]}],
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization), encoding="utf-8")
-    with pytest.raises(ValueError, match="other than appending"):
+    with pytest.raises(ValueError, match="of whole fields"):
         render(tmp_path)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos import parts
-from quire.protos.parts import Part, parts_of, whole
+from quire.protos.wire_codec import Part, parts_of, whole
 
 
 def travel(message: bytes) -> bytes:

@@ -62,6 +62,7 @@ class Sequence:
     top_p: float = 1.0
     seed: int = 0
     computed: int = 0
+    adapter: int = 0  # slot
     logits: list[np.ndarray] = field(default_factory=list)  # each [vocab] float32
 
 
@@ -99,6 +100,7 @@ class Driver:
         for row, (sequence, _) in enumerate(work):
             tables[:, row, : sequence.blocks.shape[1]] = sequence.blocks
         token_ids = [s.tokens[s.computed : s.computed + count] for s, count in work]
+        adapters = np.array([s.adapter for s, _ in work], np.int32)
         done = [i for i, (s, count) in enumerate(work) if s.computed + count == len(s.tokens)]
         sampling = [work[i][0] for i in done]
         self.step += 1
@@ -111,6 +113,7 @@ class Driver:
             kv_len=np.array([s.computed + count for s, count in work], np.int32),
             block_tables=BlockTables.of(tables),
             slots=np.ascontiguousarray(np.concatenate(slots, axis=1)),
+            adapters=adapters if adapters.any() else adapters[:0],
             sampling=SamplingBatch(
                 token_index=np.array([cu_q[i + 1] - 1 for i in done], np.int32),
                 columns=records(

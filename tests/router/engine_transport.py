@@ -81,6 +81,7 @@ class EngineTransport:
                 num_emitted=submit.num_emitted,
                 tenant=submit.tenant,
                 fork_of=submit.fork_of,
+                adapter=None if submit.adapter is None else self.engine.adapter(submit.adapter),
                 prediction_ids=submit.prediction_ids,
             )
         )

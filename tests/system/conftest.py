@@ -30,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def adapter_folder(tmp_path_factory) -> Path:
+    """The folder from which the cluster loads adapters at run time."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="session")
 def collector() -> Iterator[GrpcReceiver]:
     """Receives the traces of requests whose client asks for one."""
     with GrpcReceiver() as receiver:
@@ -37,7 +43,7 @@ def collector() -> Iterator[GrpcReceiver]:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory, collector: GrpcReceiver) -> Iterator[Cluster]:
+def cluster(tmp_path_factory, collector: GrpcReceiver, adapter_folder: Path) -> Iterator[Cluster]:
     """HAProxy mode, two routers, two replicas of the embedded model, float32, deterministic."""
     folder = tmp_path_factory.mktemp("cluster")
 
@@ -45,6 +51,8 @@ def cluster(tmp_path_factory, collector: GrpcReceiver) -> Iterator[Cluster]:
         (application,) = config["applications"]
         application["args"]["router"] = {"decision_log_folder": str(folder / "decisions")}
         application["args"]["metrics"] = {"vllm_names": True}
+        application["args"]["adapter_folder"] = str(adapter_folder)
+        application["args"].setdefault("engine", {})["max_loaded_adapters"] = 2
         application["args"]["tracing"] = {"endpoint": collector.endpoint, "sample_ratio": 0.0}
 
     yield from start_cluster(folder, change)

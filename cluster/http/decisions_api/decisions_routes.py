@@ -140,7 +140,7 @@ class DecisionResponse(Response):
             raise renamed(error, self._names) from None
         usage = scores.usage
         content = {
-            "model": self._service.model_info().name,
+            "model": self._request.model or self._service.model_info().name,
             "answers": [
                 decision_answer(question, logprobs)
                 for question, logprobs in zip(self._questions, scores.logprobs, strict=True)

@@ -103,7 +103,11 @@ class EmbeddingsResponse(Response):
         except QuireError as error:
             raise renamed(error, self._names) from None
         headers = explain_headers(found.explain, complete=True)
-        content = _encoded(found, self._service.model_info().name, self._body.encoding_format)
+        content = _encoded(
+            found,
+            self._request.model or self._service.model_info().name,
+            self._body.encoding_format,
+        )
         answer = StreamingResponse(content, headers=headers, media_type="application/json")
         await answer.stream_response(send)
 

@@ -1,4 +1,5 @@
-/* Row operations with AVX2 and fused multiply-add. */
+/* Row operations and adapters with AVX2 and fused multiply-add. */
+#include "adapter.h"
 #include "row_ops.h"
 
 #if defined(__x86_64__)
@@ -9,4 +10,7 @@
 #include "simd_avx2.h"
 
 #include "row_ops_tile.h"
+
+#define ADAPTER_ROWS 2
+#include "adapter_tile.h"
 #endif

@@ -1,4 +1,5 @@
-/* Row operations with AVX-512. */
+/* Row operations and adapters with AVX-512. */
+#include "adapter.h"
 #include "row_ops.h"
 
 #if defined(__x86_64__)
@@ -9,4 +10,7 @@
 #include "simd_avx512.h"
 
 #include "row_ops_tile.h"
+
+#define ADAPTER_ROWS 4
+#include "adapter_tile.h"
 #endif

@@ -1,4 +1,5 @@
-/* Row operations on any processor. */
+/* Row operations and adapters on any processor. */
+#include "adapter.h"
 #include "row_ops.h"
 
 #define TARGETED
@@ -8,3 +9,6 @@
 #include "simd_generic.h"
 
 #include "row_ops_tile.h"
+
+#define ADAPTER_ROWS 2
+#include "adapter_tile.h"

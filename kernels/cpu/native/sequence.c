@@ -10,18 +10,19 @@
 #include <sched.h>
 #include <time.h>
 
+#include "adapter.h"
 #include "attention.h"
 #include "row_ops.h"
 #include "linear.h"
 
 enum {
-    MAX_STEPS = 16,
+    MAX_STEPS = 20,
     SPINS = 2048, /* about 40 us; then the thread yields its core, which a thread with unfinished units may need */
     WARM_ROWS = 16,         /* most rows of a GEMM whose weights are prefetched: with more rows it is not limited by memory */
     WARM_BYTES = 128 << 10, /* fits the L2 cache together with the data of the calls before the GEMM */
 };
 
-enum kind { NORM = 0, LINEAR = 1, ROTATE = 2, ATTENTION = 3, GATED = 4 };
+enum kind { NORM = 0, LINEAR = 1, ROTATE = 2, ATTENTION = 3, GATED = 4, ADAPTER_DOWN = 5, ADAPTER_UP = 6 };
 
 /* These three are mirrored in `quire/kernels/cpu/cpu_call_sequence.py` and `cpu_decoder_layer.py`. */
 struct step {
@@ -43,6 +44,7 @@ struct layer {
     struct attention_call *attention;
     struct linear_call *output; /* adds the layer's input */
     struct linear_call *down;   /* writes the layer's output */
+    struct adapter_call *down_adapters; /* changes the layer's output; or NULL */
 };
 
 struct stage {
@@ -136,6 +138,8 @@ static void prepare(struct job *job, const struct step *step, int64_t isa, int64
         case ROTATE: quire_rotate_job(job, step->call, isa, num_threads); break;
         case ATTENTION: quire_attention_job(job, step->call, isa, num_threads); break;
         case GATED: quire_gated_job(job, step->call, isa, num_threads); break;
+        case ADAPTER_DOWN: quire_adapter_down_job(job, step->call, isa, num_threads); break;
+        case ADAPTER_UP: quire_adapter_up_job(job, step->call, isa, num_threads); break;
     }
 }
 
@@ -174,7 +178,8 @@ int64_t quire_layers(const struct layer *layers, int64_t num_layers, const char 
     struct run run = {stages, 0, 0};
     for (const struct layer *layer = layers; layer < layers + num_layers; layer++, x = out) {
         layer->attention_norm->x = layer->output->residual = x;
-        layer->down->out = out; /* the last call of the layer, so its input is no longer needed */
+        layer->down->out = out; /* the layer's input is no longer needed */
+        if (layer->down_adapters) layer->down_adapters->out = out;
         layer->rotate->step = *step;
         layer->attention->plan = *plan;
         prepare_stages(stages + run.num_stages, layer->sequence, isa, num_threads);

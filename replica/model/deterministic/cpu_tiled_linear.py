@@ -17,6 +17,7 @@ from quire.replica.model.deterministic.cpu_tiles import (
     tiled_linear,
 )
 from quire.replica.model.layers.latent_attention import fix_rows
+from quire.replica.model.layers.linear_parts import keep_parts
 from quire.replica.model.layers.w4 import W4Linear
 
 
@@ -38,6 +39,7 @@ class TiledLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.tile_rows = tile_rows
+        keep_parts(self, [linear])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""

@@ -32,6 +32,7 @@ from quire.replica.model.deterministic.stacked_experts import ExpertRouter, Stac
 from quire.replica.model.fusion.fused_parts import Product
 from quire.replica.model.layers.fp8 import CodedLinear
 from quire.replica.model.layers.latent_attention import HeadProducts, fix_rows
+from quire.replica.model.layers.linear_parts import keep_parts
 from quire.replica.model.layers.w4 import W4Linear
 
 
@@ -46,6 +47,7 @@ class FixedLinear(nn.Module):
         self.in_features = source.in_features
         self.out_features = source.out_features
         self.product = FixedProduct(self.weight.detach(), self.bias)
+        keep_parts(self, [source])
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in_features], residual and result [..., out_features]."""

@@ -8,7 +8,7 @@ decide which candidate is built.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,14 @@ from quire.replica.model.fusion.fused_parts import (
     FusedAttention,
     FusedMLP,
     FusedNorm,
+    Product,
+    SummedProduct,
 )
 from quire.replica.model.fusion.fusion_backend import FusionBackend
 from quire.replica.model.layers.fp8 import Fp8Linear, Int8Linear
+from quire.replica.model.layers.linear_parts import keep_parts
 from quire.replica.model.layers.w4 import W4Linear
+from quire.replica.model.sharded.shared_layers import SummedLinear
 
 
 @dataclass(slots=True)
@@ -113,8 +117,17 @@ class Candidates:
         activation = _activation_of(module)
         if activation is None:
             return None
-        product = self._backend.product
+        product = self._product
         return self._backend.mlp(product(parts), product([linears["down_proj"]]), activation)
+
+    def _product(self, parts: Sequence[AnyLinear | SummedLinear]) -> Product:
+        if len(parts) == 1 and isinstance(parts[0], SummedLinear):
+            return SummedProduct(parts[0], self._backend.product)
+        if any(isinstance(part, SummedLinear) for part in parts):
+            raise ValueError("layers whose sums are divided are not merged")
+        product = self._backend.product(parts)
+        keep_parts(product, parts)
+        return product
 
     def attention(self, module: nn.Module, table_repeats: int) -> FusedAttention | None:
         """Build an attention.
@@ -164,8 +177,8 @@ class Candidates:
         width = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
         if sum(linears[name].out_features for name in names) != width:
             return None
-        qkv = self._backend.product([linears[name] for name in names])
-        output = self._backend.product([linears["o_proj"]])
+        qkv = self._product([linears[name] for name in names])
+        output = self._product([linears["o_proj"]])
         return self._backend.attention(facts, qkv, output, norms)
 
     def _has_half_tables(self, module: nn.Module, head_dim: int) -> bool:
@@ -179,8 +192,8 @@ def num_parameters(module: nn.Module) -> int:
     return sum(1 for _ in module.parameters())
 
 
-def _linears(module: nn.Module) -> dict[str, AnyLinear]:
-    kinds = (nn.Linear, Fp8Linear, Int8Linear, W4Linear)
+def _linears(module: nn.Module) -> dict[str, AnyLinear | SummedLinear]:
+    kinds = (nn.Linear, Fp8Linear, Int8Linear, W4Linear, SummedLinear)
     return {n: child for n, child in module.named_children() if type(child) in kinds}
 
 

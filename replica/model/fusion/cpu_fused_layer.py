@@ -13,7 +13,12 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.cpu import cpu_attention_native
-from quire.kernels.cpu.cpu_decoder_layer import LayerParts, PreparedLayer, Selection
+from quire.kernels.cpu.cpu_decoder_layer import (
+    LayerAdapters,
+    LayerParts,
+    PreparedLayer,
+    Selection,
+)
 from quire.kernels.cpu.cpu_layer_stack import LayerStack
 from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.device.kv_pool import KVPool
@@ -34,6 +39,8 @@ class CpuLayer(FusedLayer):
     _sequence: tuple[KVPool, PreparedLayer | None] | None = None
     # Whether all later operations work on each token separately, so that tokens which are not read may be skipped.
     is_last = False
+    # The calls of adapters in steps that have some; None: the engine has no adapters.
+    adapters: LayerAdapters | None = None
     _stack: LayerStack | None = None
 
     def run(self, x: torch.Tensor, tables: Tables, step: CpuStepContext) -> torch.Tensor:
@@ -66,7 +73,7 @@ class CpuLayer(FusedLayer):
 
     def selection(self, step: CpuStepContext) -> Selection | None:
         """Return the tokens to compute in this layer, if skipping the others saves time; None: all."""
-        if not self.is_last or step.selected is None:
+        if not self.is_last or step.selected is None or step.adapters is not None:
             return None
         left_out = int(step.cu_q[-1]) - len(step.selected)
         prepared = self.sequence(step.pool)
@@ -105,6 +112,7 @@ class CpuLayer(FusedLayer):
                 v_cache=pool.values(facts.layer),
                 k_pages=k_pages,
                 v_pages=v_pages,
+                adapters=self.adapters,
             )
         )
 
@@ -124,7 +132,8 @@ class CpuLayer(FusedLayer):
             self._stack = LayerStack(sequences)
         selection = chain[-1].selection(step)
         x = hidden_states.contiguous()
-        out = self._stack(x, tables, step.workspace, selection=selection)
+        adapted = step.adapters is not None
+        out = self._stack(x, tables, step.workspace, selection=selection, adapted=adapted)
         step.ran_ahead = RanAhead(chain[1:], out, position_embeddings)
         if step.on_attend is not None:
             q = sequences[0].queries(step.workspace)

@@ -31,6 +31,7 @@ from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.model.fusion.fused_parts import AnyLinear, FusedNorm, NormWeight, Product
 from quire.replica.model.fusion.fusion_backend import ContextFactory, FusionBackend, ReplaceProduct
 from quire.replica.model.fusion.trial_pass import TrialPass
+from quire.replica.model.layers.linear_parts import keep_parts
 from quire.replica.model.layers.w4 import W4Linear
 from quire.replica.model.output_head import split_model
 
@@ -112,6 +113,7 @@ class CpuFusion(FusionBackend):
             if not deviates <= MAX_DEVIATION[x.dtype]:
                 reasons.append(f"product {path}: deviates by {deviates:.2g}")
                 continue
+            keep_parts(product, [module])
             replace("products", model.get_submodule(parent_path), name, product)
             for p, n, _ in users:
                 replace("embeddings", p, n, PackedEmbedding(product.packed))

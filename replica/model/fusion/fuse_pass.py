@@ -45,6 +45,7 @@ from quire.replica.model.fusion.fusion_backend import FusionBackend
 from quire.replica.model.fusion.layer_chains import chain_layers, fused_decoder
 from quire.replica.model.fusion.trial_pass import TrialPass
 from quire.replica.model.layers.fp8 import CodedLinear
+from quire.replica.model.sharded.shared_layers import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ class _FusePass:
         self.report = FuseReport()
         self.observed = Observed()
         self.candidates = Candidates(self.observed, backend, pool, self.trial.random)
+        # Ranks decide alike, because a module's results may be sums of all ranks.
+        self._ranks = group_of(model)
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -277,6 +280,8 @@ class _FusePass:
                     f"{value.dtype}"
                 )
             deviates = deviation(found[what].float(), value.float())
+            if self._ranks is not None:
+                deviates = self._ranks.largest(deviates)
             if not deviates <= bound:
                 raise _FuseError(
                     f"{what} deviates by {deviates:.2g}, at most {bound:g} are rounding"

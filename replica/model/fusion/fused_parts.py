@@ -8,7 +8,7 @@ differ from the unfused module's only by rounding: a fused part rounds its resul
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from quire.replica.model.attention import StepContext, Tables
 from quire.replica.model.layers.fp8 import CodedLinear, join_rows
 from quire.replica.model.layers.w4 import W4Linear
+from quire.replica.model.sharded.shared_layers import SummedLinear
 
 Activation = Literal["silu", "gelu_tanh"]
 # Layers that a `Product` merges.
@@ -69,6 +70,33 @@ class Product(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in_features], residual and result [..., out_features]."""
         out = F.linear(x, self.weight, self.bias) if self.coded is None else self.coded(x)
+        return out if residual is None else out + residual
+
+
+class SummedProduct(Product):
+    """`SummedLinear` with the products of its parts replaced.
+
+    Parameters
+    ----------
+    layer
+        The layer; its group and order of sums are kept.
+    make
+        Creates the product of one part.
+    """
+
+    def __init__(self, layer: SummedLinear, make: Callable[[Sequence[AnyLinear]], Product]):
+        nn.Module.__init__(self)
+        self.coded = None
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = None if layer.bias is None else layer.bias.detach()
+        self.products = nn.ModuleList(make([part]) for part in layer.parts)
+        self._sums = layer.sums
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in_features], residual and result [..., out_features]."""
+        out = self._sums(self.products, x)
+        if self.bias is not None:
+            out = out + self.bias
         return out if residual is None else out + residual
 
 

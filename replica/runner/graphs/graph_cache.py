@@ -183,20 +183,28 @@ class GraphCache:
         self._device.release(self._graphs.pop(key).graph)
         self.policy.remove(key)
 
-    def find(self, num_rows: int, part: GraphPart) -> CachedGraph | None:
+    def find(
+        self, num_rows: int, part: GraphPart, *, is_adapted: bool = False
+    ) -> CachedGraph | None:
         """Return the graph for a step of `num_rows` decoding rows; None: run it kernel by kernel."""
         if not self._serves:
             return None
-        key = self.policy.find(num_rows, part)
+        key = self.policy.find(num_rows, part, is_adapted=is_adapted)
         return None if key is None else self._graphs[key]
 
     def find_mixed(
-        self, num_rows: int, num_tokens: int, kv_len: int, part: GraphPart
+        self,
+        num_rows: int,
+        num_tokens: int,
+        kv_len: int,
+        part: GraphPart,
+        *,
+        is_adapted: bool = False,
     ) -> CachedGraph | None:
         """Return the graph for a mixed step; arguments as for `GraphPolicy.find_mixed`."""
         if not self._serves or not self.policy.has_mixed:
             return None
-        key = self.policy.find_mixed(num_rows, num_tokens, kv_len, part)
+        key = self.policy.find_mixed(num_rows, num_tokens, kv_len, part, is_adapted=is_adapted)
         return None if key is None else self._graphs[key]
 
     def replay(self, cached: CachedGraph) -> None:

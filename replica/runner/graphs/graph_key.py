@@ -21,6 +21,7 @@ class GraphKey(NamedTuple):
     num_tokens: int = 0  # of a mixed step, with padding; 0: every row decodes
     # Only of a mixed step: longest row in tokens, which bounds the gathered block tables; 0: every row decodes.
     kv_tokens: int = 0
+    is_adapted: bool = False  # whether rows may have adapters
 
     @property
     def is_mixed(self) -> bool:
@@ -28,9 +29,10 @@ class GraphKey(NamedTuple):
         return self.num_tokens > 0
 
     def __str__(self) -> str:
+        adapted = " with adapters" if self.is_adapted else ""
         if not self.is_mixed:
-            return f"a decode {self.part.value} of {self.num_rows} rows"
+            return f"a decode {self.part.value} of {self.num_rows} rows{adapted}"
         return (
             f"a mixed {self.part.value} of {self.num_tokens} tokens in {self.num_rows} rows of at most "
-            f"{self.kv_tokens}"
+            f"{self.kv_tokens}{adapted}"
         )

@@ -107,23 +107,31 @@ class GraphPolicy:
         """Whether mixed steps have graphs."""
         return self._mixed is not None
 
-    def find(self, num_rows: int, part: GraphPart) -> GraphKey | None:
+    def find(self, num_rows: int, part: GraphPart, *, is_adapted: bool = False) -> GraphKey | None:
         """Return the smallest captured graph for `num_rows` decoding rows.
 
         None if it has at least twice the rows of the smallest size that fits.
         """
         fitting = [size for size in self._sizes if size >= num_rows]
-        wanted = GraphKey(fitting[0], part)
+        wanted = GraphKey(fitting[0], part, is_adapted=is_adapted)
         limit = 2 * wanted.num_rows
         usable = (
-            GraphKey(size, part) for size in fitting if size < limit or size == wanted.num_rows
+            wanted._replace(num_rows=size)
+            for size in fitting
+            if size < limit or size == wanted.num_rows
         )
         key = self._take(wanted, usable)
         self.decodes.add(num_rows, None if key is None else key.num_rows)
         return key
 
     def find_mixed(
-        self, num_rows: int, num_tokens: int, kv_len: int, part: GraphPart
+        self,
+        num_rows: int,
+        num_tokens: int,
+        kv_len: int,
+        part: GraphPart,
+        *,
+        is_adapted: bool = False,
     ) -> GraphKey | None:
         """Return the smallest graph that serves a mixed step (`MixedShapes.serves`), or None.
 
@@ -138,11 +146,13 @@ class GraphPolicy:
             self.mixed.add(num_tokens, None)
             return None
         wanted = mixed_shapes.pad(num_rows, num_tokens, kv_len, part)
+        wanted = wanted._replace(is_adapted=is_adapted)
         usable = sorted(
             (
                 key
                 for key in self._captured
-                if key.part is part and mixed_shapes.serves(key, num_rows, num_tokens, kv_len)
+                if (key.part, key.is_adapted) == (part, is_adapted)
+                and mixed_shapes.serves(key, num_rows, num_tokens, kv_len)
             ),
             key=lambda key: (key.num_tokens, key.num_rows, key.kv_tokens),
         )

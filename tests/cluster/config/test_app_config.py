@@ -89,6 +89,7 @@ COUNTS = (
     "migration_burst",
     "max_watchers",
     "max_watchers_per_client",
+    "reduction_splits",
 )
 # Names that the field's engines share; the description states the unit.
 STANDARD_TERMS = {
@@ -102,6 +103,7 @@ STANDARD_TERMS = {
     "max_share": "fraction",
     "resume_margin": "Fraction",
     "max_tokens_default": "tokens",
+    "tensor_parallel": "processes",
 }
 
 
@@ -191,6 +193,10 @@ def test_yaml_and_the_engine_refuse_the_same_values(name: str, value: Any):
         (
             {"num_blocks": 9, "kv_cache_gib": 2.0},
             "num_blocks (9) and kv_cache_gib (2.0) both set the size of the KV cache; give one of them",
+        ),
+        (
+            {"tensor_parallel": 4, "reduction_splits": 2},
+            "tensor_parallel (4) and reduction_splits (2) must be powers of two, in ascending order",
         ),
         (
             {"speculation": {"method": "draft_model", "draft_model": "small"}},

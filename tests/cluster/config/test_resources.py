@@ -36,6 +36,15 @@ def test_what_fits_lacks_nothing(args: dict[str, Any], nodes: list[dict[str, flo
     ("args", "nodes", "said"),
     [
         ({"device": "cuda"}, [CPU_NODE], "a replica needs 1 GPU, and no node has more than 0"),
+        (
+            {
+                "device": "cpu",
+                "engine": {"tensor_parallel": 4},
+                "replica_resources": {"num_cpus": 1.0},
+            },
+            [CPU_NODE] * 4,
+            "a replica needs 4 CPU, and no node has more than 2",
+        ),
         ({"device": "cuda"}, [], "a replica needs 0.25 CPU, and no node has more than 0"),
         ({"replicas": 2}, [GPU_NODE], "2 replicas need 2 GPU, and all nodes have 1"),
         (

@@ -711,7 +711,9 @@ def test_an_unknown_method_is_answered_with_those_that_there_are(service, mode: 
                     "GenerateOnce, Render, Tokenize"
                 )
             error = await failure(channel.unary_unary("/quire.v1.Control/Stop")(b""))
-            assert error.details().endswith("has GetLoads, GetModelInfo, WatchCache, WatchRouter")
+            assert error.details().endswith(
+                "has GetLoads, GetModelInfo, ListAdapters, LoadAdapter, UnloadAdapter, WatchCache, WatchRouter"
+            )
             error = await failure(channel.unary_unary("/quire.v2.Generation/Generate")(b""))
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 
+from quire.kernels.adapters import grouped_adapters
 from quire.kernels.rows import (
     activation,
     batch_prep,
@@ -158,6 +159,42 @@ def fp8_entries() -> Iterator[Entry]:
                 },
                 dict(COLUMNS=columns, BLOCK=fp8_rows.row_block(columns)),
                 dict(num_warps=fp8_rows.NUM_WARPS, **_EXACT),
+            )
+
+
+def adapter_entries(arch: str) -> Iterator[Entry]:
+    """Yield the kernels of adapters with the least and the largest rank.
+
+    The table lacks these entries: a test of their own compiles them.
+    """
+    for rank in (16, 64):
+        shape = dict(RANK=rank, BLOCK_T=grouped_adapters.BLOCK_T)
+        kernels: dict[str, tuple[Any, dict[str, str], dict[str, int], int]] = {
+            "down": (
+                grouped_adapters._down_kernel,
+                {
+                    **_pointers("bf16", "inner", "x", "down"),
+                    **_pointers("fp32", "scales"),
+                    **_pointers("i32", "slots"),
+                },
+                dict(BLOCK_K=grouped_adapters.BLOCK_K),
+                3,
+            ),
+            "up": (
+                grouped_adapters._up_kernel,
+                {**_pointers("bf16", "out", "inner", "up"), **_pointers("i32", "slots")},
+                dict(BLOCK_N=grouped_adapters.BLOCK_N),
+                2,
+            ),
+        }
+        for name, (kernel, types, blocks, num_stages) in kernels.items():
+            yield Entry(
+                f"{arch}/adapters_{name}/{rank}",
+                arch,
+                kernel,
+                types,
+                {**shape, **blocks},
+                dict(num_warps=4, num_stages=num_stages, **_EXACT),
             )
 
 

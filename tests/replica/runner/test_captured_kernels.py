@@ -115,6 +115,18 @@ def test_a_decode_step_of_llama_8b(meta, tmp_path):
     assert outside == OUTSIDE
 
 
+def test_a_decode_step_with_adapters(meta, tmp_path):
+    """Two kernels for a product, one more for each further layer that it merges, and nothing that needs the host."""
+    config = transformers.LlamaConfig(**LLAMA_8B, num_hidden_layers=2)
+    runner = runner_of(config, tmp_path, max_loaded_adapters=4)
+    plain = captured(runner, GraphKey(16, GraphPart.WHOLE))
+    adapted = captured(runner, GraphKey(16, GraphPart.WHOLE, is_adapted=True))
+    assert not plain["_down_kernel"]
+    added = adapted - plain
+    assert (added.pop("_down_kernel"), added.pop("_up_kernel")) == (2 * 4, 2 * (3 + 1 + 2 + 1))
+    assert not added, "and no further work"
+
+
 @pytest.mark.parametrize(
     "work",
     [

@@ -1,14 +1,16 @@
-"""Results that give a row none or several tokens: the output is that of one token a step."""
+"""Steps that give a row several tokens, because its draft was right: the output is that of one token a step."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_drafts import OracleDrafts
 from small_config import small_config
 
-from quire.protos import ragged
 from quire.protos.errors import InvalidRequest
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import TokenDelta, TokenLogprob
@@ -19,7 +21,6 @@ from quire.replica.scheduler.scheduler import Scheduler
 
 # The device gives output token i of request r the id 100 + 40 * r + i.
 FIRST_ID, IDS_OF_REQUEST = 100, 40
-COUNTS = st.lists(st.integers(0, 20), max_size=30)
 
 
 class Digits:
@@ -30,6 +31,12 @@ class Digits:
     def __init__(self, length: int):
         self.left = length
         self.seen: list[int] = []
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return min(len(token_ids), self.left - 1)
+
+    def ahead(self, token_ids: Sequence[int]) -> None:
+        """The device of this test needs no masks."""
 
     def advance(self, token_id: int) -> bool:
         self.seen.append(token_id)
@@ -53,35 +60,28 @@ class Client:
             self.end = delta
 
 
-def result_of(plan: StepPlan, requests: list[Request], counts: list[int]) -> StepResult:
-    """The next tokens of each row: so many for the first rows, then one each. Log-probabilities equal the ids."""
-    tokens = []
-    for i, (seed, position) in enumerate(
-        zip(plan.sampling.columns["seed"].tolist(), plan.sampling.position.tolist(), strict=True)
-    ):
-        index = position - requests[seed].num_prompt_tokens
-        begin = FIRST_ID + IDS_OF_REQUEST * seed + index
-        count = counts[i] if i < len(counts) else 1
-        tokens.append(list(range(begin, begin + count)))
-    flat = np.array([token for of_row in tokens for token in of_row], np.int64)
-    asked = {i for i, _ in plan.sampling.logprobs}
-    row_of = np.repeat(np.arange(len(tokens)), [len(of_row) for of_row in tokens])
-    scores = {
-        at: TokenLogprob(float(flat[at]), [], [])
-        for at in range(len(flat))
-        if int(row_of[at]) in asked
-    }
-    return StepResult(flat, 0.01, scores, cu=ragged.cumulated([len(t) for t in tokens]))
+def result_of(plan: StepPlan, requests: list[Request]) -> StepResult:
+    """The sample after each token. Log-probabilities equal the ids."""
+    seed = plan.sampling.columns["seed"].astype(np.int64)
+    num_prompt = np.array([request.num_prompt_tokens for request in requests])
+    ids = FIRST_ID + IDS_OF_REQUEST * seed + plan.sampling.position - num_prompt[seed]
+    scores = {i: TokenLogprob(float(ids[i]), [], []) for i, _ in plan.sampling.logprobs}
+    return StepResult(ids, 0.01, scores)
 
 
-def run(requests: list[Request], draws: list[list[int]], in_flight: int) -> dict[object, Client]:
-    """Run the requests. Each step takes the next draw; when they are used up, each row gets one token."""
-    scheduler = Scheduler(small_config())
+def ids_of(r: int, *indices: int) -> tuple[int, ...]:
+    return tuple(FIRST_ID + IDS_OF_REQUEST * r + i for i in indices)
+
+
+def run(
+    requests: list[Request], in_flight: int, source: OracleDrafts | None = None, share: float = 0.1
+) -> dict[object, Client]:
+    scheduler = Scheduler(small_config(), draft_source=source)
+    scheduler.book.drafting.LOCKSTEP_SHARE = share
     clients = {request.key: Client() for request in requests}
     for request in requests:
         assert scheduler.add(request) is None
     plans: list[StepPlan] = []
-    draws = list(draws)
     while True:
         plan = scheduler.plan(0.0) if len(plans) < in_flight else None
         if plan is not None:
@@ -90,29 +90,25 @@ def run(requests: list[Request], draws: list[list[int]], in_flight: int) -> dict
             continue
         if not plans:
             if not any(request.is_paused for request in requests):
+                scheduler.check_idle()
                 return clients
             for request in requests:
                 scheduler.grant(request.key, len(clients[request.key].token_ids) + 3)
             continue
-        counts = draws.pop(0) if draws else []
         oldest = plans.pop(0)
-        for delta in scheduler.commit(oldest, result_of(oldest, requests, counts), 0.0):
+        for delta in scheduler.commit(oldest, result_of(oldest, requests), 0.0):
             clients[delta.key].take(delta)
         scheduler.check()
 
 
 def make_requests() -> list[Request]:
     """One for each way to end, and one with credit for three tokens at a time."""
-
-    def ids(r: int, *indices: int) -> tuple[int, ...]:
-        return tuple(FIRST_ID + IDS_OF_REQUEST * r + i for i in indices)
-
     params = [
         {"max_tokens": 23},
-        {"stop_token_ids": ids(1, 14)},
-        {"stop_token_ids": ids(2, 3, 9, 17), "min_tokens": 10},
+        {"stop_token_ids": ids_of(1, 14)},
+        {"stop_token_ids": ids_of(2, 3, 9, 17), "min_tokens": 10},
         {"logprobs": 0, "max_tokens": 17},
-        {"logprobs": 0, "stop_token_ids": ids(4, 11)},
+        {"logprobs": 0, "stop_token_ids": ids_of(4, 11)},
         {"max_tokens": 19},
         {"ignore_eos": True},
     ]
@@ -129,12 +125,26 @@ def make_requests() -> list[Request]:
     return requests
 
 
-@settings(max_examples=60, deadline=None)
-@given(draws=st.lists(COUNTS, max_size=25), in_flight=st.sampled_from([1, 2]))
-def test_the_output_does_not_depend_on_how_many_tokens_a_step_gives(draws, in_flight):
-    expected = run(make_requests(), [], 1)
+def oracle(**options: float) -> OracleDrafts:
+    """It knows the ids that would follow after the end of a request, too."""
+    outputs = {r: ids_of(r, *range(IDS_OF_REQUEST)) for r in range(7)}
+    return OracleDrafts(outputs, 1000, **options)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    longest=st.integers(1, 20),
+    wrong=st.sampled_from([0.0, 0.1, 0.5]),
+    silent=st.sampled_from([0.0, 0.4]),
+    in_flight=st.sampled_from([1, 2]),
+    share=st.sampled_from([0.1, 2.0]),
+)
+def test_the_output_does_not_depend_on_drafts(seed, longest, wrong, silent, in_flight, share):
+    expected = run(make_requests(), 1)
     requests = make_requests()
-    found = run(requests, draws, in_flight)
+    source = oracle(seed=seed, max_draft_tokens=longest, wrong=wrong, silent=silent)
+    found = run(requests, in_flight, source, share)
     lengths = [len(client.token_ids) for client in expected.values()]
     assert lengths == [23, 15, 18, 17, 12, 19, 15]
     for key, client in found.items():
@@ -144,25 +154,51 @@ def test_the_output_does_not_depend_on_how_many_tokens_a_step_gives(draws, in_fl
         assert client.end.facts.num_output_tokens == len(client.token_ids)
     assert requests[6].grammar.seen == found[6].token_ids
     assert found[3].logprobs == [float(token) for token in found[3].token_ids]
+    facts = [client.end.facts for client in found.values()]
+    assert sum(fact.num_drafted or 0 for fact in facts) == source.num_drafted
+    assert sum(fact.num_accepted or 0 for fact in facts) == source.num_accepted
 
 
-def begun(**params: object) -> tuple[Scheduler, Request]:
-    scheduler = Scheduler(small_config())
+def test_a_right_draft_saves_steps():
+    """One step for the prompt, and one for each six tokens."""
+    source = oracle(wrong=0.0, silent=0.0, max_draft_tokens=5)
+    request = Request(0, list(range(5, 12)), SamplingParams(max_tokens=25, seed=0))
+    source._propose = lambda request: np.array(  # type: ignore[method-assign]
+        ids_of(0, *range(request.num_tokens - 7, request.num_tokens - 2)), np.int32
+    )
+    assert run([request], 1, source)[0].token_ids == list(ids_of(0, *range(25)))
+    assert source.steps == [(1, 5)] * 4
+    assert (request.num_drafted, request.num_accepted) == (20, 20)
+
+
+class Always(OracleDrafts):
+    """Proposes these tokens."""
+
+    def __init__(self, *token_ids: int):
+        super().__init__({}, 1000)
+        self.token_ids = np.array(token_ids, np.int32)
+
+    def _propose(self, request: Request) -> np.ndarray:
+        return self.token_ids
+
+
+def begun(*draft: int, **params: object) -> tuple[Scheduler, Request, Always]:
+    source = Always(*draft)
+    scheduler = Scheduler(small_config(), draft_source=source)
     request = Request(0, list(range(5, 12)), SamplingParams(**{"max_tokens": 30, **params}))
     scheduler.add(request)
     plan = scheduler.plan(0.0)
     scheduler.commit(plan, StepResult(np.array([50]), 0.01), 0.0)
-    return scheduler, request
+    return scheduler, request, source
 
 
 def commit(scheduler: Scheduler, *tokens: int) -> list[TokenDelta]:
     plan = scheduler.plan(0.0)
-    cu = np.array([0, len(tokens)], np.int32)
-    return list(scheduler.commit(plan, StepResult(np.array(tokens, np.int64), 0.01, cu=cu), 0.0))
+    return list(scheduler.commit(plan, StepResult(np.array(tokens, np.int64), 0.01), 0.0))
 
 
 def test_a_row_that_gets_stuck_keeps_the_tokens_before():
-    scheduler, _ = begun()
+    scheduler, _, _ = begun(51, 52, 53)
     (delta,) = commit(scheduler, 51, 52, NO_TOKEN, 53)
     assert (delta.index, delta.token_ids, delta.finish_reason) == (1, [51, 52], "error")
     assert isinstance(delta.facts.error, InvalidRequest)
@@ -171,25 +207,63 @@ def test_a_row_that_gets_stuck_keeps_the_tokens_before():
 
 
 def test_a_row_that_stops_before_it_gets_stuck_has_stopped():
-    scheduler, _ = begun(stop_token_ids=(52,))
+    scheduler, _, _ = begun(51, 52, stop_token_ids=(52,))
     (delta,) = commit(scheduler, 51, 52, NO_TOKEN)
     assert (delta.token_ids, delta.finish_reason, delta.facts.error) == ([51, 52], "stop", None)
+    assert (delta.facts.num_drafted, delta.facts.num_accepted) == (2, 2)
 
 
-def test_a_row_without_a_token_gets_no_delta_and_goes_on():
-    scheduler, request = begun()
-    assert commit(scheduler) == []
-    (delta,) = commit(scheduler, 51)
-    assert (delta.index, delta.token_ids, request.num_tokens) == (1, [51], 8)
+def test_a_sample_after_a_wrong_token_does_not_count_even_if_it_is_stuck():
+    scheduler, request, _ = begun(51, 52)
+    (delta,) = commit(scheduler, 50, NO_TOKEN, 53)
+    assert (delta.index, delta.token_ids, request.num_accepted) == (1, [50], 0)
 
 
-@pytest.mark.parametrize("cu", [[0], [0, 1], [0, 1, 2], [1, 2], [0, 3]])
-def test_a_result_whose_bounds_do_not_fit_fails_the_step(cu):
-    scheduler, _ = begun()
-    plan = scheduler.plan(0.0)
-    result = StepResult(np.array([51, 52]), 0.01, cu=np.array(cu, np.int32))
-    (delta,) = scheduler.commit(plan, result, 0.0)
+@pytest.mark.parametrize("tokens", [(51,), (51, 52), (51, 52, 53, 54)])
+def test_a_result_of_another_length_fails_the_step(tokens):
+    scheduler, _, _ = begun(51, 52)
+    (delta,) = commit(scheduler, *tokens)
     assert (delta.finish_reason, delta.facts.error.code) == ("error", "engine_error")
+    scheduler.check()
+
+
+def test_a_draft_ends_at_an_id_out_of_the_vocabulary_and_before_the_last_token():
+    scheduler, _, source = begun(51, 52, 1000, 53)
+    assert scheduler.plan(0.0).token_ids.tolist()[1:] == [51, 52]
+    scheduler, _, source = begun(51, 52, 53, max_tokens=4)
+    assert scheduler.plan(0.0).token_ids.tolist()[1:] == [51, 52]
+    source.token_ids = source.token_ids[:0]
+
+
+def test_an_aborted_row_is_forgotten_and_its_draft_is_dropped():
+    scheduler, _, source = begun(51, 52)
+    plan = scheduler.plan(0.0)
+    assert source.live == {0}
+    scheduler.abort(0)
+    assert not source.live
+    assert not list(scheduler.commit(plan, StepResult(np.array([51, 52, 53]), 0.01), 0.0))
+    scheduler.check_idle()
+
+
+def test_a_recurrent_model_gets_no_drafts():
+    source = Always(51, 52)
+    scheduler = Scheduler(small_config(has_states=True), draft_source=source)
+    scheduler.add(Request(0, list(range(5, 12)), SamplingParams(max_tokens=30)))
+    scheduler.commit(scheduler.plan(0.0), StepResult(np.array([50]), 0.01), 0.0)
+    assert scheduler.plan(0.0).num_tokens == 1
+
+
+def test_the_cache_has_the_blocks_of_accepted_tokens_only():
+    """The prompt and the first token fill one block of eight; the draft would fill two more."""
+    draft = tuple(range(51, 71))
+    scheduler, request, _ = begun(*draft)
+    scheduler.plan(0.0)
+    assert len(scheduler.memory.prefix) == 0
+    scheduler, request, _ = begun(*draft)
+    commit(scheduler, *draft[:9], *[7] * 12)  # the first nine are right
+    assert request.num_tokens == 7 + 1 + 10
+    assert len(scheduler.memory.prefix) == 2
+    assert int(scheduler.rows.num_computed[request.row]) == request.num_tokens - 1
     scheduler.check()
 
 
@@ -226,16 +300,3 @@ def test_tokens_that_are_recorded_together_are_those_recorded_one_by_one(counts)
         together.flush(row)
         single.flush(row)
         assert one.token_ids.tolist() == other.token_ids.tolist()
-
-
-def test_a_row_whose_credit_cuts_its_tokens_computes_the_one_that_is_left():
-    """The device still knows the last of the tokens that it gave, so its memory must not be used."""
-    scheduler = Scheduler(small_config())
-    request = Request(0, list(range(5, 12)), SamplingParams(max_tokens=30), credit_tokens=2)
-    scheduler.add(request)
-    scheduler.commit(scheduler.plan(0.0), StepResult(np.array([50]), 0.01), 0.0)
-    (delta,) = commit(scheduler, 51, 52, 53)
-    assert (delta.token_ids, request.is_paused) == ([51], True)
-    scheduler.grant(0, 4)
-    plan = scheduler.plan(0.0)
-    assert (plan.num_decode_rows, plan.token_ids[-1]) == (0, 51)

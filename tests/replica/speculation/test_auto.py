@@ -73,19 +73,23 @@ def test_short_requests_learn_from_earlier_ones():
     st.lists(st.tuples(st.floats(0, 1), st.integers(1, 9)), min_size=1, max_size=64),
     st.floats(0, 0.5),
     st.floats(0, 1),
+    st.integers(0, 300),
     st.integers(1, 300),
 )
-def test_chosen_lengths_are_the_best_of_all(rows, rates, fixed, per_token, most_together):
+def test_chosen_lengths_are_the_best_of_all(
+    rows, rates, fixed, per_token, num_priced, most_together
+):
     """No other number of the most valuable tokens gives more tokens per second; nothing is drafted for little."""
     acceptance, most = map(np.array, zip(*rates, strict=True))
     extra = (fixed, per_token / rows)
-    lengths = choose_lengths(rows, acceptance, most, extra, most_together)
+    lengths = choose_lengths(rows, acceptance, most, extra, num_priced, most_together)
     assert (lengths <= most).all()
     assert lengths.sum() <= most_together
     worth = sorted((a**k for a, m in rates for k in range(1, m + 1)), reverse=True)
 
     def speed(count: int, gained: float) -> float:
-        return (1 + gained / rows) / (1 + fixed + extra[1] * count) if count else 1.0
+        cost = 1 + fixed + extra[1] * min(count, num_priced)
+        return (1 + gained / rows) / cost if count else 1.0
 
     gained = sum(a**k for (a, _), d in zip(rates, lengths, strict=True) for k in range(1, d + 1))
     reached = speed(int(lengths.sum()), gained)

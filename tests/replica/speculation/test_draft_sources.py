@@ -7,7 +7,7 @@ import pytest
 
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import SpeculationOptions
-from quire.replica.core.request import Phase, Request
+from quire.replica.core.request import Request
 from quire.replica.speculation.draft_sources import AutoSource, LookupSource
 
 CODE = list(range(1000, 1040))
@@ -18,11 +18,6 @@ def decoding(key, prompt, output, *, tenant: str = "", max_tokens: int = 100) ->
     request.accept(())
     request.append(np.array(output, np.int32).tobytes())
     return request
-
-
-def finish(source: LookupSource, request: Request) -> None:
-    request.phase = Phase.FINISHED
-    source.end(request)
 
 
 def drafts(source: LookupSource, *requests: Request) -> list[list[int]]:
@@ -56,7 +51,7 @@ def test_a_request_without_credit_gets_no_draft_beyond_it():
 
 def test_suffix_drafts_from_answers_to_the_same_tenant():
     source = LookupSource(SpeculationOptions(method="suffix", max_draft_tokens=3))
-    finish(source, decoding(0, [1, 2, 3], CODE, tenant="a"))
+    source.end(decoding(0, [1, 2, 3], CODE, tenant="a"))
     same, other = (decoding(i, [9], CODE[:10], tenant=t) for i, t in ((1, "a"), (2, "b")))
     assert drafts(source, same, other) == [CODE[10:13], []]
 
@@ -64,16 +59,24 @@ def test_suffix_drafts_from_answers_to_the_same_tenant():
 def test_the_same_prompt_finds_the_beginning_of_its_last_answer():
     source = LookupSource(SpeculationOptions(method="suffix", max_draft_tokens=3))
     prompt = list(range(30))
-    finish(source, decoding(0, prompt, CODE))
+    source.end(decoding(0, prompt, CODE))
     assert drafts(source, decoding(1, prompt, CODE[:1])) == [CODE[1:4]]
 
 
-@pytest.mark.parametrize("phase", [Phase.PENDING, Phase.OFFLOADED])
-def test_a_preempted_request_is_no_answer(phase: Phase):
+def test_a_preempted_request_is_remembered_once():
     source = LookupSource(SpeculationOptions(method="suffix"))
-    request = decoding(0, [1], CODE)
-    request.phase = phase
+    request = decoding(0, [1], CODE[:20])
     source.end(request)
+    source.end(request)
+    request.append(np.array(CODE[20:], np.int32).tobytes())
+    source.end(request)
+    tokens = source._answers.of("").newest().tolist()
+    assert tokens == [1, *CODE[:20], *CODE[12:]]
+
+
+def test_a_prompt_alone_is_no_answer():
+    source = LookupSource(SpeculationOptions(method="suffix"))
+    source.end(decoding(0, CODE, []))
     assert drafts(source, decoding(1, [9], CODE[:10])) == [[]]
 
 
@@ -109,7 +112,7 @@ def test_an_ended_request_is_forgotten(method):
     requests = [decoding(i, CODE, CODE[:5]) for i in range(4)]
     source.propose(requests)
     for request in requests:
-        finish(source, request)
+        source.end(request)
     held = [value for value in vars(source).values() if isinstance(value, dict)]
     assert held
     assert not any(held)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.protos.parts import MAX_MESSAGE_BYTES, Part, parts_of
+from quire.protos.wire_codec import MAX_MESSAGE_BYTES, Part, parts_of
 from quire.router.transport.calls import CallEnded, answer_of, next_message
 
 

@@ -1,0 +1,1 @@
+"""Routes that load and unload adapters."""

@@ -1,0 +1,1 @@
+"""Low-rank adapters by row: many in one product."""

@@ -1,0 +1,1 @@
+"""Parts of a model that several ranks compute together: which, their layers, and sums in a fixed order."""

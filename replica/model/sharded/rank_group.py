@@ -1,0 +1,99 @@
+"""The ranks of a tensor-parallel replica, and sums over them in a fixed order.
+
+Each rank adds its own partial sums in a binary tree. Then every rank gets the results of all ranks and adds them in the
+same tree, so all ranks have the same bits:
+
+```
+ parts      p0   p1   p2   p3      of `reduction_splits`, here 4
+ 2 ranks    └─┬──┘    └─┬──┘       each rank adds its own parts
+ all-gather   └────┬────┘          then both add the two sums
+```
+
+The tree depends on the number of parts only. One, two and four ranks that add four parts therefore give equal bits.
+(Gloo's all-reduce chooses an order by the number of ranks and elements.)
+
+Cost: each rank receives the sums of all other ranks, where an all-reduce sends about two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Loading may take this long on one rank while another one waits for it. A step that hangs is found by the leader.
+_WAIT = timedelta(hours=1)
+
+
+def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add tensors of equal shape in a binary tree of neighbours; their number is a power of two."""
+    rest = list(parts)
+    while len(rest) > 1:
+        rest = [left + right for left, right in zip(rest[::2], rest[1::2], strict=True)]
+    return rest[0]
+
+
+class RankGroup:
+    """This process among the ranks of its replica. Every rank must make the same calls in the same order.
+
+    Parameters
+    ----------
+    rank, size
+        Number of this rank, and number of ranks.
+    backend
+        A process group of `torch.distributed`; None for a single rank.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, backend: Any = None):
+        self.rank = rank
+        self.size = size
+        self._backend = backend
+
+    @classmethod
+    def join(cls, store_path: Path, rank: int, size: int) -> RankGroup:
+        """Connect to the other ranks on this machine; they meet by the file `store_path`."""
+        from torch import distributed
+
+        store = distributed.FileStore(str(store_path), size)
+        options = distributed.ProcessGroupGloo._Options()
+        # Ranks share a machine, so that no other one needs to reach their sockets.
+        options._devices = [distributed.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = _WAIT
+        return cls(rank, size, distributed.ProcessGroupGloo(store, rank, size, options))
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, in their order; they have equal shapes."""
+        if self.size == 1 or not x.numel():
+            return [x] * self.size
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._backend.allgather([parts], [x]).wait()
+        return parts
+
+    def gather_to_first(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return the tensors of all ranks, in their order, on the first rank; None on the others."""
+        if self.size == 1 or not x.numel():
+            return [x] * self.size
+        from torch import distributed
+
+        x = x.contiguous()
+        options = distributed.GatherOptions()
+        options.rootRank = 0
+        if self.rank:
+            self._backend.gather([], [x], options).wait()
+            return None
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._backend.gather([parts], [x], options).wait()
+        return parts
+
+    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add the partial sums of all ranks; each rank gives equally many, in order."""
+        return tree_sum(self.gather(tree_sum(parts)))
+
+    def largest(self, value: float) -> float:
+        """Return the largest value of all ranks; NaN if one is NaN."""
+        values = torch.stack(self.gather(torch.tensor(value, dtype=torch.float64)))
+        return float(values.max())

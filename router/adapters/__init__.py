@@ -1,0 +1,1 @@
+"""The names of adapters that requests may use."""
