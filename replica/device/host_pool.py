@@ -58,7 +58,7 @@ class HostPool:
     device
         Its offload stream runs the copies; the CPU by default.
     node_pool
-        The node's pool, whose slots are the tier's blocks; None: the memory is private.
+        The node's pool: its slots are the tier's blocks. None: the memory is private.
 
     Raises
     ------
@@ -201,7 +201,7 @@ class HostPool:
         self.take_saved()
 
     def take_saved(self) -> tuple[int, ...]:
-        """Return the host blocks whose saves have ended since the last call."""
+        """Return the host blocks with saves that have ended since the last call."""
         done = tuple(block for block, saved in self._unsaved.items() if saved.is_done())
         for block in done:
             del self._unsaved[block]

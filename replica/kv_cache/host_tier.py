@@ -165,7 +165,7 @@ class HostTier:
         return self.pool_blocks is None or self.pool_blocks.pin(host_blocks)
 
     def seal(self, host_blocks: Iterable[int]) -> None:
-        """Let the node's other engines find these blocks, whose copies have ended."""
+        """Let the node's other engines find these blocks. Their copies have ended."""
         if self.pool_blocks is not None:
             self.pool_blocks.seal(host_blocks)
 

@@ -80,11 +80,11 @@ class PoolBlocks:
         self._owners: dict[int, int] = {}
         # Key of each block that the prefix index knows.
         self._keys: dict[int, bytes] = {}
-        # Blocks whose content is planned: the slot is published when its copy has ended. Slot to its payer.
+        # Blocks with a planned content: the slot is published when its copy has ended. Slot to its payer.
         self._unsealed: dict[int, str] = {}
         # Epoch of each block that is published; another one means that the content is another.
         self._epochs: dict[int, int] = {}
-        # Published blocks whose bytes this engine has written or verified.
+        # Published blocks that this engine has written or verified.
         self._verified: set[int] = set()
         # Contents that the pool could not take yet, because its mutex was not free.
         self._unpublished: list[Content] = []

@@ -79,7 +79,7 @@ class NodePool:
     Parameters
     ----------
     file
-        Result of `make_pool_file`, whose mutex this opening holds.
+        Result of `make_pool_file`; this opening holds its mutex.
     clock
         Monotonic seconds.
 
@@ -100,7 +100,7 @@ class NodePool:
         self._index = SlotIndex(file.views)
         # The pool is not used before this time, because its mutex was not free.
         self._resumes_s = 0.0
-        # Slots whose release waits for the mutex, oldest first.
+        # Slots that are released once the mutex is free, oldest first.
         self._unreleased: list[int] = []
         self._next_sweep_s = self._next_touch_s = 0.0
         self._free_hint = 0

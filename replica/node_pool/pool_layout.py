@@ -54,7 +54,7 @@ class Fact(enum.IntEnum):
     CHANGE = 4  # number of the last change
     CLOCK = 5  # number of the last use
     NUM_EVICTED = 6
-    NUM_DAMAGED = 7  # blocks whose checksum or header was wrong
+    NUM_DAMAGED = 7  # blocks with a wrong checksum or header
 
 
 # Column of the headers to its dtype.
@@ -81,7 +81,7 @@ class PoolLayout:
 
     @classmethod
     def that_fits(cls, num_bytes: int, slot_bytes: int) -> PoolLayout:
-        """The layout with most slots whose file has at most `num_bytes`."""
+        """The layout with most slots in a file of at most `num_bytes`."""
         spare = _PAGE * 2 + _LINE * (len(_COLUMNS) + 2)
         num_slots = max(0, (num_bytes - spare) // (slot_bytes + _BYTES_PER_SLOT))
         return cls(num_slots, slot_bytes)

@@ -35,7 +35,7 @@ class SlotIndex:
         return self._slots.get(key)
 
     def refresh(self) -> list[int]:
-        """Follow the changes since the last call. Returns the slots whose header another member has changed."""
+        """Follow the changes since the last call. Returns the slots with a header that another member has changed."""
         views = self._views
         # A change is numbered in its slots first and in the facts last, so none is missed; some are seen twice.
         newest = int(views.facts[_CHANGE])
