@@ -54,9 +54,9 @@ from quire.replica.speculation.draft_sources import open_draft_source
 if TYPE_CHECKING:
     from torch import nn
 
+    from quire.replica.node_pool.pool_file import PoolPlace
     from quire.replica.ranks.leading_ranks import LeadingRanks, StartRank
     from quire.replica.ranks.rank_links import RankEnd
-    from quire.replica.startup.pool_place import PoolPlace
 
 # After this number of consecutive failed steps the engine is unhealthy: the cause is the device (CUDA errors are
 # sticky), not a request. Without a limit the router would send all traffic to this idle engine.

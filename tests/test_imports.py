@@ -424,6 +424,7 @@ DEVICE_CHECKS = {
     "quire.replica.runner.runner": 3,  # the kernels; whether steps are computed or queued
     "quire.replica.proof.verdicts": 1,  # on which devices a class is proven
     "quire.replica.startup.runtime": 1,  # whether memory is measured
+    "quire.replica.startup.pool_place": 2,  # the default size of the node's pool
     "quire.replica.startup.rank_sizing": 1,  # whether ranks run there
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory

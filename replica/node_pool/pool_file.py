@@ -21,6 +21,7 @@ import mmap
 import os
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,15 @@ _GIB = 1 << 30
 
 class NodePoolError(ValueError):
     """The pool cannot be made or joined; the message has the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlace:
+    """Where the engines of a node find their pool."""
+
+    name: str  # result of `pool_name`
+    set_aside: int = 0  # bytes of /dev/shm for Ray's object store
+    folder: Path = SHM
 
 
 class PoolFile:

@@ -40,7 +40,7 @@ from quire.replica.core.adapter import Adapter
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
-from quire.replica.node_pool.pool_file import pool_name
+from quire.replica.node_pool.pool_file import PoolPlace, pool_name
 from quire.replica.ranks.rank_links import RankEnd
 from quire.replica.serving.arrivals import Arrivals
 from quire.replica.serving.attached_routers import AttachedRouters
@@ -49,7 +49,6 @@ from quire.replica.serving.leases import Leases, StreamKey
 from quire.replica.serving.rank_actor import actor_starter
 from quire.replica.serving.ray_metrics import RayMetrics
 from quire.replica.serving.replica_metrics import ReplicaMetrics
-from quire.replica.startup.pool_place import PoolPlace
 
 logger = logging.getLogger("ray.serve")
 _LEASE_CHECKS = 10  # per `LEASE_S`

@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from quire.replica.config import EngineArgs, EngineConfig, SizingError
 from quire.replica.device.kv_pool import block_elements
 from quire.replica.host_machine import available_bytes
 from quire.replica.node_pool.node_pool import NodePool, open_node_pool
-from quire.replica.node_pool.pool_file import SHM, NodePoolError
+from quire.replica.node_pool.pool_file import NodePoolError, PoolPlace
 from quire.replica.node_pool.pool_layout import PoolLayout
 from quire.replica.startup.device_sizing import GIB
 
@@ -41,15 +40,6 @@ _CPU_BYTES = GIB // 4
 _LEAST_RESERVE_BYTES = 4 * GIB
 _RESERVED_PART = 4
 _DEVICE_MULTIPLE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPlace:
-    """Where the engines of a node find their pool."""
-
-    name: str  # result of `pool_name`
-    set_aside: int = 0  # bytes of /dev/shm for Ray's object store
-    folder: Path = SHM
 
 
 def default_pool_bytes(

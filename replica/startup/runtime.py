@@ -18,10 +18,11 @@ from quire.replica.device.open_device import open_device
 from quire.replica.host_machine import give_back_free_memory
 from quire.replica.model.loader import load_model
 from quire.replica.node_pool.node_pool import NodePool
+from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_memory import measure_memory
 from quire.replica.startup.device_sizing import GIB
-from quire.replica.startup.pool_place import PoolPlace, join_pool, with_pool_size
+from quire.replica.startup.pool_place import join_pool, with_pool_size
 from quire.replica.startup.rank_sizing import rank_args, rank_spec
 from quire.replica.startup.sizing import resolve
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.engine import Engine
-from quire.replica.startup.pool_place import PoolPlace
+from quire.replica.node_pool.pool_file import PoolPlace
 
 OPTIONS = {"model": "embedded", "device": "cpu", "num_threads": 1, "node_pool_gib": 0.03}
 

@@ -14,8 +14,9 @@ from pool_victim import OPTIONS, prompts_of
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import EngineArgs, SizingError
 from quire.replica.engine import Engine
-from quire.replica.node_pool.pool_file import PoolFile
-from quire.replica.startup.pool_place import GIB, PoolPlace, default_pool_bytes
+from quire.replica.node_pool.pool_file import PoolFile, PoolPlace
+from quire.replica.startup.device_sizing import GIB
+from quire.replica.startup.pool_place import default_pool_bytes
 
 BLOCK_SIZE = 32
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
