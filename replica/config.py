@@ -34,6 +34,10 @@ LIGHT_FIELDS = (
     "resume_margin",
     "step_timeout_s",
 )
+# Why the old name of an option is refused.
+CPU_OFFLOAD_GIB = (
+    "cpu_offload_gib is now node_pool_gib: the size of one pool for all replicas of a node"
+)
 # The default of resume_margin exceeds safety_margin by this. A larger value lowers throughput and saves no preemption.
 _RESUME_STEP = 0.1
 # Samples of a step that an engine of few rows has memory for, so that its rows may have drafts.
@@ -72,12 +76,15 @@ class EngineOptions:
         "1 GiB of it.",
         gt=0,
     )
-    cpu_offload_gib: float | None = option(
+    node_pool_gib: float | None = option(
         None,
-        "Size of the host tier in GiB. Blocks of preempted requests and cached prefixes that a full KV cache evicts "
-        "are copied there, and can be restored without computing them again. 0 turns the host tier off. Default: 4 "
-        "on a GPU (at most a quarter of the host's available memory), 0 on a CPU, where a larger kv_cache_gib has the "
-        "same effect without copies.",
+        "Size in GiB of the node's pool of KV blocks in /dev/shm, which all replicas of a node share and which "
+        "outlives them. Blocks that requests fill, blocks of preempted requests and cached prefixes that a full KV "
+        "cache evicts are copied there, and any replica of the node can restore them without computing them again. 0 "
+        "turns the pool off. Default: on a GPU what the node's memory leaves after weights and a reserve of a quarter "
+        "(at most four times the memory of its GPUs, and half of what /dev/shm has free); 0.25 on a CPU, where it is a "
+        "copy in the memory of the KV cache. An engine without a cluster has a private pool; its default is 4 on a "
+        "GPU, at most a quarter of the available memory, and 0 on a CPU.",
         ge=0,
     )
     restore: Literal["auto", "always"] = option(
@@ -300,8 +307,14 @@ class EngineArgs(EngineOptions):
     )
     # Another name of prefix_caching, as in transformers.
     allow_block_sharing: InitVar[bool | None] = None
+    # Its old name is refused with the new one.
+    cpu_offload_gib: InitVar[float | None] = None
 
-    def __post_init__(self, allow_block_sharing: bool | None) -> None:
+    def __post_init__(
+        self, allow_block_sharing: bool | None, cpu_offload_gib: float | None
+    ) -> None:
+        if cpu_offload_gib is not None:
+            raise SizingError(CPU_OFFLOAD_GIB)
         if isinstance(self.speculation, Mapping):
             object.__setattr__(self, "speculation", SpeculationOptions(**self.speculation))
         if allow_block_sharing is None:
@@ -354,7 +367,7 @@ def light_fields(args: EngineArgs) -> dict[str, Any]:
 class EngineConfig(EngineOptions):
     """The options after `resolve`, in which every choice is made, and the facts of model and device.
 
-    The options that are declared again here are never None. `kv_cache_gib`, `cpu_offload_gib` and `max_memory_percent`
+    The options that are declared again here are never None. `kv_cache_gib`, `node_pool_gib` and `max_memory_percent`
     are as the user gave them; the resulting sizes are `num_blocks` and `num_host_blocks`.
     """
 

@@ -54,6 +54,7 @@ from quire.replica.speculation.draft_sources import open_draft_source
 if TYPE_CHECKING:
     from torch import nn
 
+    from quire.replica.node_pool.pool_file import PoolPlace
     from quire.replica.ranks.leading_ranks import LeadingRanks, StartRank
     from quire.replica.ranks.rank_links import RankEnd
 
@@ -82,6 +83,8 @@ class Engine:
         goes to `generate` and `stream`.
     flight_path
         File of the flight recorder. After a crash it names the requests that were running.
+    node_pool
+        Where the engines of this node find their pool of KV blocks; None: the host tier is private.
     prove
         Whether to compare a tiny model of the checkpoint's class with transformers first (`replica/proof`); False for
         the engine of such a comparison.
@@ -100,6 +103,7 @@ class Engine:
         *,
         on_output: Callable[[LoopOutput], None] | None = None,
         flight_path: Path | None = None,
+        node_pool: PoolPlace | None = None,
         prove: bool = True,
         start_rank: StartRank | None = None,
         **overrides: Any,
@@ -124,7 +128,7 @@ class Engine:
         if args.tensor_parallel > 1:
             self._ranks = _lead(args, start_rank)
         try:
-            runtime = load_runtime(args, self.startup_s, check, self._ranks)
+            runtime = load_runtime(args, self.startup_s, check, self._ranks, node_pool)
         except BaseException:
             self._close_ranks()
             raise
@@ -145,7 +149,12 @@ class Engine:
         if (adapted := runtime.runner.adapted) is not None:
             kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
             self._adapters = AdapterLibrary(adapted.read, kept)
-        scheduler = Scheduler(self.config, draft_source=self._open_draft_source())
+        self._node_pool = runtime.node_pool
+        scheduler = Scheduler(
+            self.config,
+            draft_source=self._open_draft_source(),
+            node_pool=runtime.node_pool,
+        )
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)
@@ -168,6 +177,7 @@ class Engine:
             recorder=self.recorder,
             plans_ahead=self.config.plans_ahead,
             mark=runtime.runner.mark if self.config.nvtx else None,
+            save_blocks=runtime.runner.save_blocks,
         )
         self._grammars = GrammarCompiler(
             self.checkpoint / "tokenizer.json",
@@ -406,6 +416,9 @@ class Engine:
         self._loop.close()
         self._close_ranks()
         self._at_exit.detach()
+        if self._node_pool is not None and not self._loop.is_alive():
+            self._node_pool.close()
+            self._node_pool = None
 
     def __enter__(self) -> Engine:
         return self

@@ -34,6 +34,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from quire.protos.errors import StepFailed, Unavailable
 from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
@@ -108,6 +110,8 @@ class EngineLoop:
         Launch a step before the previous one is collected.
     mark
         Marks parts of the loop for a profiler.
+    save_blocks
+        Copies blocks to the host tier while no step is in flight.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class EngineLoop:
         recorder: FlightRecorder | None = None,
         plans_ahead: bool = False,
         mark: Callable[[str], AbstractContextManager[None]] | None = None,
+        save_blocks: Callable[[np.ndarray], None] | None = None,
     ):
         self.step_watch = StepWatch(step_timeout_s, clock)
         self._scheduler = scheduler
@@ -128,6 +133,7 @@ class EngineLoop:
         self._on_output = on_output
         self._recorder = recorder
         self._mark = mark or (lambda name: _NO_MARK)
+        self._save_blocks = save_blocks
         self._busy_s: float | None = None  # end of the last step; None while idle
         self._clock = clock
         self._max_in_flight = (
@@ -237,8 +243,20 @@ class EngineLoop:
             self._send(DeltaBatch(self._scheduler.take_ended()))
             # A leak of blocks or rows ends the engine while it is idle, and Serve starts another replica.
             self._scheduler.check_idle()
+            if self._publish():
+                return
             if self._mail or not self._runner.use_idle():
                 self._sleep(self._scheduler.next_deadline_s())
+
+    def _publish(self) -> bool:
+        """While the engine is idle, copy some filled blocks to the node's pool. Returns whether there were any."""
+        if self._save_blocks is None:
+            return False
+        pairs = self._scheduler.plan_idle_copies(self._clock())
+        if len(pairs):
+            self._save_blocks(pairs)
+        self._scheduler.end_idle_copies()
+        return len(pairs) > 0
 
     def _end(self) -> None:
         """Run late mail, end every live request with `abort`, and send both results."""

@@ -23,7 +23,8 @@ MAX_LINES = 500  # in a module
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
 # From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`,
-# `replica.option_fields`, `replica.speculation_options` and `replica.host_machine` are modules.
+# `replica.option_conflicts`, `replica.option_fields`, `replica.speculation_options` and `replica.host_machine` are
+# modules.
 LAYERS = (
     "protos",
     "kernels",
@@ -49,6 +50,7 @@ LAYERS = (
     "replica.host_machine",
     "replica.builtin_model",
     "replica.grammar",
+    "replica.node_pool",
     "replica.kv_cache",
     "replica.option_fields",
     "replica.speculation_options",
@@ -426,6 +428,7 @@ DEVICE_CHECKS = {
     "quire.replica.runner.runner": 3,  # the kernels; whether steps are computed or queued
     "quire.replica.proof.verdicts": 1,  # on which devices a class is proven
     "quire.replica.startup.runtime": 1,  # whether memory is measured
+    "quire.replica.startup.pool_place": 2,  # the default size of the node's pool
     "quire.replica.startup.rank_sizing": 1,  # whether ranks run there
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from pydantic import Field, create_model, field_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from quire.cluster.config.section import NodePath, Section
 from quire.replica import config as replica_config
@@ -74,6 +74,13 @@ class EngineArgs(_options(replica_config.EngineOptions, speculation=SpeculationA
         le=1000,
         description="Milliseconds between the first heartbeats of an idle replica; the interval grows up to 1000.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "cpu_offload_gib" in data:
+            raise ValueError(replica_config.CPU_OFFLOAD_GIB)
+        return data
 
     @field_validator("async_batching", "cuda_graphs", mode="before")
     @classmethod

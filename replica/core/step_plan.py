@@ -281,3 +281,5 @@ class StepResult:
     restores: tuple[tuple[int, float], ...] = ()
     # The copies from host memory of the steps up to this number have arrived; None: the copies of all steps have.
     restored_step: int | None = None
+    # Host blocks that have been copied to host memory since the last step; None: those of this step.
+    saved: tuple[int, ...] | None = None

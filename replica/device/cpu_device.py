@@ -43,6 +43,9 @@ class CpuDevice:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
+    def pin(self, memory: mmap.mmap) -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
     def free_bytes(self) -> int:
         raise RuntimeError("the CPU's memory is the host's")
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import math
+import mmap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -82,15 +83,20 @@ class CudaDevice:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _LEAST_REGISTERED_BYTES:
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-        mapping = HostMapping(num_bytes)
+        return self._register(HostMapping(num_bytes)).view(dtype).view(tuple(shape))
+
+    def pin(self, memory: mmap.mmap) -> torch.Tensor:
+        return self._register(HostMapping(len(memory), memory))
+
+    def _register(self, mapping: HostMapping) -> torch.Tensor:
         with torch.cuda.device(self.torch_device):
             refusal = mapping.register(
                 torch.cuda.cudart(), self.synchronize, self._forget_last_error
             )
         if refusal is not None:
             self.synchronize()  # raises if the device has failed, which is not a refusal
-            self._report_unpinned(num_bytes, refusal)
-        return mapping.data.view(dtype).view(tuple(shape))
+            self._report_unpinned(mapping.data.nbytes, refusal)
+        return mapping.data
 
     def _report_unpinned(self, num_bytes: int, refusal: str) -> None:
         """Warn once that memory is not pinned. The driver copies pageable memory in pieces while the host waits."""

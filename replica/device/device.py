@@ -23,6 +23,7 @@ returns nothing; its results are in the memory that it writes.
 from __future__ import annotations
 
 import enum
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -85,6 +86,13 @@ class Device(Protocol):
         ------
         RuntimeError, OSError
             The host lacks the memory.
+        """
+        ...
+
+    def pin(self, memory: mmap.mmap) -> torch.Tensor:
+        """Pin memory that is mapped already, as long as the result lives: [bytes] uint8, the whole mapping.
+
+        If the system refuses to pin it, the device does as in `pinned`.
         """
         ...
 

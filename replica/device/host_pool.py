@@ -19,10 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from quire.kernels.huge_pages import back_with_memory
 from quire.replica.config import SizingError
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device, Event, Stream
 from quire.replica.device.kv_pool import KVPool
+from quire.replica.node_pool.node_pool import NodePool
 
 NONE = np.empty((0, 2), np.int64)
 NONE.setflags(write=False)
@@ -55,6 +57,8 @@ class HostPool:
         The device's KV pool.
     device
         Its offload stream runs the copies; the CPU by default.
+    node_pool
+        The node's pool: its slots are the tier's blocks. None: the memory is private.
 
     Raises
     ------
@@ -62,7 +66,13 @@ class HostPool:
         The host does not have the memory.
     """
 
-    def __init__(self, num_blocks: int, pool: KVPool, device: Device | None = None):
+    def __init__(
+        self,
+        num_blocks: int,
+        pool: KVPool,
+        device: Device | None = None,
+        node_pool: NodePool | None = None,
+    ):
         self.num_blocks = num_blocks
         self._pool = pool
         self._device = CpuDevice() if device is None else device
@@ -76,8 +86,16 @@ class HostPool:
         self.num_saved = 0  # blocks
         self.num_restored = 0  # blocks, by timed restores
         self.restore_s = 0.0
+        # Host block to the event after its newest save, until `take_saved` has returned the block.
+        self._unsaved: dict[int, Event] = {}
         shape, dtype = (num_blocks, pool.data.shape[1]), pool.data.dtype
-        self.data = self._pinned(shape, dtype)
+        if node_pool is None:
+            self.data = self._pinned(shape, dtype)
+        else:
+            self._mapping = self._device.pin(node_pool.memory.memory)
+            # Otherwise the first copy to each page waits for this process's page table.
+            back_with_memory(self._mapping)
+            self.data = torch.from_numpy(node_pool.slots).view(dtype)
 
     def _pinned(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -85,7 +103,7 @@ class HostPool:
         except (RuntimeError, OSError) as error:
             num_bytes = shape[0] * shape[1] * dtype.itemsize
             raise SizingError(
-                f"cpu_offload_gib: the host has no {num_bytes} bytes for the host tier: {error}"
+                f"node_pool_gib: the host has no {num_bytes} bytes for the host tier: {error}"
             ) from error
 
     def move(
@@ -126,6 +144,9 @@ class HostPool:
         """
         # Copies left here belong to a step whose launch failed. The scheduler has discarded them.
         self._rest = NONE, NONE
+        for host_block in saves[:, 1].tolist():
+            # A failed step may have saved another block there.
+            self._unsaved.pop(host_block, None)
         self._newest_step = max(self._newest_step, step)
         self._wait_for_saves(written)
         if written is None:
@@ -170,7 +191,21 @@ class HostPool:
         for block, host_block in pairs.tolist():
             self._device.copy(Stream.OFFLOAD, tier[host_block], pool[block], "save")
         self.num_saved += len(pairs)
-        return self._device.record(Stream.OFFLOAD, "blocks saved")
+        saved = self._device.record(Stream.OFFLOAD, "blocks saved")
+        self._unsaved.update(dict.fromkeys(pairs[:, 1].tolist(), saved))
+        return saved
+
+    def save_now(self, pairs: np.ndarray) -> None:
+        """Save blocks while no step is in flight, and wait. `pairs` is [k, 2] integers, (device block, host block)."""
+        self._save(pairs).wait()
+        self.take_saved()
+
+    def take_saved(self) -> tuple[int, ...]:
+        """Return the host blocks with saves that have ended since the last call."""
+        done = tuple(block for block, saved in self._unsaved.items() if saved.is_done())
+        for block in done:
+            del self._unsaved[block]
+        return done
 
     def _restore(self, pairs: np.ndarray) -> None:
         device, tier, pool = self._device, self.data, self._pool.data

@@ -1,4 +1,4 @@
-"""Pinned host memory of exact size: an anonymous mapping, registered with CUDA.
+"""Pinned host memory of exact size: an anonymous mapping, or the node's pool, registered with CUDA.
 
 ```
  map ▸ ask for large pages ▸ cudaHostRegister ▸ tensor and its views are used
@@ -43,12 +43,14 @@ class Cudart(Protocol):
 
 
 class HostMapping:
-    """An anonymous mapping, rounded up to whole pages. It lives as long as `data` or any view of it.
+    """A mapping of whole pages. It lives as long as `data` or any view of it.
 
     Parameters
     ----------
     num_bytes
-        At least 1.
+        At least 1. The mapping is rounded up to whole pages.
+    memory
+        Memory that is mapped already; None: map anonymous memory.
 
     Raises
     ------
@@ -56,9 +58,9 @@ class HostMapping:
         The system has no address range of this size.
     """
 
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int, memory: mmap.mmap | None = None):
         # Private, because Linux uses huge pages for shared mappings only if `shmem_enabled` allows it.
-        self._memory = mmap.mmap(
+        self._memory = memory or mmap.mmap(
             -1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.MAP_PRIVATE
         )
         if hasattr(mmap, "MADV_DONTFORK"):

@@ -18,12 +18,22 @@ request may take it. A cached block is evicted only when no free block is left. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from quire.replica.kv_cache.block_eviction import EvictionOrder, LeastRecentlyUsed, make_order
 
 
 class IntegrityError(AssertionError):
     """Records of the engine contradict each other: a defect of the engine, never of a request."""
+
+
+class Occupancy(NamedTuple):
+    """Blocks of a tier that are free, cached, and retained among these; and all of its blocks."""
+
+    free: int
+    cached: int
+    retained: int
+    total: int
 
 
 class BlockManager:
@@ -97,6 +107,9 @@ class BlockManager:
     @property
     def num_in_use(self) -> int:
         return self.num_blocks - self.num_available
+
+    def occupancy(self) -> Occupancy:
+        return Occupancy(self.num_free, self.num_cached, self.num_retained, self.num_blocks)
 
     def ref_count(self, block: int) -> int:
         return self._ref_count[block]

@@ -10,7 +10,8 @@
                                 free ──▶ in use by an offloaded request
 ```
 
-A `BlockManager` of its own owns the tier's blocks. This module only plans copies. The next step makes them before it
+The tier's blocks are private to the engine (`BlockManager`) or in the node's pool (`PoolBlocks`), where other engines
+find them and may evict them. This module only plans copies. The next step makes them before it
 writes any KV: first the saves (device to host), then the restores (host to device). So a device block may be reused as
 soon as its save is planned. A host block that is being restored keeps an owner until that step has run, so that no
 later save overwrites it.
@@ -18,13 +19,15 @@ later save overwrites it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from quire.replica.kv_cache.blocks import BlockManager
+from quire.replica.kv_cache.pool_blocks import PoolBlocks
 from quire.replica.kv_cache.prefix import PrefixCache
+from quire.replica.kv_cache.prefix_entries import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,25 @@ class HostTier:
         The prefix index of both tiers.
     max_retained
         Maximum number of cached blocks of the tier that are retained (`retention.py`).
+    pool_blocks
+        The blocks of the node's pool; None: the tier's blocks are private.
     """
 
-    def __init__(self, num_blocks: int, prefix: PrefixCache, *, max_retained: int = 0):
-        self.blocks = BlockManager(
+    def __init__(
+        self,
+        num_blocks: int,
+        prefix: PrefixCache,
+        *,
+        max_retained: int = 0,
+        pool_blocks: PoolBlocks | None = None,
+    ):
+        self.blocks: BlockManager | PoolBlocks = pool_blocks or BlockManager(
             num_blocks,
             on_evict=prefix.forget_host,
             payer_of=prefix.payer_of_host_block,
             max_retained=max_retained,
         )
+        self.pool_blocks = pool_blocks
         self._prefix = prefix
         self._planned = Transfers()
         # The copies of the steps in flight, oldest first.
@@ -83,16 +96,78 @@ class HostTier:
             self.blocks.touch(copy)
         elif block not in self._planned.restores:
             # A block with a restore that is only planned has no content yet, so it is not saved.
-            allocated = self.blocks.allocate(1, may_evict_retained=is_retained)
-            if allocated is not None:
-                copy = allocated[0]
-                self.save(block, copy)
-                self._prefix.place_on_host(entry, g, copy)
-                self.blocks.mark_contents([copy])
-                self.blocks.release(allocated)
+            copy = self._copy(entry, g, block, may_evict_retained=is_retained)
         if is_retained and copy is not None:
             self.blocks.retain([copy])
         self._prefix.forget(block)
+
+    def _copy(self, entry: Entry, g: int, block: int, *, may_evict_retained: bool) -> int | None:
+        """Give an entry's device block a copy in the tier, unless another engine has published one. None: no room."""
+        found = self._find_published(entry, g)
+        if found is not None:
+            return found
+        allocated = self.blocks.allocate(1, may_evict_retained=may_evict_retained)
+        if allocated is None:
+            return None
+        self._save_content(entry, g, block, allocated[0])
+        self.blocks.release(allocated)
+        return allocated[0]
+
+    def _find_published(self, entry: Entry, g: int) -> int | None:
+        """Give an entry the host block that another engine has published, if there is one."""
+        if self.pool_blocks is None:
+            return None
+        found = self.pool_blocks.find(entry.digest, g)
+        if found is None or not self.pool_blocks.adopt(found, entry.digest, g):
+            return None
+        self._prefix.place_on_host(entry, g, found)
+        return found
+
+    def _save_content(self, entry: Entry, g: int, block: int, copy: int) -> None:
+        self.save(block, copy)
+        self._prefix.place_on_host(entry, g, copy)
+        self.blocks.mark_contents([copy])
+
+    def publish(self, filled: Sequence[tuple[Entry, int, int]]) -> None:
+        """Plan to copy blocks that stay on the device, for the node's other engines, as far as there is room.
+
+        Parameters
+        ----------
+        filled
+            (entry, group, device block) of each, in the order of their sequences.
+        """
+        arriving: set[int] = set()
+        arriving = arriving.union(*(t.restores for t in (self._planned, *self._in_flight)))
+        missing = [
+            place
+            for place in filled
+            if place[2] not in arriving and self._find_published(place[0], place[1]) is None
+        ]
+        copies = self.blocks.allocate(len(missing), may_evict_retained=False)
+        if copies is None:
+            return
+        for (entry, g, block), copy in zip(missing, copies, strict=True):
+            self._save_content(entry, g, block, copy)
+        self.blocks.release(copies[::-1])
+
+    def begin_plan(self) -> None:
+        """Follow what the node's other engines have changed since the last plan."""
+        if self.pool_blocks is not None:
+            self.pool_blocks.refresh()
+
+    def pin(self, host_blocks: Sequence[int]) -> bool:
+        """Make sure that these indexed blocks stay until the next plan, and that their bytes are right.
+
+        Returns
+        -------
+        False if some are lost. The prefix index does not have them any longer, so the caller looks again.
+        """
+        return self.pool_blocks is None or self.pool_blocks.pin(host_blocks)
+
+    def seal(self, host_blocks: Iterable[int]) -> None:
+        """Let the node's other engines find these blocks. Their copies have ended."""
+        if self.pool_blocks is not None:
+            self.pool_blocks.seal(host_blocks)
 
     def save(self, block: int, host_block: int) -> None:
         """Plan to copy a device block to a host block."""

@@ -30,6 +30,7 @@ import numpy as np
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.cache_events import EventLog, Tier
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
+from quire.replica.kv_cache.pool_blocks import BlockName
 from quire.replica.kv_cache.prefix_entries import ContentChain, Entry, Hit
 from quire.replica.kv_cache.routing_names import RoutingNames
 from quire.replica.kv_cache.state_snapshots import StateSnapshots
@@ -86,6 +87,10 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return self._by_block[block] is not None
 
+    def get(self, digest: bytes) -> Entry | None:
+        """The entry with this name."""
+        return self._by_digest.get(digest)
+
     def entries(self) -> Iterable[Entry]:
         """Every entry of the index, in any order."""
         return self._by_digest.values()
@@ -104,6 +109,13 @@ class PrefixCache:
         """Who pays for an indexed device block."""
         entry = self._by_block[block]
         return "" if entry is None else entry.payer
+
+    def name_of_host_block(self, host_block: int) -> BlockName:
+        """What an indexed host block holds."""
+        entry = self._by_host_block[host_block]
+        if entry is None:
+            raise IntegrityError(f"host block {host_block} is not in the prefix index")
+        return BlockName(entry.digest, entry.host_blocks.index(host_block), entry.payer)
 
     def payer_of_host_block(self, host_block: int) -> str:
         """Who pays for an indexed host block."""
@@ -226,6 +238,25 @@ class PrefixCache:
                 self.place(entry, g, block)
         return entry
 
+    def find_or_add(
+        self, chain: ContentChain, i: int, token_bytes: bytes, parent: Entry | None
+    ) -> Entry | None:
+        """The entry with this content, or a new one, to which the caller then adds a host block.
+
+        Parameters are those of `register`; the chain has a name for block i. None if the name belongs to other content.
+        """
+        entry = self._by_digest.get(chain.digests[i])
+        if entry is not None:
+            return entry if entry.is_content(token_bytes, chain.tenant, parent) else None
+        no_blocks = [None] * len(self.groups)
+        entry = Entry(no_blocks, chain.digests[i], token_bytes, chain.tenant, parent, chain.payer)
+        self._by_digest[entry.digest] = entry
+        if parent is not None:
+            parent.num_children += 1
+        if (i + 1) % self._routing.num_entries == 0:
+            self._routing.add(entry)
+        return entry
+
     def place(self, entry: Entry, g: int, block: int) -> None:
         """Add a device block to an entry that has none in this group."""
         entry.blocks[g] = block
@@ -281,7 +312,7 @@ class PrefixCache:
         entry.blocks[g] = None
         self._by_block[block] = None
         self._update_tier(entry)
-        self._drop_unused(entry)
+        self.drop_unused(entry)
 
     def forget_host(self, host_block: int) -> None:
         """Drop a host block from the index."""
@@ -291,7 +322,7 @@ class PrefixCache:
         entry.host_blocks[entry.host_blocks.index(host_block)] = None
         self._by_host_block[host_block] = None
         self._update_tier(entry)
-        self._drop_unused(entry)
+        self.drop_unused(entry)
 
     def add_row(self, entry: Entry | None) -> None:
         """Count a live row that has this entry as its last indexed one."""
@@ -310,9 +341,10 @@ class PrefixCache:
         if entry is not None:
             entry.num_rows -= 1
             if entry.alive:
-                self._drop_unused(entry)
+                self.drop_unused(entry)
 
-    def _drop_unused(self, entry: Entry | None) -> None:
+    def drop_unused(self, entry: Entry | None) -> None:
+        """Remove an entry that nothing needs, and those before it that only it needed."""
         while entry is not None and not (entry.num_children or entry.num_rows or entry.has_block):
             self.snapshots.drop(entry)
             self._routing.drop(entry)

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
+from quire.replica.kv_cache.pool_blocks import PoolBlocks
 from quire.replica.kv_cache.prefix import PrefixCache
 from quire.replica.kv_cache.prefix_entries import Entry
 
@@ -39,7 +40,9 @@ class Retention:
         The block managers of the device and of the host tier; each bounds the number of its retained blocks.
     """
 
-    def __init__(self, prefix: PrefixCache, blocks: BlockManager, host_blocks: BlockManager):
+    def __init__(
+        self, prefix: PrefixCache, blocks: BlockManager, host_blocks: BlockManager | PoolBlocks
+    ):
         self._prefix = prefix
         self._blocks = blocks
         self._host_blocks = host_blocks

@@ -128,7 +128,7 @@ def find_difference(entries: dict[str, Any], device: str, start: StartEngine) ->
             max_model_len=longest,
             max_running_requests=4 * len(_LENGTHS),
             safety_margin=0.0,
-            cpu_offload_gib=0,
+            node_pool_gib=0,
             cuda_graphs="off",
         )
         # Classes with recurrent layers say so too, and may have attention as others.

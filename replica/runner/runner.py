@@ -49,6 +49,7 @@ from quire.replica.model.loader import load_model
 from quire.replica.model.output_head import split_model
 from quire.replica.model.recurrence.recurrent_fusion import sorts_rows
 from quire.replica.model.sharded.rank_group import RankGroup
+from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
 from quire.replica.runner.gpu_steps import GpuSteps
@@ -78,6 +79,8 @@ class Runner:
         Runs the work; None opens `config.device`.
     fused
         Report of the runner that has already fused this model; None: fuse it here.
+    node_pool
+        The node's pool, in which the host tier is; None: the host tier is private.
 
     Raises
     ------
@@ -95,6 +98,7 @@ class Runner:
         attention_backend: Backend | None = None,
         device: Device | None = None,
         fused: FuseReport | None = None,
+        node_pool: NodePool | None = None,
     ):
         self.config = config
         self.spec = spec
@@ -103,7 +107,7 @@ class Runner:
         self._device = (
             open_device(config.device, use_nvtx=config.nvtx) if device is None else device
         )
-        self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
+        self.host_pool = HostPool(config.num_host_blocks, pool, self._device, node_pool)
         self._sampler = StepSampler(config.vocab_size)
         self.kernels = _choose_kernels(config, attention_backend)
         # One row more than requests: the padding row.
@@ -176,12 +180,16 @@ class Runner:
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, spec: ModelSpec, group: RankGroup | None = None
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        group: RankGroup | None = None,
+        node_pool: NodePool | None = None,
     ) -> Self:
         """Load the checkpoint of `spec`, or the part of this rank of a group, and allocate the KV pool."""
         options = (config.device, config.dtype, config.weights)
         model = load_model(spec, *options, group=group, num_splits=config.reduction_splits)
-        return cls.with_pool(config, spec, model)
+        return cls.with_pool(config, spec, model, node_pool=node_pool)
 
     @classmethod
     def with_pool(
@@ -192,6 +200,7 @@ class Runner:
         *,
         device: Device | None = None,
         fused: FuseReport | None = None,
+        node_pool: NodePool | None = None,
     ) -> Self:
         """Allocate the KV pool for a loaded model."""
         pool = KVPool(
@@ -202,7 +211,7 @@ class Runner:
             config.device,
             read_kv_scales(spec) if config.kv_cache_dtype == "fp8" else None,
         )
-        return cls(config, spec, model, pool, device=device, fused=fused)
+        return cls(config, spec, model, pool, device=device, fused=fused, node_pool=node_pool)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launch a step and collect its result."""
@@ -291,8 +300,14 @@ class Runner:
         duration_s = finished_s - max(in_flight.started_s, self._busy_until_s)
         self._busy_until_s = finished_s
         restores = self.host_pool.take_measured()
-        restored_step = self.host_pool.restored_step
-        return StepResult(tokens, duration_s, logprobs, prompts, pooled, restores, restored_step)
+        restored_step, saved = self.host_pool.restored_step, self.host_pool.take_saved()
+        return StepResult(
+            tokens, duration_s, logprobs, prompts, pooled, restores, restored_step, saved
+        )
+
+    def save_blocks(self, pairs: np.ndarray) -> None:
+        """Copy blocks to the host tier while no step is in flight."""
+        self.host_pool.save_now(pairs)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""

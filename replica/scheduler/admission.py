@@ -57,6 +57,7 @@ class Admission:
         self._prefix = memory.prefix
         self._blocks = memory.blocks
         self._host = memory.host
+        self._adoption = memory.adoption
         self._rows = memory.rows
         self._copies = copies
         # Whether a request was preempted and none has fitted since.
@@ -103,14 +104,25 @@ class Admission:
         return Offer(hit, len(hit.entries) * self._config.block_size, lacking)
 
     def _match(self, request: Request) -> Hit:
-        """The longest known prefix, with blocks of the host tier if copying them is faster than computing them."""
-        hit = self._prefix.match(request.reusable_ids, chain=request.chain)
-        num_restored = len(hit.to_restore())
-        if not num_restored:
-            return hit
-        near = self._prefix.match(request.reusable_ids, chain=request.chain, with_host=False)
-        start, end = (len(h.entries) * self._config.block_size for h in (near, hit))
-        return hit if self._copies.prefers_copy(num_restored, start, end - start) else near
+        """The longest known prefix, with blocks of the host tier if copying them is faster than computing them.
+
+        Blocks of the host tier are pinned. If some are lost or damaged, the index has forgotten them, and the prefix is
+        a shorter one.
+        """
+        token_ids, chain = request.reusable_ids, request.chain
+        hit = self._prefix.match(token_ids, chain=chain)
+        if self._adoption is not None and self._adoption.extend(hit, token_ids, chain):
+            hit = self._prefix.match(token_ids, chain=chain)
+        while restores := hit.to_restore():
+            near = self._prefix.match(token_ids, chain=chain, with_host=False)
+            start, end = (len(h.entries) * self._config.block_size for h in (near, hit))
+            if not self._copies.prefers_copy(len(restores), start, end - start):
+                return near
+            copies = [c for g, _, entry in restores if (c := entry.host_blocks[g]) is not None]
+            if self._host.pin(copies):
+                return hit
+            hit = self._prefix.match(token_ids, chain=chain)
+        return hit
 
     def has_room(
         self,

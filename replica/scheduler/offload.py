@@ -84,8 +84,11 @@ class Offload:
             for g in range(self._num_groups)
             if i >= rows.first_block[g, row]
         ]
-        copies = [None if (e := entries[i]) is None else e.host_blocks[g] for i, g in places]
-        known = [copy for copy in copies if copy is not None]
+        while True:
+            copies = [None if (e := entries[i]) is None else e.host_blocks[g] for i, g in places]
+            known = [copy for copy in copies if copy is not None]
+            if self._host.pin(known):
+                break
         # Own the known blocks before the allocation, which could evict them from the host tier.
         self._host.blocks.add_owner(known)
         fresh = self._host.blocks.allocate(len(places) - len(known)) if places else None

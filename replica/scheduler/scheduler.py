@@ -38,6 +38,8 @@ from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.core.step_plan import BlockTables, SamplingBatch, StepPlan, StepResult
 from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.kv_cache.host_tier import Transfers
+from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.request_table import table_checks
 from quire.replica.request_table.sampling_batches import complete_batch
 from quire.replica.scheduler.chunking import Chunking
@@ -51,6 +53,7 @@ from quire.replica.scheduler.steps_in_flight import StepIndexer, StepsInFlight
 
 MAX_STEPS_IN_FLIGHT = 2
 _NO_ROWS = np.empty(0, np.int64)
+_NO_COPIES = np.empty((0, 2), np.int64)
 
 
 class Scheduler:
@@ -74,6 +77,8 @@ class Scheduler:
         Name of this cache's lifetime for the event log; a random one by default.
     max_event_batches
         Number of batches of cache events to keep for routers that missed some.
+    node_pool
+        The node's pool, which holds the host tier; None: the host tier is private.
     draft_source
         Proposes drafts for decoding rows, unless the model is recurrent. None: no speculation.
     """
@@ -84,10 +89,11 @@ class Scheduler:
         *,
         epoch: str | None = None,
         max_event_batches: int = 1024,
+        node_pool: NodePool | None = None,
         draft_source: DraftSource | None = None,
     ):
         self.config = config
-        self.memory = EngineMemory(config, epoch, max_event_batches)
+        self.memory = EngineMemory(config, epoch, max_event_batches, node_pool)
         self.events = self.memory.events
         self.rows = self.memory.rows
         self.speed = StepSpeed()
@@ -108,6 +114,7 @@ class Scheduler:
         )
         self._composer = StepComposer(*parts)
         self._committer = StepCommitter(*parts, self.copies)
+        self._idle_copies = Transfers()
 
     def reconfigure(self, config: EngineConfig) -> None:
         """Apply a configuration that differs in `LIGHT_FIELDS` only; live requests continue under it."""
@@ -237,6 +244,7 @@ class Scheduler:
         """
         if len(self.steps) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {self.steps[0].number} is still in flight")
+        self.memory.host.begin_plan()
         self.book.expire(now_s)
         self.memory.retention.expire(now_s)
         if self.steps and self.book.isolated.any:
@@ -252,6 +260,24 @@ class Scheduler:
             plan = plan._replace(block_tables=BlockTables.of(plan.block_tables.gather()))
             self._indexer.adopt(step)
         return plan
+
+    def plan_idle_copies(self, now_s: float) -> np.ndarray:
+        """Plan to publish blocks while the engine is idle. Returns [k, 2] int64 (device block, host block).
+
+        The caller makes the copies at once, then calls `end_idle_copies`.
+        """
+        publishing = self.memory.publishing
+        if publishing is None or not len(publishing) or self.steps:
+            return _NO_COPIES
+        publishing.plan(now_s, (), is_idle=True)
+        self._idle_copies = self.memory.host.launch()
+        return self._idle_copies.save_pairs()
+
+    def end_idle_copies(self) -> None:
+        """Record that the copies of `plan_idle_copies` have ended."""
+        transfers, self._idle_copies = self._idle_copies, Transfers()
+        self.memory.host.land(transfers)
+        self.memory.host.seal(transfers.saves)
 
     def complete(self, plan: StepPlan) -> SamplingBatch:
         """The complete sampling parameters of a plan with `awaits_tokens`, once the step before is committed."""
@@ -291,8 +317,7 @@ class Scheduler:
             Seconds since the last step ended while there is work, measured by the loop.
         """
         memory, counters = self.memory, self.book.counters
-        blocks, host = memory.blocks, memory.host.blocks
-        host_free, host_cached = host.num_free, host.num_cached
+        blocks, host = memory.blocks, memory.host.blocks.occupancy()
         num_waiting = self.num_waiting
         return Load(
             num_running=self.rows.num_active,
@@ -308,16 +333,16 @@ class Scheduler:
             num_steps=self.steps.num_planned,
             num_compiles=num_compiles,
             num_preemptions=counters.num_preemptions,
-            host_blocks_free=host_free,
-            host_blocks_cached=host_cached,
-            host_blocks_in_use=host.num_blocks - host_free - host_cached,
-            host_blocks_total=host.num_blocks,
+            host_blocks_free=host.free,
+            host_blocks_cached=host.cached,
+            host_blocks_in_use=host.total - host.free - host.cached,
+            host_blocks_total=host.total,
             num_offloads=counters.num_offloads,
             num_restores=counters.num_restores,
             stalled_s=stalled_s,
             num_places=max(0, self.config.max_waiting_requests - num_waiting),
             blocks_retained=blocks.num_retained,
-            host_blocks_retained=host.num_retained,
+            host_blocks_retained=host.retained,
             num_startable=0 if memory.blocked_head.lacks_blocks else self.rows.num_free,
         )
 

@@ -74,12 +74,15 @@ class StepCommitter:
             return DeltaBatch(self.fail(plan, error))
         self._steps.land()
         self._memory.land(step.number, step.transfers)
+        self._memory.host.seal(step.transfers.saves if result.saved is None else result.saved)
         self._note_restores(result)
         # Collect the prompts' log-probabilities before any of these rows ends.
         scored = self._prompt_scores(step, plan, result)
         embedded = self._embeddings(step, plan, result, now_s)
         recorded = self._record(step, *_counted(step, plan, result), has_stuck)
         self._end_drafts(step)
+        if self._memory.publishing is not None:
+            self._memory.publishing.add(step.registered)
         complete = self._end_prefills(recorded, now_s) if step.chunks else {}
         for behind in self._steps:
             self._indexer.register_known(behind)

@@ -83,7 +83,7 @@ class StepComposer:
         plan = self._write(step, decodes)
         self._book.end_plan()
         plan = self._add_snapshots(step, plan, saves)
-        plan = self._add_transfers(step, plan)
+        plan = self._add_transfers(step, plan, now_s)
         self._hash_blocks(step)
         return step, plan
 
@@ -430,8 +430,11 @@ class StepComposer:
             return False
         return bool(self._rows.needs_history[step.rows[: step.num_decodes]].any())
 
-    def _add_transfers(self, step: Step, plan: StepPlan) -> StepPlan:
+    def _add_transfers(self, step: Step, plan: StepPlan, now_s: float) -> StepPlan:
         """Add the copies between device and host tier that are planned by now to the step."""
+        if (publishing := self._memory.publishing) is not None and len(publishing):
+            steps = (step, *self._steps)
+            publishing.plan(now_s, [block for s in steps for block in s.registered])
         transfers = step.transfers = self._memory.host.launch()
         if transfers:
             plan = plan._replace(saves=transfers.save_pairs(), restores=transfers.restore_pairs())

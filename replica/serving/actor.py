@@ -40,6 +40,7 @@ from quire.replica.core.adapter import Adapter
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
+from quire.replica.node_pool.pool_file import PoolPlace, pool_name
 from quire.replica.ranks.rank_links import RankEnd
 from quire.replica.serving.arrivals import Arrivals
 from quire.replica.serving.attached_routers import AttachedRouters
@@ -81,6 +82,7 @@ class Replica:
                 args,
                 on_output=self._on_output,
                 flight_path=_flight_folder() / self._replica_id,
+                node_pool=_pool_place(serve.get_replica_context().app_name),
                 start_rank=actor_starter() if args.tensor_parallel > 1 else None,
             )
         assert self._engine.recorder is not None
@@ -346,6 +348,20 @@ class Replica:
             self._engine.call(lambda scheduler: scheduler.events.snapshot())
         )
         self._attachments.send_snapshot(router_id, *snapshot)
+
+
+def _pool_place(app_name: str) -> PoolPlace | None:
+    """Where the replicas of this application and this node find their pool; None without Ray.
+
+    The name has the Ray session and the node, because several nodes may share one machine.
+    """
+    if not ray.is_initialized():
+        return None
+    node_id = ray.get_runtime_context().get_node_id()
+    session = Path(ray._private.worker._global_node.get_session_dir_path()).name
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == node_id)
+    store_bytes = int(node["Resources"].get("object_store_memory", 0))
+    return PoolPlace(pool_name(session, app_name, node_id[:16]), store_bytes)
 
 
 def _flight_folder() -> Path:

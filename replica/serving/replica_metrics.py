@@ -40,21 +40,25 @@ _GAUGES = (  # name, field of `Load`, help
         "Cached KV blocks that are retained for sessions: evicted after the others.",
     ),
     ("quire_kv_blocks_in_use", "blocks_in_use", "KV blocks of live requests."),
-    ("quire_host_blocks_free", "host_blocks_free", "Free blocks of the host tier."),
+    (
+        "quire_host_blocks_free",
+        "host_blocks_free",
+        "Free blocks of the node's pool. One replica of each node reports the pool.",
+    ),
     (
         "quire_host_blocks_cached",
         "host_blocks_cached",
-        "Blocks of the host tier with evicted prefixes.",
+        "Blocks of the node's pool with prefixes that any replica of the node can restore.",
     ),
     (
         "quire_host_blocks_retained",
         "host_blocks_retained",
-        "Cached blocks of the host tier that are retained for sessions: evicted after the others.",
+        "Cached blocks of the node's pool that are retained for sessions: evicted after the others.",
     ),
     (
         "quire_host_blocks_in_use",
         "host_blocks_in_use",
-        "Blocks of the host tier with preempted requests.",
+        "Blocks of the node's pool of preempted requests, or being copied.",
     ),
     (
         "quire_engine_stalled_seconds",
@@ -153,7 +157,7 @@ class ReplicaMetrics:
         facts = (
             config.block_size,
             engine.load().blocks_total,
-            engine.load().host_blocks_total,
+            config.num_host_blocks,
             config.max_cache_tokens,
             config.number_format,
         )

@@ -129,7 +129,7 @@ class CpuSizing:
 
     def num_host_blocks(self, args: EngineArgs, block: int, host_available: int) -> int:
         """Off by default: a larger pool holds the same number of blocks without copies."""
-        return host_blocks_asked_for(args.cpu_offload_gib or 0.0, block)
+        return host_blocks_asked_for(args.node_pool_gib or 0.0, block)
 
     def default_blocks(self, fits: int, block: int) -> int:
         """Return at most 1 GiB of blocks, because several replicas may share the machine."""

@@ -88,5 +88,5 @@ def host_blocks_asked_for(gib: float, block: int) -> int:
     """Return the blocks in a host tier of `gib` GiB. Raises `SizingError` if no block fits and `gib` is not 0."""
     num_blocks = int(gib * GIB) // block
     if gib and not num_blocks:
-        raise SizingError(f"cpu_offload_gib {gib} holds no block of {block} bytes; 0 turns it off")
+        raise SizingError(f"node_pool_gib {gib} holds no block of {block} bytes; 0 turns it off")
     return num_blocks

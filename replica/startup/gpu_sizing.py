@@ -79,14 +79,14 @@ class GpuSizing:
 
     def num_host_blocks(self, args: EngineArgs, block: int, host_available: int) -> int:
         """Return the blocks asked for; the default is 4 GiB, or a quarter of the host's free memory if that is less."""
-        gib = args.cpu_offload_gib
+        gib = args.node_pool_gib
         if gib is None:
             return min(_HOST_TIER_BYTES, host_available // 4) // block
         num_blocks = host_blocks_asked_for(gib, block)
         bound = int(host_available * args.max_memory_percent)
         if num_blocks * block > bound:
             raise SizingError(
-                f"cpu_offload_gib must be at most {bound / GIB:.3f}, which is {args.max_memory_percent:.0%} of "
+                f"node_pool_gib must be at most {bound / GIB:.3f}, which is {args.max_memory_percent:.0%} of "
                 f"the host's available memory, got {gib}"
             )
         return num_blocks

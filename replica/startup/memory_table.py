@@ -202,7 +202,7 @@ def memory_table(
     room = table(0).remainder
     if room < 0 and room + table(0).host_tier >= 0:
         raise SizingError(
-            f"cpu_offload_gib {args.cpu_offload_gib} does not fit beside the model\n{table(0)}"
+            f"node_pool_gib {args.node_pool_gib} does not fit beside the model\n{table(0)}"
         )
     if room < 0:
         raise SizingError(f"{spec.path}: the model alone does not fit\n{table(0)}")

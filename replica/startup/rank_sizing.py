@@ -46,7 +46,7 @@ def rank_args(args: EngineArgs) -> EngineArgs:
         raise SizingError("async_batching is 'on', which tensor_parallel above 1 cannot have")
     shares = {
         name: value / num_ranks
-        for name in ("kv_cache_gib", "cpu_offload_gib", "max_memory_percent")
+        for name in ("kv_cache_gib", "node_pool_gib", "max_memory_percent")
         if (value := getattr(args, name)) is not None
     }
     return dataclasses.replace(args, **shares)

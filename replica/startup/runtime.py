@@ -14,13 +14,15 @@ import torch
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs, EngineConfig, SizingError, check_args
-from quire.replica.device.device import Device
 from quire.replica.device.open_device import open_device
 from quire.replica.host_machine import give_back_free_memory
 from quire.replica.model.loader import load_model
+from quire.replica.node_pool.node_pool import NodePool
+from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_memory import measure_memory
 from quire.replica.startup.device_sizing import GIB
+from quire.replica.startup.pool_place import join_pool, with_pool_size
 from quire.replica.startup.rank_sizing import rank_args, rank_spec
 from quire.replica.startup.sizing import resolve
 
@@ -35,6 +37,8 @@ class Runtime:
     spec: ModelSpec
     config: EngineConfig
     runner: Runner
+    # None: the host tier is private.
+    node_pool: NodePool | None
 
 
 class OtherRanks(Protocol):
@@ -54,6 +58,7 @@ def load_runtime(
     startup_s: dict[str, float],
     check_model: Callable[[ModelSpec, str], None],
     ranks: OtherRanks | None = None,
+    place: PoolPlace | None = None,
 ) -> Runtime:
     """Load a model and warm up. Afterwards serving compiles nothing and touches no memory for the first time.
 
@@ -67,6 +72,8 @@ def load_runtime(
         CheckpointError for a model that the engine would compute otherwise than transformers.
     ranks
         With `tensor_parallel`, the other ranks.
+    place
+        Where the node's pool is; None: the host tier is private, as that of several ranks always is.
 
     Raises
     ------
@@ -77,6 +84,11 @@ def load_runtime(
     checkpoint = resolve_checkpoint(args.model, args.revision)
     whole = ModelSpec.from_checkpoint(checkpoint)
     check_args(args)
+    if ranks is not None:
+        place = None
+    is_exact = args.node_pool_gib is not None
+    if place is not None:
+        args = with_pool_size(args, place, checkpoint)
     spec = rank_spec(whole, args)
     args = rank_args(args)
     config = resolve(args, spec, checkpoint)
@@ -88,13 +100,24 @@ def load_runtime(
     device.trim()  # frees memory cached by an earlier engine of this process
     # None on the CPU: its memory is not measured, and `config` is final.
     available = None if device.is_immediate else device.free_bytes()
+
+    def join(config: EngineConfig) -> tuple[EngineConfig, NodePool | None]:
+        return join_pool(args, config, place, is_exact=is_exact)
+
     try:
         if ranks is not None:
-            runner = ranks.load(config, spec)
+            runner, node_pool = ranks.load(config, spec), None
         elif available is None:
-            runner = Runner.from_config(config, spec)
+            config, node_pool = join(config)
+            runner = Runner.from_config(config, spec, node_pool=node_pool)
         else:
-            config, runner = _load_measured(args, config, spec, checkpoint, device, available)
+            model = load_model(spec, config.device, config.dtype, config.weights)
+            measured, fused = measure_memory(config, spec, model, device, available)
+            # The rest goes to the KV pool.
+            config, node_pool = join(resolve(args, spec, checkpoint, measured))
+            runner = Runner.with_pool(
+                config, spec, model, device=device, fused=fused, node_pool=node_pool
+            )
         startup_s["load"] = -began + (began := time.perf_counter())
         runner.warm_up()
     except torch.OutOfMemoryError as error:
@@ -108,22 +131,7 @@ def load_runtime(
     give_back_free_memory()
     runner.mark_ready()
     startup_s["warm_up"] = time.perf_counter() - began
-    return Runtime(checkpoint, spec, config, runner)
-
-
-def _load_measured(
-    args: EngineArgs,
-    config: EngineConfig,
-    spec: ModelSpec,
-    checkpoint: Path,
-    device: Device,
-    available: int,
-) -> tuple[EngineConfig, Runner]:
-    """Load the model, measure its memory (`device_memory.py`), and give the rest to the KV pool."""
-    model = load_model(spec, config.device, config.dtype, config.weights)
-    measured, fused = measure_memory(config, spec, model, device, available)
-    config = resolve(args, spec, checkpoint, measured)
-    return config, Runner.with_pool(config, spec, model, device=device, fused=fused)
+    return Runtime(checkpoint, spec, config, runner, node_pool)
 
 
 def _check_budget(used: int, budget: int) -> None:

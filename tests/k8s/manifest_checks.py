@@ -303,7 +303,7 @@ def sizing(doc: Doc) -> Iterator[str]:
             yield f"worker GPUs: must be what one replica reserves, got {gpus}"
         if not any(t.get("key") == "nvidia.com/gpu" for t in pod(workers).get("tolerations", ())):
             yield "tolerations: GPU nodes are tainted"
-        yield from _host_tier(workers, app)
+        yield from _node_pool(workers, app)
     else:
         if 2 * per_replica <= cpus:
             yield f"replica_resources.num_cpus: two replicas of {per_replica} must not fit {cpus}"
@@ -311,16 +311,21 @@ def sizing(doc: Doc) -> Iterator[str]:
             yield f"engine.num_threads: must be the worker's {cpus}, got {app.engine.num_threads}"
 
 
-def _host_tier(workers: Doc, app: AppConfig) -> Iterator[str]:
-    """The host tier is memory of the replica, not of /dev/shm; it counts towards the pod's limit."""
-    # The default on a GPU.
-    tier = 4 if app.engine.cpu_offload_gib is None else app.engine.cpu_offload_gib
+def _node_pool(workers: Doc, app: AppConfig) -> Iterator[str]:
+    """The node's pool is in /dev/shm, as is Ray's object store; /dev/shm counts towards the pod's limit."""
     shm = sum(
         quantity(v["emptyDir"]["sizeLimit"]) for v in pod(workers)["volumes"] if "Memory" in str(v)
     )
     limit = quantity(ray_container(workers)["resources"]["limits"]["memory"])
-    if limit < 2 * (shm + tier * 2**30):
-        yield f"memory: half of {limit} must hold /dev/shm ({shm}) and the host tier ({tier} GiB)"
+    room = shm - int(workers["rayStartParams"]["object-store-memory"])
+    if app.engine.node_pool_gib is None:
+        # The default is half of the room. Less than 4 GiB is of little use for a GPU.
+        if room < 8 * 2**30:
+            yield f"volume shm: {shm} leaves {room} besides Ray's object store"
+    elif room < app.engine.node_pool_gib * 2**30:
+        yield f"engine.node_pool_gib: {app.engine.node_pool_gib} GiB must fit into {room}"
+    if limit < 2 * shm:
+        yield f"memory: half of {limit} must hold /dev/shm ({shm})"
 
 
 def _worker_counts(workers: Doc, app: AppConfig, autoscaling: bool) -> Iterator[str]:

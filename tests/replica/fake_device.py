@@ -14,6 +14,7 @@ what reads it unsaid computes nonsense.
 from __future__ import annotations
 
 import gc
+import mmap
 import random
 import weakref
 from collections import deque
@@ -189,6 +190,9 @@ class FakeDevice:
         tensor = torch.empty(tuple(shape), dtype=dtype)
         poison(tensor)
         return tensor
+
+    def pin(self, memory: mmap.mmap) -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count memory that was not allocated here as this device's, as long as the tensor lives."""

@@ -39,7 +39,7 @@ def plain_cluster(tmp_path_factory) -> Iterator[Cluster]:
         # 256 blocks of 32 tokens on the device, and 131 in the host tier.
         application["args"]["engine"] = {
             "num_blocks": 256,
-            "cpu_offload_gib": 0.008,
+            "node_pool_gib": 0.008,
             "restore": "always",
         }
 

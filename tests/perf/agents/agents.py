@@ -253,7 +253,7 @@ def serve_config(systems: Sequence[str], num_agents: int = NUM_AGENTS) -> dict[s
     engine = {
         "num_blocks": blocks,
         "block_size": BLOCK_SIZE,
-        "cpu_offload_gib": HOST_TIER * blocks * BLOCK_SIZE * _KV_BYTES_PER_TOKEN / 2**30,
+        "node_pool_gib": HOST_TIER * blocks * BLOCK_SIZE * _KV_BYTES_PER_TOKEN / 2**30,
         "max_batch_tokens": MAX_BATCH_TOKENS,
         "async_batching": "on",  # as on a GPU
         "num_threads": 1,

@@ -43,7 +43,7 @@ _COMMON: dict[str, Any] = dict(
     dtype="bfloat16",
     max_model_len=512,
     kv_cache_gib=0.2,
-    cpu_offload_gib=0.05,
+    node_pool_gib=0.05,
     max_running_requests=32,
 )
 PROMPTS = (5, 40, 33, 170, 64, 90)  # lengths in tokens
@@ -80,7 +80,7 @@ def measure(session: Session, point: Point) -> Row:
 
     options = _COMMON | OPTIONS[point["options"]]
     if session.rehearsal:
-        options |= {"num_blocks": 64, "kv_cache_gib": None, "cpu_offload_gib": 0.0}
+        options |= {"num_blocks": 64, "kv_cache_gib": None, "node_pool_gib": 0.0}
     changes = {"initializer_range": INITIALIZER_RANGE}
     with tempfile.TemporaryDirectory() as folder:
         gpu_tiny_models.write(point["model"], Path(folder), torch.bfloat16, **changes)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 from fake_device import HOST, FakeDevice
+from pool_process import open_pool
 
 from quire.replica.config import SizingError
 from quire.replica.device import host_pool
@@ -14,6 +17,7 @@ from quire.replica.device.device import Device, Stream
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup
+from quire.replica.node_pool.pool_layout import PoolLayout
 
 GROUP = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=2)
 NONE = np.empty((0, 2), np.int64)
@@ -139,6 +143,32 @@ def test_a_tier_that_the_host_has_no_memory_for_is_an_error_with_its_size(error)
     pool = KVPool(4, (GROUP,), 8, torch.float32, "meta")
     size = 3 * pool.data[0].nbytes
     with pytest.raises(
-        SizingError, match=rf"cpu_offload_gib: the host has no {size} bytes .*{error.args[-1]}"
+        SizingError, match=rf"node_pool_gib: the host has no {size} bytes .*{error.args[-1]}"
     ):
         HostPool(3, pool, Full())
+
+
+def test_blocks_in_the_nodes_pool_are_saved_when_their_copies_have_ended(tmp_path):
+    device = lazy_offload()
+    pool = KVPool(4, (GROUP,), 8, torch.float32)
+    pool.data[:] = torch.arange(5.0)[:, None]
+    layout = PoolLayout(6, pool.data[0].nbytes)
+    with contextlib.closing(open_pool(tmp_path, layout)) as node_pool:
+        host = HostPool(6, pool, device, node_pool)
+        host.move(np.array([[1, 3], [2, 5]]), NONE, written=np.array([0]))
+        host.move_rest()
+        assert host.take_saved() == (), "nobody may find them yet"
+        device.synchronize()
+        assert sorted(host.take_saved()) == [3, 5]
+        assert host.take_saved() == ()
+        saved = node_pool.slots[5].view(np.float32)
+        assert (saved == 2.0).all(), "in the shared memory itself"
+        # The save of a failed step does not make its slot's next content complete.
+        host.move(np.array([[1, 3]]), NONE, written=np.array([0]))
+        host.move_rest()
+        device.synchronize()
+        host.move(np.array([[2, 3]]), NONE, written=np.array([0]))
+        assert host.take_saved() == ()
+        host.move_rest()
+        device.synchronize()
+        assert host.take_saved() == (3,)

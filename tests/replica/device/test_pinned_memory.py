@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 
 import pytest
 import torch
 from fake_cuda import OUT_OF_MEMORY, FakeCudart, is_mapped
+from pool_process import open_pool
 
 from quire.replica.device.pinned_memory import HostMapping
+from quire.replica.node_pool.pool_layout import PoolLayout
 
 SIZE = (5 << 20) + 3
 
@@ -53,6 +56,20 @@ def test_it_is_unregistered_once_when_the_last_view_is_gone_and_still_mapped_the
     del array
     assert cudart.calls[1:] == [("synchronize",), ("unregister", cudart.calls[0][1])]
     assert not is_mapped(address, SIZE)
+
+
+def test_the_nodes_pool_is_registered_where_it_is_mapped(cudart, tmp_path):
+    with contextlib.closing(open_pool(tmp_path, PoolLayout(8, 4096))) as pool:
+        mapping = HostMapping(len(pool.memory.memory), pool.memory.memory)
+        assert register(mapping, cudart) is None
+        ((address, size),) = cudart.registered.items()
+        assert size == pool.layout.num_bytes
+        slots = torch.from_numpy(pool.slots)
+        assert address < slots.data_ptr() <= address + size - slots.nbytes
+        mapping.data[-1] = 7
+        assert os.pread(os.open(pool.path, os.O_RDONLY), 1, size - 1) == b"\x07"
+        del mapping
+        assert not cudart.registered
 
 
 def test_a_device_that_has_failed_does_not_keep_memory_registered(cudart):

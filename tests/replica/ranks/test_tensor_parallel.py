@@ -143,7 +143,7 @@ def test_blocks_of_all_ranks_are_preempted_and_restored_alike(zoo, restore):
     """Too few blocks for all requests: they are computed again, or copied to the host tier of each rank and back."""
     folder = zoo("llama")
     expected, *_ = of_one_rank(folder, 2)
-    tier = dict(cpu_offload_gib=0.001) if restore == "always" else {}
+    tier = dict(node_pool_gib=0.001) if restore == "always" else {}
     with engine(
         folder, 2, 2, num_blocks=FEW_BLOCKS, safety_margin=0.0, restore=restore, **tier
     ) as ranks:

@@ -12,7 +12,9 @@ nobody owns and nobody could match are spoiled before each step.
 
 import dataclasses
 import itertools
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -38,6 +40,8 @@ from quire.replica.core.step_plan import BlockTables, StepPlan, StepResult
 from quire.replica.kv_cache import prefix_entries
 from quire.replica.kv_cache.cache_events import Tier
 from quire.replica.kv_cache.groups import LayerGroup, sequence_blocks
+from quire.replica.node_pool.node_pool import open_node_pool
+from quire.replica.node_pool.pool_layout import PoolLayout, State
 from quire.replica.scheduler.scheduler import Scheduler
 
 # Whoever finds a failure may look for a smaller one for 300 s: cut off before, it would be told as a timeout.
@@ -421,11 +425,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = self.config
         num_states = config.num_rows + 1 + config.num_snapshots + config.num_host_snapshots
         self.outputs = {}  # by key
-        share = None if drafts is None else drafts.pop("share")
+        self.draft_share = None if drafts is None else drafts.pop("share")
         self.source = None if drafts is None else OracleDrafts(self.outputs, VOCAB, **drafts)
-        self.scheduler = Scheduler(self.config, max_event_batches=4, draft_source=self.source)
-        if share is not None:
-            self.scheduler.book.drafting.LOCKSTEP_SHARE = share
+        self.scheduler = self.make_scheduler()
         self.device = ModelDevice(
             num_blocks,
             num_host_blocks,
@@ -440,6 +442,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.plans = []  # in flight
         self.now_s = 0.0
         self.replayed, self.seq = (set(), set()), 0  # by tier
+
+    def make_scheduler(self, node_pool=None):
+        scheduler = Scheduler(
+            self.config, max_event_batches=4, draft_source=self.source, node_pool=node_pool
+        )
+        if self.draft_share is not None:
+            scheduler.book.drafting.LOCKSTEP_SHARE = self.draft_share
+        return scheduler
 
     # -- what can happen ---------------------------------------------------------------------------------
 
@@ -644,7 +654,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for queue in ("returning", "paused"):
             pinned |= {h for entry in snapshot[queue] for h in entry.get("host_blocks", ())}
         for block in set(range(self.config.num_host_blocks)) - pinned:
-            if not self.scheduler.memory.host.blocks.has_content(block):
+            if not self.may_be_restored(block):
                 self.device.host[block] = None
         held = {slot for step in self.scheduler.steps for slot, *_ in step.snapshots}
         held |= {taken.slot for step in self.scheduler.steps for taken in step.taken}
@@ -662,6 +672,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if block not in owned | written and not self.scheduler.memory.blocks.has_content(block):
                 slots = slice(block * self.block_size, (block + 1) * self.block_size)
                 self.device.before[slots] = self.device.after[slots] = None
+
+    def may_be_restored(self, host_block):
+        return self.scheduler.memory.host.blocks.has_content(host_block)
 
     @precondition(lambda self: self.plans)
     @rule()
@@ -763,6 +776,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(owned) == blocks.num_in_use
         assert all(blocks.ref_count(block) == count for block, count in owned.items())
         host = self.scheduler.memory.host.blocks
+        if self.scheduler.memory.host.pool_blocks is None:
+            self.host_books_agree(host, snapshot)
+            assert host.num_retained <= self.config.session_max_share * self.config.num_host_blocks
+        retention = self.scheduler.memory.retention
+        ends_s = retention.next_end_s()
+        # The books are also looked at between a step and the next plan, which is at most one step later.
+        assert ends_s is None or ends_s > self.now_s - 0.5
+        assert blocks.num_retained <= self.config.session_max_share * self.config.num_blocks
+        if not self.config.prefix_caching:
+            assert blocks.num_cached == host.num_cached == 0
+        self.rows_hold_what_they_see()
+
+    def host_books_agree(self, host, snapshot):
         assert host.num_free + host.num_cached + host.num_in_use == self.config.num_host_blocks
         offloaded = Counter(
             block
@@ -775,17 +801,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.scheduler.memory.host._planned.restores:  # which wait for a step
             assert len(offloaded) == host.num_in_use
             assert all(host.ref_count(block) == count for block, count in offloaded.items())
-        retention = self.scheduler.memory.retention
-        ends_s = retention.next_end_s()
-        # The books are also looked at between a step and the next plan, which is at most one step later.
-        assert ends_s is None or ends_s > self.now_s - 0.5
-        for tier, num_blocks in (
-            (blocks, self.config.num_blocks),
-            (host, self.config.num_host_blocks),
-        ):
-            assert tier.num_retained <= self.config.session_max_share * num_blocks
-        if not self.config.prefix_caching:
-            assert blocks.num_cached == host.num_cached == 0
+
+    def rows_hold_what_they_see(self):
         rows = self.scheduler.rows
         for row in np.flatnonzero(rows.active).tolist():
             for g, group in enumerate(self.config.groups):
@@ -845,6 +862,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.plans:
             self.commit()
         assert all(client.ended is not None for client in self.clients.values())
+        self.scheduler.memory.host.begin_plan()  # nothing stays pinned
         self.books_agree()
         self.events_replay_to_what_is_held()
         assert self.scheduler.memory.blocks.num_in_use == 0
@@ -902,3 +920,87 @@ def test_colliding_names_never_change_a_token(monkeypatch, mix):
     monkeypatch.setattr(prefix_entries, "block_digest", lambda *args: bytes([real(*args)[0] % 4]))
     machine = type(f"Machine{mix}", (SchedulerMachine,), {"mix": mix})
     run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+class SharedPoolMachine(SchedulerMachine):
+    """Its host tier is in a pool that others use: they evict, drop and damage blocks. The engine may be killed; the
+    next one finds what it published, whose chains are still in `ModelDevice.host`."""
+
+    def make_scheduler(self):
+        if not self.config.num_host_blocks:
+            return super().make_scheduler()
+        if not hasattr(self, "folder"):
+            self.folder = Path(tempfile.mkdtemp())
+            self.rival = self.join()
+        return super().make_scheduler(self.join())
+
+    def join(self):
+        layout = PoolLayout(self.config.num_host_blocks, 64)
+        return open_node_pool("machine", layout, folder=self.folder)
+
+    @property
+    def pool(self):
+        return self.scheduler.memory.host.pool_blocks.pool
+
+    def may_be_restored(self, host_block):
+        if not hasattr(self, "folder"):
+            return super().may_be_restored(host_block)
+        # Blocks that wait to be published are leased.
+        return self.pool.is_complete(host_block) or self.pool.is_leased(host_block)
+
+    @precondition(lambda self: hasattr(self, "folder"))
+    @rule(kind=st.sampled_from(["evict", "drop", "damage"]), pick=st.integers(0, 30))
+    def let_a_rival_act(self, kind, pick):
+        slots = np.flatnonzero(self.pool._views.state == State.COMPLETE).tolist()
+        slot = slots[pick % len(slots)] if slots else 0
+        if kind == "evict":
+            claimed = self.rival.claim(1 + slot // 2)
+            for taken in claimed or ():
+                self.device.host[taken] = None
+            self.rival.release(claimed or ())
+        elif kind == "drop":
+            self.rival.drop([slot])
+        elif self.pool.is_complete(slot) and not self.pool.is_leased(slot):
+            self.rival.slots[slot, 3] ^= 1
+            if slot not in self.scheduler.memory.host.pool_blocks._verified:
+                self.device.host[slot] = None
+
+    @precondition(lambda self: hasattr(self, "folder"))
+    @rule()
+    def kill(self):
+        """The process ends without a word, and its clients ask the next one."""
+        self.pool._file.close(remove=False)
+        prompts = [(c.request.token_ids.tolist(), c.request.tenant) for c in self.clients.values()]
+        self.clients = {key: c for key, c in self.clients.items() if c.ended is not None}
+        for number, key in enumerate(list(self.clients)):
+            # New clients get the number after the last one.
+            self.clients["router", number] = self.clients.pop(key)
+        self.paused, self.plans, self.device.late = set(), [], []
+        self.device.before[:] = self.device.after[:] = None
+        self.scheduler = self.make_scheduler()
+        self.device.tables[:] = -1
+        self.replayed, self.seq = (set(), set()), 0
+        room = min(self.config.max_model_len, self.config.max_cache_tokens) - 1
+        for prompt, tenant in prompts[-4:]:
+            key = ("router", len(self.clients))
+            params = SamplingParams(max_tokens=1, seed=1)
+            self.add(Request(key, prompt[:room], params, tenant=tenant, arrival_s=self.now_s))
+        self.steps(2)
+
+    def teardown(self):
+        try:
+            super().teardown()
+            if hasattr(self, "folder"):
+                self.rival.check()
+        finally:
+            if hasattr(self, "folder"):
+                self.pool.close()
+                self.rival.close()
+                self.folder.rmdir()
+
+
+@pytest.mark.parametrize(("mix", "max_in_flight"), [("full", 1), ("full", 2), ("mixed", 1)])
+def test_any_life_in_a_shared_pool_keeps_the_books_and_the_tokens(mix, max_in_flight):
+    attributes = {"block_size": 8, "mix": mix, "max_in_flight": max_in_flight}
+    machine = type(f"Shared{mix}", (SharedPoolMachine,), attributes)
+    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=25))

@@ -67,7 +67,7 @@ class Start:
             max_batch_tokens=24,
             max_memory_percent=0.8,
             max_cached_graphs=MAX_GRAPHS,
-            cpu_offload_gib=0,
+            node_pool_gib=0,
         )
         self.args = EngineArgs(**{**values, **args})
 

@@ -67,7 +67,7 @@ def test_a_recurrent_model_gets_options_that_it_can_have(recurrent, monkeypatch)
     small = resolve(args, recurrent)
     assert (small.max_running_requests, small.num_snapshots, small.prefix_caching) == (3, 3, True)
     # 1 GiB of host memory for blocks, the other one for one snapshot.
-    hosted = resolve(dataclasses.replace(args, cpu_offload_gib=2.0), recurrent)
+    hosted = resolve(dataclasses.replace(args, node_pool_gib=2.0), recurrent)
     assert hosted.num_host_snapshots == 1
     assert hosted.num_host_blocks * hosted.block_size * 128 == GIB
     plain = resolve(dataclasses.replace(args, prefix_caching=False), recurrent)

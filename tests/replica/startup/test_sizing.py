@@ -140,24 +140,24 @@ def test_the_block_size_follows_the_device(spec, asked, device, size):
     percent=st.floats(0.05, 1),
     block_size=st.sampled_from([8, 32, 256]),
     kv_cache_gib=st.one_of(st.none(), st.floats(0.001, 50)),
-    cpu_offload_gib=st.one_of(st.none(), st.just(0.0), st.floats(0.001, 50)),
+    node_pool_gib=st.one_of(st.none(), st.just(0.0), st.floats(0.001, 50)),
     device=st.sampled_from(["cpu", "cuda"]),
     native=st.one_of(st.none(), st.integers(0, 2**26)),
 )
 def test_the_terms_never_exceed_the_budget(
-    spec, available, percent, block_size, kv_cache_gib, cpu_offload_gib, device, native
+    spec, available, percent, block_size, kv_cache_gib, node_pool_gib, device, native
 ):
     args = dict(
         max_memory_percent=percent,
         block_size=block_size,
         kv_cache_gib=kv_cache_gib,
-        cpu_offload_gib=cpu_offload_gib,
+        node_pool_gib=node_pool_gib,
     )
     try:
         table = solve(big(spec), available, device, 4096, native, **args)
     except SizingError as error:
         numbers = ("available", "KV cache", "host tier")
-        assert all(number in str(error) for number in numbers) or "cpu_offload_gib" in str(error)
+        assert all(number in str(error) for number in numbers) or "node_pool_gib" in str(error)
         return
     used = table.weights + table.activations + table.attention + table.logits + table.kv_cache
     used += table.host_tier if device == "cpu" else 0
@@ -192,7 +192,7 @@ def test_the_torch_path_is_sized_where_native_attention_cannot_run(spec, block_s
 
 
 def test_the_host_tier_is_taken_from_the_same_memory_on_the_cpu_only(spec):
-    plain, tiered = (solve(spec, cpu_offload_gib=gib, kv_cache_gib=1) for gib in (None, 2))
+    plain, tiered = (solve(spec, node_pool_gib=gib, kv_cache_gib=1) for gib in (None, 2))
     assert plain.num_host_blocks == 0
     assert tiered.num_host_blocks == 2 * GIB // tiered.block
     assert plain.remainder - tiered.remainder == tiered.host_tier
@@ -200,15 +200,15 @@ def test_the_host_tier_is_taken_from_the_same_memory_on_the_cpu_only(spec):
     shape = dict(device="cuda", host=100 * GIB, max_model_len=10**6)
     default, small = solve(big(spec), **shape), solve(big(spec), **shape | {"host": 8 * GIB})
     assert (default.host_tier, small.host_tier) == (4 * GIB, 2 * GIB)
-    assert solve(big(spec), **shape, cpu_offload_gib=0).num_host_blocks == 0
-    more = solve(big(spec), **shape, cpu_offload_gib=50)
+    assert solve(big(spec), **shape, node_pool_gib=0).num_host_blocks == 0
+    more = solve(big(spec), **shape, node_pool_gib=50)
     assert (more.host_tier, more.remainder) == (50 * GIB, default.remainder)
-    with pytest.raises(SizingError, match=r"cpu_offload_gib must be at most 90.000, .* got 91"):
-        solve(big(spec), **shape, cpu_offload_gib=91)
+    with pytest.raises(SizingError, match=r"node_pool_gib must be at most 90.000, .* got 91"):
+        solve(big(spec), **shape, node_pool_gib=91)
 
 
 def test_the_host_tier_asked_for_is_in_the_configuration(spec):
-    config = resolve(EngineArgs(device="cpu", cpu_offload_gib=0.01), spec)
+    config = resolve(EngineArgs(device="cpu", node_pool_gib=0.01), spec)
     assert config.num_host_blocks == int(0.01 * GIB) // (24 * 1024)
 
 
@@ -422,10 +422,10 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
             r"resume_margin \(0.3\) must be at least safety_margin \(0.4\)",
         ),
         (dict(kv_cache_gib=float("inf")), "kv_cache_gib"),
-        (dict(cpu_offload_gib=-1.0), "cpu_offload_gib must be a number of at least 0, got -1.0"),
-        (dict(cpu_offload_gib=float("nan")), "cpu_offload_gib"),
-        (dict(cpu_offload_gib=1e-6), "1e-06 holds no block of .* bytes; 0 turns it off"),
-        (dict(cpu_offload_gib=1e6), "cpu_offload_gib 1000000.0 does not fit beside the model"),
+        (dict(node_pool_gib=-1.0), "node_pool_gib must be a number of at least 0, got -1.0"),
+        (dict(node_pool_gib=float("nan")), "node_pool_gib"),
+        (dict(node_pool_gib=1e-6), "1e-06 holds no block of .* bytes; 0 turns it off"),
+        (dict(node_pool_gib=1e6), "node_pool_gib 1000000.0 does not fit beside the model"),
         (dict(block_size=0), r"block_size must be an integer in \[8, 256\], got 0"),
         (dict(num_threads=True), "num_threads"),
         (dict(max_running_requests=0), "max_running_requests"),

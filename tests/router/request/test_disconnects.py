@@ -67,7 +67,7 @@ def runner() -> Iterator[asyncio.Runner]:
 def replicas(runner, patch) -> Iterator[list[LocalReplica]]:
     async def start() -> list[LocalReplica]:
         limits = dict(num_blocks=NUM_BLOCKS, block_size=16, max_batch_tokens=64, max_model_len=512)
-        limits |= dict(cpu_offload_gib=0.02, num_threads=1, max_prefill_ms=None)
+        limits |= dict(node_pool_gib=0.02, num_threads=1, max_prefill_ms=None)
         limits |= dict(step_timeout_s=300.0)  # a machine that others use is not a step that hangs
         return [await start_replica(name, patch, **limits) for name in "ab"]
 

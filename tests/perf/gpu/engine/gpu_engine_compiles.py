@@ -51,7 +51,7 @@ class Compiles:
             max_model_len=MAX_MODEL_LEN,
             # Small, because the session holds memory too.
             kv_cache_gib=0.25 if session.rehearsal else 4.0,
-            cpu_offload_gib=0.0,
+            node_pool_gib=0.0,
             **SETTINGS[point["setting"]],
         ) as engine:
             for wave in mixed_waves(rows, MAX_MODEL_LEN):

@@ -103,7 +103,7 @@ class Offload:
             # Room for the preempted request, for all rows, and for the remaining blocks of their first turn; also on
             # the host.
             num_blocks=rows * (-(-max_model_len // BLOCK_SIZE) + 2) + num_blocks,
-            cpu_offload_gib=1.5 * num_blocks * block_bytes / (1 << 30),
+            node_pool_gib=1.5 * num_blocks * block_bytes / (1 << 30),
         )
         crowd = self.crowds.get(model, session, **options)
         prompts = random_prompts(rows, context, model.vocab_size, rows)

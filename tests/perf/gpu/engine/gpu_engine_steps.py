@@ -21,7 +21,7 @@ _SLACK = 48  # tokens; all rows begin within this number of turns
 HOST_ROWS = 256  # rows of the small model at which the host's time counts
 # All rows at once, no reserve, no offloading.
 DECODE_OPTIONS: dict[str, Any] = dict(
-    safety_margin=0.0, resume_margin=0.0, max_prefill_ms=None, cpu_offload_gib=0.0
+    safety_margin=0.0, resume_margin=0.0, max_prefill_ms=None, node_pool_gib=0.0
 )
 
 

@@ -29,7 +29,7 @@ ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma3")
 # The cache has so few blocks that requests preempt each other and are restored from the host in any order of arrival.
 _TIGHT_BLOCKS = {"llama": 44, "qwen3": 44, "mistral": 30, "gemma3": 34}
 _TIGHT: dict[str, Any] = dict(
-    cpu_offload_gib=0.25,
+    node_pool_gib=0.25,
     max_model_len=176,
     max_batch_tokens=128,
     safety_margin=0.0,
@@ -111,7 +111,7 @@ def measure_tokens(session: Session, point: Point) -> Row:
     found = reference(point["model"], point["dtype"], session.device.type)
     # Small, because the reference is in the same memory and many engines are created.
     options = {"block_size": 16, "max_model_len": 512, "kv_cache_gib": 0.25}
-    options |= {"max_running_requests": 16, "cpu_offload_gib": 0.0}
+    options |= {"max_running_requests": 16, "node_pool_gib": 0.0}
     options |= SETTINGS[point["setting"]]
     if point["setting"].startswith("offload"):
         options |= {"num_blocks": _TIGHT_BLOCKS[point["model"]], "kv_cache_gib": None}

@@ -1,0 +1,127 @@
+"""Engines that share the node's pool: what one has computed another restores, also after a SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pool_victim import OPTIONS, prompts_of
+
+from quire.protos.sampling_params import SamplingParams
+from quire.replica.config import EngineArgs, SizingError
+from quire.replica.engine import Engine
+from quire.replica.node_pool.pool_file import PoolFile, PoolPlace
+from quire.replica.startup.device_sizing import GIB
+from quire.replica.startup.pool_place import default_pool_bytes
+
+BLOCK_SIZE = 32
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+def tokens_of(engine: Engine, prompts: list) -> list[list[int]]:
+    return [list(o.token_ids) for o in engine.generate(prompts, GREEDY, progress=False)]
+
+
+def hits(engine: Engine) -> dict[str, int]:
+    return engine.snapshot()["prefix"]
+
+
+def wait_until_published(engine: Engine) -> None:
+    """Wait until the idle engine has published all that it has computed."""
+    end_s = time.monotonic() + 60
+    while engine.call(lambda scheduler: len(scheduler.memory.publishing)).result():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_an_engine_restores_what_another_has_computed(tmp_path):
+    place, prompts = PoolPlace("pair", folder=tmp_path), prompts_of(3)
+    with Engine(node_pool=place, **OPTIONS) as first:
+        expected = tokens_of(first, prompts)
+        wait_until_published(first)
+        first.check()
+        with Engine(node_pool=place, **OPTIONS) as second:
+            assert tokens_of(second, prompts) == expected
+            found = hits(second)
+            assert found["tokens_hit_on_host"] == found["tokens_hit"]
+            assert found["tokens_hit"] >= found["tokens_queried"] - len(prompts) * BLOCK_SIZE
+            second.check()
+            # A damaged block is computed again, and so are those behind it.
+            pool = second._node_pool
+            pool.slots[:] ^= 1
+            second.call(lambda scheduler: scheduler.memory.clear_cache()).result()
+            with Engine(node_pool=place, **OPTIONS) as third:
+                assert tokens_of(third, prompts) == expected
+                assert hits(third)["tokens_hit"] == 0
+                third.check()
+        first.check()
+    assert not list(tmp_path.iterdir()), "the last engine removes the pool"
+
+
+def test_an_engine_that_starts_after_a_sigkill_finds_all_but_the_last_blocks(tmp_path):
+    count = 4
+    child = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("pool_victim.py"), tmp_path, str(count)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for line in child.stdout:
+            streamed = json.loads(line)
+            if min(map(len, streamed)) >= 150:
+                break
+    finally:
+        child.kill()
+        child.wait()
+    assert list(tmp_path.iterdir()), "the pool outlives the engine"
+    with Engine(**OPTIONS) as alone:
+        ids = [
+            list(alone.generate([p], GREEDY, progress=False)[0].prompt_token_ids)
+            for p in prompts_of(count)
+        ]
+    # The streams go on where they ended, as a router lets them.
+    continued = [[*prompt, *output] for prompt, output in zip(ids, streamed, strict=True)]
+    with Engine(node_pool=PoolPlace("victim", folder=tmp_path), **OPTIONS) as engine:
+        assert not engine._node_pool.is_new
+        again = tokens_of(engine, continued)
+        found = hits(engine)
+        possible = sum((len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE for ids in continued)
+        # One block may not have been full, or not published, when the process ended.
+        assert found["tokens_hit"] >= possible - count * 2 * BLOCK_SIZE
+        assert found["tokens_hit"] >= 0.9 * found["tokens_queried"]
+        engine.check()
+        assert engine.snapshot()["host_blocks"]["damaged"] == 0
+    with Engine(**{**OPTIONS, "node_pool_gib": 0.0}) as cold:
+        assert tokens_of(cold, continued) == again
+
+
+def test_a_pool_that_does_not_fit_is_an_error_with_the_numbers(tmp_path):
+    with pytest.raises(SizingError, match=r"node_pool_gib is 0.03: .* bytes .* set|object store"):
+        Engine(node_pool=PoolPlace("full", set_aside=1 << 60, folder=tmp_path), **OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_old_name_is_refused_with_the_new_one():
+    with pytest.raises(SizingError, match="cpu_offload_gib is now node_pool_gib"):
+        EngineArgs(cpu_offload_gib=4.0)
+
+
+def test_the_default_size_follows_from_the_memory():
+    gpu = dict(checkpoint_bytes=16 * GIB, device_bytes=80 * GIB, set_aside=30 * GIB)
+    assert default_pool_bytes(200 * GIB, shm_free=900 * GIB, **gpu) == (200 - 16 - 50) * GIB
+    assert default_pool_bytes(2000 * GIB, shm_free=900 * GIB, **gpu) == 320 * GIB
+    assert default_pool_bytes(200 * GIB, shm_free=100 * GIB, **gpu) == 35 * GIB
+    assert default_pool_bytes(12 * GIB, shm_free=900 * GIB, **gpu) == 0
+    cpu = dict(checkpoint_bytes=GIB, device_bytes=0, set_aside=0)
+    assert default_pool_bytes(20 * GIB, shm_free=10 * GIB, **cpu) == GIB // 4
+    assert default_pool_bytes(2 * GIB, shm_free=10 * GIB, **cpu) == GIB // 8
+
+
+def test_a_pool_file_is_open_once(tmp_path):
+    with Engine(node_pool=PoolPlace("one", folder=tmp_path), **OPTIONS) as engine:
+        assert isinstance(engine._node_pool.memory, PoolFile)
+        assert len(list(tmp_path.iterdir())) == 1
