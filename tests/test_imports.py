@@ -23,7 +23,7 @@ MAX_LINES = 500  # in a module
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
 # From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`,
-# `replica.option_fields` and `replica.host_machine` are modules.
+# `replica.option_fields`, `replica.option_conflicts` and `replica.host_machine` are modules.
 LAYERS = (
     "protos",
     "kernels",
@@ -49,6 +49,7 @@ LAYERS = (
     "replica.builtin_model",
     "replica.grammar",
     "replica.kv_cache",
+    "replica.option_conflicts",
     "replica.option_fields",
     "replica.config",
     "replica.core",
@@ -100,6 +101,7 @@ LAYERS = (
 NO_POLICY = {
     "replica.checkpoint",
     "replica.config",
+    "replica.option_conflicts",
     "replica.option_fields",
     "replica.builtin_model",
     "replica.host_machine",

@@ -11,6 +11,7 @@ from pydantic import Field, create_model, field_validator
 
 from quire.cluster.config.section import NodePath, Section
 from quire.replica import config as replica_config
+from quire.replica import option_conflicts
 
 
 def option_field(name: str) -> Any:
@@ -82,12 +83,12 @@ class EngineArgs(_options(replica_config.EngineOptions, speculation=SpeculationA
     @field_validator("block_size")
     @classmethod
     def _power_of_two(cls, value: int | None) -> int | None:
-        if (problem := replica_config.block_size_problem(value)) is not None:
+        if (problem := option_conflicts.block_size_problem(value)) is not None:
             raise ValueError(problem)
         return value
 
     def conflicts(self) -> Iterator[str]:
-        return replica_config.conflicts(self)
+        return option_conflicts.conflicts(self)
 
     def engine_options(self) -> dict[str, Any]:
         """The values of `EngineOptions`."""
