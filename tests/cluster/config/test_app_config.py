@@ -202,6 +202,11 @@ def test_yaml_and_the_engine_refuse_the_same_values(name: str, value: Any):
             "tensor_parallel (4) and reduction_splits (2) must be powers of two, in ascending order",
         ),
         (
+            {"tensor_parallel": 2, "max_loaded_adapters": 3},
+            "max_loaded_adapters (3) must be 0 with tensor_parallel or reduction_splits above 1: adapters are not "
+            "divided",
+        ),
+        (
             {"speculation": {"method": "draft_model", "draft_model": "small"}},
             "speculation.method must be auto, off, ngram or suffix: draft_model needs the KV cache of a second model, "
             "which the engine does not have yet",
