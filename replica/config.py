@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any, Literal, get_args
 
-from quire.replica import option_fields
+from quire.replica import option_fields, speculation_options
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
 from quire.replica.option_fields import option
+from quire.replica.speculation_options import SpeculationOptions
 
 SchedulerName = Literal["shortest_first", "fifo", "prefill_first", "priority"]
 DemotionOrder = Literal["lru", "most_recent"]
@@ -23,7 +24,6 @@ JsonWhiteSpace = Literal["one_space", "none", "any"]
 Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-SpeculationMethod = Literal["auto", "off", "ngram", "suffix", "draft_model"]
 
 # Options that a running engine can change between two steps.
 LIGHT_FIELDS = (
@@ -46,35 +46,6 @@ class SizingError(ValueError):
 # ----------------------------------------------------------------------------------------------------------
 # The declaration
 # ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationOptions:
-    """Options of speculative decoding: a step verifies drafted tokens. It changes no token of an answer."""
-
-    method: SpeculationMethod = option(
-        "off",
-        "Where drafts come from. off: no drafts. ngram: the text that followed the last tokens at their most recent "
-        "earlier place in the same request. suffix: as ngram, and otherwise recent answers to the same tenant. "
-        "auto: as suffix, with the number of drafted tokens chosen by measured acceptance and measured step times, 0 "
-        "where drafts do not pay. draft_model: not served yet. Except with off, the field `prediction` "
-        "of a request is the first source for that request.",
-    )
-    max_draft_tokens: int = option(
-        8, "Maximum number of drafted tokens per request and step.", ge=1, le=64
-    )
-    draft_model: str | None = option(
-        None,
-        "A checkpoint with the same tokenizer that drafts tokens, for method draft_model.",
-        min_length=1,
-    )
-    suffix_index_bytes: int = option(
-        16 * 2**20,
-        "Maximum size in bytes of the index over recent answers, for all tenants together. A tenant's answers are "
-        "never drafts for another tenant.",
-        ge=2**16,
-        le=2**34,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,17 +367,7 @@ def conflicts(options: Any) -> Iterator[str]:
     ranks, splits = options.tensor_parallel, options.reduction_splits or options.tensor_parallel
     if ranks & (ranks - 1) or splits & (splits - 1) or splits < ranks:
         yield f"tensor_parallel ({ranks}) and reduction_splits ({splits}) must be powers of two, in ascending order"
-    speculation = options.speculation
-    if speculation.method == "draft_model":
-        yield (
-            "speculation.method must be auto, off, ngram or suffix: draft_model needs the KV cache of a second model, "
-            "which the engine does not have yet"
-        )
-    elif speculation.draft_model is not None:
-        yield (
-            f"speculation.draft_model ({speculation.draft_model!r}) is for the method draft_model only, got "
-            f"method {speculation.method!r}"
-        )
+    yield from speculation_options.conflicts(options.speculation)
 
 
 def light_fields(args: EngineArgs) -> dict[str, Any]:

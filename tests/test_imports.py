@@ -23,7 +23,7 @@ MAX_LINES = 500  # in a module
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
 # From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`,
-# `replica.option_fields` and `replica.host_machine` are modules.
+# `replica.option_fields`, `replica.speculation_options` and `replica.host_machine` are modules.
 LAYERS = (
     "protos",
     "kernels",
@@ -50,6 +50,7 @@ LAYERS = (
     "replica.grammar",
     "replica.kv_cache",
     "replica.option_fields",
+    "replica.speculation_options",
     "replica.config",
     "replica.core",
     "replica.speculation",
@@ -101,6 +102,7 @@ NO_POLICY = {
     "replica.checkpoint",
     "replica.config",
     "replica.option_fields",
+    "replica.speculation_options",
     "replica.builtin_model",
     "replica.host_machine",
     "router.transport",

@@ -11,6 +11,7 @@ from pydantic import Field, create_model, field_validator
 
 from quire.cluster.config.section import NodePath, Section
 from quire.replica import config as replica_config
+from quire.replica.speculation_options import SpeculationOptions
 
 
 def option_field(name: str) -> Any:
@@ -46,7 +47,7 @@ class AdapterArgs(Section):
 
 
 # A type checker sees no fields here: they exist only at run time.
-class SpeculationArgs(_options(replica_config.SpeculationOptions)):  # type: ignore[misc]
+class SpeculationArgs(_options(SpeculationOptions)):  # type: ignore[misc]
     """Speculative decoding: several tokens in a step, without a change of any token."""
 
     @field_validator("method", mode="before")
@@ -92,5 +93,5 @@ class EngineArgs(_options(replica_config.EngineOptions, speculation=SpeculationA
     def engine_options(self) -> dict[str, Any]:
         """The values of `EngineOptions`."""
         options = {name: getattr(self, name) for name in replica_config.OPTION_NAMES}
-        speculation = replica_config.SpeculationOptions(**self.speculation.model_dump())
+        speculation = SpeculationOptions(**self.speculation.model_dump())
         return options | {"speculation": speculation}
