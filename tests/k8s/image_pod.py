@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -31,15 +32,17 @@ def get(url: str, body: dict[str, Any] | None = None, method: str | None = None)
 
 
 def wait(what: str, is_so: Callable[[], Any]) -> float:
-    began = time.monotonic()
+    began, last = time.monotonic(), ""
     while True:
         try:
             if is_so():
                 return time.monotonic() - began
-        except OSError:
-            pass
+        except urllib.error.HTTPError as error:
+            last = error.read().decode()
+        except OSError as error:
+            last = str(error)
         if time.monotonic() - began > READY_TIMEOUT_S:
-            raise TimeoutError(what)
+            raise TimeoutError(f"{what}: {last[-2000:]}")
         time.sleep(1)
 
 
@@ -83,7 +86,8 @@ def main() -> None:
     found["seconds"]["raylet"] = wait("the raylet's probe", lambda: get(raylet))
     wait("the dashboard", lambda: get("http://127.0.0.1:8265/api/version"))
     url = "http://127.0.0.1:8265/api/serve/applications/"
-    get(url, given["serve_config"], "PUT")
+    # KubeRay tries again too, while Ray's agents start.
+    wait("Serve takes its config", lambda: get(url, given["serve_config"], "PUT") is not None)
     found["seconds"]["readiness"] = wait(
         "the readiness probe", lambda: subprocess.run(ready, timeout=30).returncode == 0
     )
