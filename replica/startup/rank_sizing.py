@@ -37,6 +37,11 @@ def rank_args(args: EngineArgs) -> EngineArgs:
             raise SizingError(
                 f"{name} is {value!r}, which tensor_parallel and reduction_splits above 1 cannot have"
             )
+    if args.max_loaded_adapters:
+        raise SizingError(
+            f"max_loaded_adapters is {args.max_loaded_adapters}, which tensor_parallel and reduction_splits above 1 "
+            "cannot have; use 0"
+        )
     if args.async_batching == "on" and num_ranks > 1:
         raise SizingError("async_batching is 'on', which tensor_parallel above 1 cannot have")
     shares = {

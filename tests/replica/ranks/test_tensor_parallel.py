@@ -250,7 +250,9 @@ def test_kinds_of_models_that_are_not_divided_are_named(zoo, changes, message):
         rank_spec(spec, EngineArgs(tensor_parallel=2))
 
 
-@pytest.mark.parametrize("changes", [dict(weights="int8"), dict(async_batching="on")])
+@pytest.mark.parametrize(
+    "changes", [dict(weights="int8"), dict(async_batching="on"), dict(max_loaded_adapters=4)]
+)
 def test_options_without_ranks_are_named(changes):
     with pytest.raises(SizingError, match=next(iter(changes))):
         rank_args(EngineArgs(device="cpu", tensor_parallel=2, **changes))
