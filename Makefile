@@ -208,7 +208,7 @@ COMPILE := uv pip compile --quiet --generate-hashes --python-version 3.11 --pyth
 	--no-emit-index-url --no-emit-find-links --no-annotate
 lock: export UV_CUSTOM_COMPILE_COMMAND = make lock
 lock:
-	$(COMPILE) pyproject.toml --output-file k8s/requirements.lock
+	$(COMPILE) pyproject.toml --extra otel --output-file k8s/requirements.lock
 	torch=$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' k8s/requirements.lock) && \
-		$(COMPILE) pyproject.toml --override <(echo "torch==$$torch+cpu") --output-file k8s/requirements-cpu.lock
+		$(COMPILE) pyproject.toml --extra otel --override <(echo "torch==$$torch+cpu") --output-file k8s/requirements-cpu.lock
 	$(COMPILE) <(echo "setuptools>=77") --output-file k8s/requirements-build.lock

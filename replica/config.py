@@ -9,13 +9,15 @@ the only configuration that the scheduler, the block manager and the runner read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any, Literal, get_args
 
 from quire.replica import option_fields
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
+from quire.replica.option_conflicts import block_size_problem, conflicts
 from quire.replica.option_fields import option
+from quire.replica.speculation_options import SpeculationOptions
 
 SchedulerName = Literal["shortest_first", "fifo", "prefill_first", "priority"]
 DemotionOrder = Literal["lru", "most_recent"]
@@ -23,7 +25,6 @@ JsonWhiteSpace = Literal["one_space", "none", "any"]
 Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-SpeculationMethod = Literal["auto", "off", "ngram", "suffix", "draft_model"]
 
 # Options that a running engine can change between two steps.
 LIGHT_FIELDS = (
@@ -46,35 +47,6 @@ class SizingError(ValueError):
 # ----------------------------------------------------------------------------------------------------------
 # The declaration
 # ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationOptions:
-    """Options of speculative decoding: a step verifies drafted tokens. It changes no token of an answer."""
-
-    method: SpeculationMethod = option(
-        "off",
-        "Where drafts come from. off: no drafts. ngram: the text that followed the last tokens at their most recent "
-        "earlier place in the same request. suffix: as ngram, and otherwise recent answers to the same tenant. "
-        "auto: as suffix, with the number of drafted tokens chosen by measured acceptance and measured step times, 0 "
-        "where drafts do not pay. draft_model: not served yet. Except with off, the field `prediction` "
-        "of a request is the first source for that request.",
-    )
-    max_draft_tokens: int = option(
-        8, "Maximum number of drafted tokens per request and step.", ge=1, le=64
-    )
-    draft_model: str | None = option(
-        None,
-        "A checkpoint with the same tokenizer that drafts tokens, for method draft_model.",
-        min_length=1,
-    )
-    suffix_index_bytes: int = option(
-        16 * 2**20,
-        "Maximum size in bytes of the index over recent answers, for all tenants together. A tenant's answers are "
-        "never drafts for another tenant.",
-        ge=2**16,
-        le=2**34,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,50 +335,6 @@ def check_args(args: EngineArgs) -> None:
         raise SizingError(f"block_size {problem}")
     for message in conflicts(args):
         raise SizingError(message)
-
-
-def block_size_problem(block_size: int | None) -> str | None:
-    """Return why a block size cannot be used, or None.
-
-    A power of two divides the 64 tokens of a routing block (`protos/routing_hash.py`) or is a multiple of them.
-    """
-    if block_size is not None and block_size & (block_size - 1):
-        return f"must be a power of two from 8 to 256, got {block_size}"
-    return None
-
-
-def conflicts(options: Any) -> Iterator[str]:
-    """Yield the problems of options that are each within their bounds but contradict one another.
-
-    Parameters
-    ----------
-    options
-        An object with the attributes of `EngineOptions`.
-    """
-    if options.resume_margin is not None and options.resume_margin < options.safety_margin:
-        yield (
-            f"resume_margin ({options.resume_margin}) must be at least safety_margin "
-            f"({options.safety_margin})"
-        )
-    if options.num_blocks is not None and options.kv_cache_gib is not None:
-        yield (
-            f"num_blocks ({options.num_blocks}) and kv_cache_gib ({options.kv_cache_gib}) both set "
-            "the size of the KV cache; give one of them"
-        )
-    ranks, splits = options.tensor_parallel, options.reduction_splits or options.tensor_parallel
-    if ranks & (ranks - 1) or splits & (splits - 1) or splits < ranks:
-        yield f"tensor_parallel ({ranks}) and reduction_splits ({splits}) must be powers of two, in ascending order"
-    speculation = options.speculation
-    if speculation.method == "draft_model":
-        yield (
-            "speculation.method must be auto, off, ngram or suffix: draft_model needs the KV cache of a second model, "
-            "which the engine does not have yet"
-        )
-    elif speculation.draft_model is not None:
-        yield (
-            f"speculation.draft_model ({speculation.draft_model!r}) is for the method draft_model only, got "
-            f"method {speculation.method!r}"
-        )
 
 
 def light_fields(args: EngineArgs) -> dict[str, Any]:

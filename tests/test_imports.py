@@ -23,11 +23,12 @@ MAX_LINES = 500  # in a module
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
 # From the bottom up: a module may import from its own folder and from entries above it in this list. `replica.config`,
-# `replica.option_fields` and `replica.host_machine` are modules.
+# `replica.option_fields`, `replica.speculation_options` and `replica.host_machine` are modules.
 LAYERS = (
     "protos",
     "kernels",
     "kernels.cpu",
+    "kernels.recurrence",
     "kernels.adapters",
     "kernels.rows",
     "kernels.attention",
@@ -50,6 +51,8 @@ LAYERS = (
     "replica.grammar",
     "replica.kv_cache",
     "replica.option_fields",
+    "replica.speculation_options",
+    "replica.option_conflicts",
     "replica.config",
     "replica.core",
     "replica.speculation",
@@ -63,6 +66,7 @@ LAYERS = (
     "replica.model.sharded",
     "replica.model",
     "replica.model.fusion",
+    "replica.model.recurrence",
     "replica.model.deterministic",
     "replica.adapters",
     "replica.runner.graphs",
@@ -101,6 +105,8 @@ NO_POLICY = {
     "replica.checkpoint",
     "replica.config",
     "replica.option_fields",
+    "replica.speculation_options",
+    "replica.option_conflicts",
     "replica.builtin_model",
     "replica.host_machine",
     "router.transport",

@@ -11,6 +11,8 @@ from pydantic import Field, create_model, field_validator
 
 from quire.cluster.config.section import NodePath, Section
 from quire.replica import config as replica_config
+from quire.replica import option_conflicts
+from quire.replica.speculation_options import SpeculationOptions
 
 
 def option_field(name: str) -> Any:
@@ -46,7 +48,7 @@ class AdapterArgs(Section):
 
 
 # A type checker sees no fields here: they exist only at run time.
-class SpeculationArgs(_options(replica_config.SpeculationOptions)):  # type: ignore[misc]
+class SpeculationArgs(_options(SpeculationOptions)):  # type: ignore[misc]
     """Speculative decoding: several tokens in a step, without a change of any token."""
 
     @field_validator("method", mode="before")
@@ -82,15 +84,15 @@ class EngineArgs(_options(replica_config.EngineOptions, speculation=SpeculationA
     @field_validator("block_size")
     @classmethod
     def _power_of_two(cls, value: int | None) -> int | None:
-        if (problem := replica_config.block_size_problem(value)) is not None:
+        if (problem := option_conflicts.block_size_problem(value)) is not None:
             raise ValueError(problem)
         return value
 
     def conflicts(self) -> Iterator[str]:
-        return replica_config.conflicts(self)
+        return option_conflicts.conflicts(self)
 
     def engine_options(self) -> dict[str, Any]:
         """The values of `EngineOptions`."""
         options = {name: getattr(self, name) for name in replica_config.OPTION_NAMES}
-        speculation = replica_config.SpeculationOptions(**self.speculation.model_dump())
+        speculation = SpeculationOptions(**self.speculation.model_dump())
         return options | {"speculation": speculation}

@@ -17,7 +17,7 @@ import torch
 
 from quire.kernels.library_loader import open_library
 
-ABI = 19  # QUIRE_ABI of native/attention.h
+ABI = 20  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c
 
 
@@ -102,7 +102,7 @@ def load() -> NativeLibrary | None:
     for name in ("adapter_down", "adapter_up"):
         function = getattr(functions, f"quire_{name}")
         function.restype, function.argtypes = None, functions.quire_attention.argtypes
-    for name in ("norm", "gated", "rotate", "sequence"):
+    for name in ("norm", "gated", "rotate", "sequence", "conv", "scan"):
         getattr(functions, f"quire_{name}_bytes").restype = ctypes.c_int64
         function = getattr(functions, f"quire_{name}")
         function.restype, function.argtypes = None, functions.quire_attention.argtypes

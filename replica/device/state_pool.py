@@ -89,6 +89,7 @@ class StatePool:
         device: str = "cpu",
         pinned: Allocate = torch.empty,
     ):
+        self.layout = tuple(layout)
         self.trash_slot = num_rows
         num_slots = num_rows + 1 + num_snapshots
         self.data = allocate_zeros((num_slots, slot_bytes(layout)), torch.uint8, device)
@@ -109,6 +110,10 @@ class StatePool:
     def _slot(self, slot: int) -> torch.Tensor:
         num_slots = len(self.data)
         return self.data[slot] if slot < num_slots else self.host_data[slot - num_slots]
+
+    def views(self, layer: int) -> Mapping[StateName, torch.Tensor]:
+        """Return the states of a layer, [slots, *shape] each, as views of the memory."""
+        return self._views[layer]
 
     def load(self, layer: int, slots: torch.Tensor) -> dict[StateName, torch.Tensor]:
         """Copy the states of a layer, [n, *shape] each, from `slots` [n] int64."""

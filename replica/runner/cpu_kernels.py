@@ -12,6 +12,7 @@ from quire.kernels.attention.paged_attention import Backend, PagedAttention
 from quire.kernels.cpu import cpu_attention_native, native_library
 from quire.kernels.cpu.cpu_attention_torch import choose_query_tokens
 from quire.kernels.cpu.cpu_call_sequence import Workspace
+from quire.kernels.recurrence import cpu_recurrence
 from quire.replica.adapters.adapted_model import AdaptedModel
 from quire.replica.adapters.cpu_adapted_model import CpuAdaptedModel
 from quire.replica.config import EngineConfig
@@ -25,6 +26,7 @@ from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.output_head import split_model
 from quire.replica.model.own_attention import attends_itself
+from quire.replica.model.recurrence.recurrent_mixers import RecurrenceKernels
 from quire.replica.runner.cpu_forward import CpuForward
 from quire.replica.runner.model_kernels import ModelKernels
 from quire.replica.runner.step_outputs import StepOutputs, TokenSlot
@@ -95,6 +97,12 @@ class CpuKernels(ModelKernels):
             return FuseReport()
         backend = CpuFusion(self.workspace)
         return fuse(model, decoder, pool, attentions, backend, int8=config.weights == "int8")
+
+    def recurrence_kernels(self, config: EngineConfig) -> RecurrenceKernels | None:
+        """See `ModelKernels.recurrence_kernels`; without the compiled library there are none."""
+        if native_library.load() is None:
+            return None
+        return RecurrenceKernels(cpu_recurrence.short_conv, cpu_recurrence.state_scan)
 
     def fix_order(self, model: nn.Module) -> None:
         """See `ModelKernels.fix_order`."""

@@ -6,6 +6,9 @@ import torch
 from torch import nn
 
 from quire.kernels.attention.paged_attention import Backend, PagedAttention
+from quire.kernels.recurrence.short_conv import short_conv
+from quire.kernels.recurrence.state_chunks import scan_rows
+from quire.kernels.recurrence.state_scan import state_scan
 from quire.kernels.sampling.sampling_kernel import sample_tokens
 from quire.replica.adapters.gpu_adapted_model import GpuAdaptedModel
 from quire.replica.config import EngineConfig
@@ -16,6 +19,7 @@ from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.fusion.gpu_fusion import GpuFusion
 from quire.replica.model.output_head import split_model
+from quire.replica.model.recurrence.recurrent_mixers import RecurrenceKernels
 from quire.replica.runner.device_sampler import DeviceSampler
 from quire.replica.runner.model_kernels import ModelKernels
 
@@ -33,6 +37,11 @@ class GpuKernels(ModelKernels):
             return FuseReport()
         decoder, _ = split_model(model)
         return fuse(model, decoder, pool, attentions, GpuFusion())
+
+    def recurrence_kernels(self, config: EngineConfig) -> RecurrenceKernels | None:
+        """See `ModelKernels.recurrence_kernels`."""
+        # Chunks are multiplied in TF32.
+        return RecurrenceKernels(short_conv, state_scan if config.dtype == "float32" else scan_rows)
 
     def fix_order(self, model: nn.Module) -> None:
         """See `ModelKernels.fix_order`."""

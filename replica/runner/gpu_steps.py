@@ -25,6 +25,7 @@ from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.core.warmup_plans import TrashPlans
 from quire.replica.device.device import Device, Event, Stream, Tensors, Work
 from quire.replica.device.kv_pool import KVPool
+from quire.replica.device.state_pool import StatePool
 from quire.replica.device.time_counters import DeviceTime
 from quire.replica.runner.device_steps import Sample
 from quire.replica.runner.device_table import DeviceTable, Differences
@@ -47,6 +48,7 @@ from quire.replica.runner.step_inputs import (
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
 from quire.replica.sampling.step_sampler import Masks
 
+_SORTS_ROWS = "modules of transformers compute recurrent layers, for which the host sorts the rows"
 # Block table entries of one upload; larger changes take several uploads.
 MAX_CHANGES = 8192
 
@@ -62,8 +64,11 @@ class GpuSteps:
         KV cache; padding writes to its trash block.
     kernels
         Its functions sample the tokens.
-    has_states
-        Whether the model has recurrent layers. Its steps are not captured, because the host sorts their rows.
+    states
+        Slots of a recurrent model; None for other models.
+    sorts_rows
+        Whether modules of transformers compute some recurrent layers. Steps are not captured then, because the host
+        sorts their rows.
 
     Raises
     ------
@@ -80,7 +85,8 @@ class GpuSteps:
         ragged: RaggedStep,
         outputs: StepOutputs,
         kernels: ModelKernels,
-        has_states: bool = False,
+        states: StatePool | None = None,
+        sorts_rows: bool = False,
     ):
         self._config = config
         self._device = device
@@ -88,7 +94,8 @@ class GpuSteps:
         self._forward = forward
         self._ragged = ragged
         self._outputs = outputs
-        self._has_states = has_states
+        self._states = states
+        self._sorts_rows = sorts_rows
         self.time = DeviceTime()
         self._done: Event | None = None  # end of the last queued step; None after an idle period
         self._sampler = kernels.sampler(device, config.vocab_size)
@@ -110,7 +117,7 @@ class GpuSteps:
         )
         logits_dtype = getattr(torch, config.dtype)
         self._fixed = PaddedStep(
-            device, forward, self.table, outputs, max_rows, config.vocab_size, logits_dtype
+            device, forward, self.table, outputs, max_rows, config.vocab_size, logits_dtype, states
         )
         self.graphs = GraphCache(
             device,
@@ -121,6 +128,7 @@ class GpuSteps:
             self._buffers,
             mode=config.cuda_graphs,
             checks_addresses=config.check_graphs,
+            off_because=_SORTS_ROWS if sorts_rows else None,
         )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
@@ -130,6 +138,7 @@ class GpuSteps:
             "block tables": self.table.blocks,
             "sampling limits": self.table.limits,
             "last tokens": self._outputs.last_token,
+            **({} if self._states is None else {"recurrent states": self._states.data}),
             **self._fixed.buffers(),
             **self._pool.buffers(),
             **self._forward.buffers(),
@@ -140,7 +149,7 @@ class GpuSteps:
 
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Sample:
         """See `DeviceSteps.forward`."""
-        if self._has_states:
+        if self._sorts_rows:
             return self._queue_ragged(plan, in_flight)
         is_decode = plan.num_decode_rows == plan.num_rows and not plan.copies
         is_plain = plan.sampling.is_plain and not plan.awaits_tokens
@@ -351,8 +360,10 @@ class GpuSteps:
         inputs, new = self.inputs.send_decode(plan, num_rows, keys, self._differences(plan))
         self._begin(in_flight)
         self._apply(new)
+        self._copy_states(plan.state_copies)
         if graph is not None:
             self.graphs.replay(graph)
+            self._copy_states(_ends(plan))
             return self._sample_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
         logits: list[torch.Tensor] = []
         work: Work = partial(self._fixed.whole, inputs)
@@ -362,11 +373,19 @@ class GpuSteps:
         self._device.run(
             Stream.COMPUTE, work, name=f"step {plan.step}", reads=inputs, writes=written
         )
+        self._copy_states(_ends(plan))
         return self._sample_fixed(plan, in_flight, inputs, part, logits.pop)
+
+    def _copy_states(self, pairs: np.ndarray) -> None:
+        """Queue copies of slots of states, [k, 2] (from, to)."""
+        if self._states is not None and len(pairs):
+            work = partial(self._states.copy, pairs)
+            self._device.run(Stream.COMPUTE, work, name="copies of states")
 
     def _find_mixed(self, plan: StepPlan, part: GraphPart) -> CachedGraph | None:
         has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
-        if plan.copies or plan.prompts or plan.pooling or not has_rows:
+        # A graph takes no snapshots inside of a row.
+        if plan.copies or plan.prompts or plan.pooling or len(plan.state_saves) or not has_rows:
             return None
         # The graph has a sample for each of its rows; one row more than the step's is padding.
         num_rows = max(plan.num_rows, len(plan.sampling.rows) - 1)
@@ -384,6 +403,7 @@ class GpuSteps:
         inputs, new = self.inputs.send_mixed(plan, graph.key, keys, new)
         self._begin(in_flight)
         self._apply(new)
+        self._copy_states(plan.state_copies)
         self.graphs.replay(graph)
         part = graph.key.part
         return self._sample_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
@@ -419,6 +439,12 @@ class GpuSteps:
             reads=reads,
             writes=(slot.tokens,),
         )
+
+
+def _ends(plan: StepPlan) -> np.ndarray:
+    """Snapshots of a step in which every row decodes, as copies of its rows' slots after the step: [k, 2] int64."""
+    saves = plan.state_saves
+    return np.stack([plan.rows[saves[:, 0]], saves[:, 2]], axis=1).astype(np.int64)
 
 
 def _mixed_shapes(config: EngineConfig) -> MixedShapes | None:

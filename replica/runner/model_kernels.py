@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from quire.replica.adapters.adapted_model import AdaptedModel
 from quire.replica.config import EngineConfig
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
+from quire.replica.device.state_pool import StateShape
 from quire.replica.kv_cache.groups import LayerGroup
 from quire.replica.model.fusion.fuse_report import FuseReport
+from quire.replica.model.recurrence.recurrent_fusion import fuse_recurrences
+from quire.replica.model.recurrence.recurrent_mixers import RecurrenceKernels
 from quire.replica.runner.device_sampler import DeviceSampler
 from quire.replica.runner.forward import Forward
 from quire.replica.runner.step_outputs import StepOutputs
@@ -36,6 +40,19 @@ class ModelKernels(ABC):
         self, config: EngineConfig, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]
     ) -> FuseReport:
         """Replace modules of the model by fused ones, in place."""
+
+    def fuse_recurrences(
+        self, config: EngineConfig, model: nn.Module, layout: Sequence[StateShape]
+    ) -> FuseReport:
+        """Let recurrent modules run in Quire's kernels where both compute the same, in place. Call it before `fuse`."""
+        kernels = self.recurrence_kernels(config)
+        if config.fuse == "off" or kernels is None or not layout:
+            return FuseReport()
+        return fuse_recurrences(model, layout, kernels)
+
+    @abstractmethod
+    def recurrence_kernels(self, config: EngineConfig) -> RecurrenceKernels | None:
+        """Return the kernels of recurrent layers; None: transformers' modules compute them."""
 
     @abstractmethod
     def fix_order(self, model: nn.Module) -> None:

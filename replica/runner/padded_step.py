@@ -17,7 +17,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from quire.kernels.recurrence.recurrent_rows import RecurrentRows
 from quire.replica.device.device import Device
+from quire.replica.device.state_pool import StatePool
+from quire.replica.model.layers.state_layers import StepCache
 from quire.replica.runner.device_table import DeviceTable
 from quire.replica.runner.forward import Forward
 from quire.replica.runner.step_inputs import (
@@ -40,6 +43,8 @@ class PaddedStep:
         Number of columns of the logits.
     logits_dtype
         The model's dtype.
+    states
+        Slots of a recurrent model; a row's slot has its number in the request table. None for other models.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class PaddedStep:
         max_rows: int,
         vocab_size: int,
         logits_dtype: torch.dtype,
+        states: StatePool | None = None,
     ):
         self._forward = forward
         self._table = table
@@ -59,6 +65,8 @@ class PaddedStep:
         self._logits_shape = (max_rows, vocab_size)
         self._logits_dtype = logits_dtype
         self._device = device
+        self._states = states
+        self._no_saves = device.empty((0, 3), torch.int64)
         self.logits: torch.Tensor | None = None  # [max_rows, vocab], after `reserve_logits`
         self._cu_q = device.empty(
             (max_rows + 1,), torch.int32
@@ -114,6 +122,7 @@ class PaddedStep:
             self._table.tables(inputs.rows, self._table.blocks.shape[2]),
             inputs.slots,
             np.ones(n, np.int64),
+            states=self._step_states(self._cu_q[: n + 1], inputs, is_decode=True),
             adapters=inputs.adapters,
         )
 
@@ -133,5 +142,16 @@ class PaddedStep:
             self._table.tables(inputs.rows, num_blocks or self._table.blocks.shape[2]),
             inputs.slots,
             num_query,
+            states=self._step_states(inputs.cu_q, inputs, is_decode=False),
             adapters=inputs.adapters,
         )
+
+    def _step_states(
+        self, cu_q: torch.Tensor, inputs: FixedInputs, is_decode: bool
+    ) -> StepCache | None:
+        """Describe the slots of a step without snapshots."""
+        if self._states is None:
+            return None
+        saves = self._no_saves
+        rows = RecurrentRows(cu_q, inputs.rows, inputs.kv_len, saves, saves[:, 0], is_decode)
+        return StepCache(self._states, rows)

@@ -47,6 +47,7 @@ from quire.replica.model.layers.linear_parts import name_linears
 from quire.replica.model.layers.state_layers import split_state_layers
 from quire.replica.model.loader import load_model
 from quire.replica.model.output_head import split_model
+from quire.replica.model.recurrence.recurrent_fusion import sorts_rows
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
@@ -111,12 +112,19 @@ class Runner:
         self._compiles = CompileCount()
         fix_rope(model, config.max_model_len)
         self._attentions = [self._attention(group) for group in pool.groups if group.layers]
-        self.states = _state_pool(config, spec, model, self._device)
+        self.states = _state_pool(config, spec, model, self._device, pool.data.device.type)
         if fused is None:
             name_linears(model)
-            fused = self.kernels.fuse(config, model, pool, self._attentions)
+            layout = () if self.states is None else self.states.layout
+            recurrent = self.kernels.fuse_recurrences(config, model, layout)
+            fused = self.kernels.fuse(config, model, pool, self._attentions).joined(recurrent)
         self.fused = fused
         if config.deterministic:
+            if self.states is not None and sorts_rows(model):
+                raise ValueError(
+                    "deterministic is true, and modules of transformers compute recurrent layers, whose sums depend "
+                    f"on the chunks of a prompt; use deterministic false ({'; '.join(fused.dropped) or 'fuse is off'})"
+                )
             self.kernels.fix_order(model)
         # None: the engine has no adapters.
         self.adapted: AdaptedModel | None = None
@@ -143,7 +151,8 @@ class Runner:
                 ragged,
                 self._outputs,
                 self.kernels,
-                has_states=self.states is not None,
+                states=self.states,
+                sorts_rows=self.states is not None and sorts_rows(model),
             )
         self._device.synchronize()  # the weights were not loaded on the compute stream
 
@@ -339,7 +348,11 @@ class Runner:
 
 
 def _state_pool(
-    config: EngineConfig, spec: ModelSpec, model: torch.nn.Module, device: Device
+    config: EngineConfig,
+    spec: ModelSpec,
+    model: torch.nn.Module,
+    device: Device,
+    memory: str,
 ) -> StatePool | None:
     """Allocate the states of a recurrent model: slots for the rows of the request table, and for snapshots."""
     if not spec.has_states:
@@ -349,7 +362,7 @@ def _state_pool(
         config.num_rows,
         config.num_snapshots,
         config.num_host_snapshots,
-        device=config.device,
+        device=memory,
         pinned=device.pinned,
     )
 

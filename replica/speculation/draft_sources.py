@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from quire.replica.config import EngineConfig, SpeculationOptions
+from quire.replica.config import EngineConfig
 from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import Request
 from quire.replica.speculation import draft_lengths
@@ -16,6 +16,7 @@ from quire.replica.speculation.gram_table import MAX_SIZE
 from quire.replica.speculation.request_drafts import RequestDrafts
 from quire.replica.speculation.step_costs import LossBudget, StepCosts
 from quire.replica.speculation.texts import Match, RecentAnswers
+from quire.replica.speculation_options import SpeculationOptions
 
 _NO_DRAFT = np.empty(0, np.int32)
 
@@ -60,7 +61,7 @@ class LookupSource:
         if self._answers is not None and request.num_tokens > known:
             # With the end of the prompt, so that the same prompt finds the answer's beginning.
             new = request.token_ids[max(0, known - MAX_SIZE) :]
-            self._answers.add(request.tenant, new)
+            self._answers.add(request.chain.tenant, new)
             request.num_remembered = request.num_tokens
 
     def _drafts_of(self, request: Request) -> RequestDrafts:

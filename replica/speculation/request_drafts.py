@@ -23,7 +23,8 @@ class RequestDrafts:
     def __init__(self, request: Request, recent: RecentAnswers | None = None):
         self._text = OwnText()
         self._recent = recent
-        self._tenant = request.tenant
+        # With an adapter, the scope is the tenant and the adapter, as for cached blocks.
+        self._scope = request.chain.tenant
         self._prediction: PredictedText | None = None
         # Number of its tokens that are known here.
         self._num_tokens = request.num_prompt_tokens
@@ -44,7 +45,7 @@ class RequestDrafts:
         if not hashes:
             return None
         tail = tokens[-MAX_SIZE:].tobytes()
-        answers = None if self._recent is None else self._recent.of(self._tenant)
+        answers = None if self._recent is None else self._recent.of(self._scope)
         # The longest grams first; of the same length, the text that knows most about this answer.
         for size_index in range(len(SIZES)):
             found: Match | None = None

@@ -31,6 +31,7 @@ class CpuSizing:
     is_host_separate = False
     is_final = True
     runs_own_attention = True
+    fixes_recurrences = True
     # The compiled library multiplies 4-bit weights with bfloat16 only.
     w4_dtype: str | None = "bfloat16"
 

@@ -31,6 +31,8 @@ class DeviceSizing(Protocol):
     is_final: bool
     # Whether classes that compute attention themselves run there.
     runs_own_attention: bool
+    # Whether a recurrent layer of Quire's kernels has the same bits in every batch.
+    fixes_recurrences: bool
     # Default dtype of a checkpoint in 4 bits; None: as of others.
     w4_dtype: str | None
 

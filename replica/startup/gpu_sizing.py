@@ -25,6 +25,7 @@ class GpuSizing:
     is_final = False
     # Steps are captured, in which the host does not know the rows.
     runs_own_attention = False
+    fixes_recurrences = False
     w4_dtype: str | None = None
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:

@@ -71,10 +71,10 @@ def resolve(
         A value is invalid, the weights do not fit, or the cache cannot hold one request of `max_model_len`.
     """
     check_args(args)
-    if spec.has_states:
-        args = _for_recurrent_layers(args)
     num_threads = args.num_threads or physical_cores()
     sizing = choose_sizing(args.device, num_threads)
+    if spec.has_states:
+        args = _for_recurrent_layers(args, sizing)
     if args.max_loaded_adapters:
         _check_adapters(args, spec)
     if has_own_attention(spec):
@@ -195,23 +195,19 @@ def resolve(
     )
 
 
-def _for_recurrent_layers(args: EngineArgs) -> EngineArgs:
-    """Turn off the options that a recurrent model cannot have.
-
-    The host sorts the rows of a step, so steps are not captured. The order of a recurrent layer's sums depends on the
-    chunks of a prompt, so its results are equal within rounding only.
+def _for_recurrent_layers(args: EngineArgs, sizing: DeviceSizing) -> EngineArgs:
+    """Turn off batch-invariance unless the user asks for it: only recurrences in Quire's kernels have it, on the CPU.
 
     Raises
     ------
     SizingError
-        The user asks for one of them.
+        The user asks for it on a GPU, where sums of torch's operations between these kernels depend on the batch.
     """
-    for name, refused in (("cuda_graphs", "on"), ("deterministic", True)):
-        if getattr(args, name) == refused:
-            raise SizingError(
-                f"{name} is {refused!r}, which a model with recurrent layers cannot have"
-            )
-    return dataclasses.replace(args, cuda_graphs="off", deterministic=False)
+    if args.deterministic and not sizing.fixes_recurrences:
+        raise SizingError(
+            f"deterministic is true, which a model with recurrent layers cannot have on device {sizing.device!r}"
+        )
+    return dataclasses.replace(args, deterministic=bool(args.deterministic))
 
 
 def _check_adapters(args: EngineArgs, spec: ModelSpec) -> None:

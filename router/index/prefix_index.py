@@ -71,7 +71,7 @@ class PrefixIndex:
         self._booked = BookedBlocks(max_booked_blocks)
         self._holders: dict[str, Holder] = {}
         self.has_states = False  # whether some replica's model is recurrent
-        # Holders of unfinished snapshots: not yet live, or live because the replica had no blocks before.
+        # Holders of unfinished snapshots, not yet live.
         self._staged: dict[str, Holder] = {}
         self._slots = HolderSlots([self._host, self._confirmed])
         self._native_match = NativeMatch(self._confirmed, self._slots)
@@ -185,36 +185,26 @@ class PrefixIndex:
         self.commit_reset(replica)
 
     def begin_reset(self, replica: str, epoch: str, seq: int) -> None:
-        """Start a snapshot in pages.
-
-        Until `commit_reset`, matches use the old blocks. A replica without old blocks, as in a new router, matches by
-        the pages that have arrived: each holds parents before children, so its hits begin with the first page.
-        """
+        """Start a snapshot in pages. Until `commit_reset`, matches use the old blocks, or, without any, each page."""
         self._drop_staged(replica)
         self._staged[replica] = self._slots.new_holder(replica, epoch, seq)
         old = self._holders.get(replica)
         if old is not None and not old.num_blocks:
-            self._replace_by_staged(replica)
-            self._staged[replica] = self._holders[replica]
+            self.commit_reset(replica)
 
     def extend_reset(
         self, replica: str, hashes: np.ndarray, host_hashes: np.ndarray = _NO_HASHES
     ) -> None:
         """Add a page of the snapshot."""
-        staged = self._staged[replica]
-        staged.gpu_xor ^= self._store(staged, hashes)
-        self._store_host(staged, host_hashes)
+        holder = self._staged.get(replica) or self._holders[replica]
+        holder.gpu_xor ^= self._store(holder, hashes)
+        self._store_host(holder, host_hashes)
 
     def commit_reset(self, replica: str) -> None:
         """Replace the replica's blocks by the snapshot."""
-        if self._staged[replica] is self._holders.get(replica):
-            del self._staged[replica]
-        else:
-            self._replace_by_staged(replica)
-        self._slots.sweep_step()
-
-    def _replace_by_staged(self, replica: str) -> None:
-        staged = self._staged.pop(replica)
+        staged = self._staged.pop(replica, None)
+        if staged is None:
+            return
         old = self._holders.get(replica)
         if old is not None and old.epoch == staged.epoch:
             # Bookings refer to the old holder, so keep it and give it the new slot and counts.
@@ -228,6 +218,7 @@ class PrefixIndex:
                 staged.row, staged.has_states = old.row, old.has_states
             self.remove_replica(replica)
         self._make_live(staged)
+        self._slots.sweep_step()
 
     # ------------------------------------------------------------------------------------ bookings
 
@@ -362,12 +353,8 @@ class PrefixIndex:
     ) -> list[tuple[Holder, int]] | None:
         """Return (holder, blocks) for each holder that matches more of a chain with its bookings than without.
 
-        Return None if only a walk with masks can find the result, or finds it faster.
-
-        Parameters
-        ----------
-        found
-            The match of the same chain without bookings.
+        Return None if only a walk with masks can find the result, or finds it faster. `found` is the match of the same
+        chain without bookings.
         """
         masks, booked, alive = self._confirmed.masks, self._booked.masks, self._slots.live
         followed: list[tuple[Holder, int]] = []
@@ -445,7 +432,6 @@ class PrefixIndex:
         groups: list[tuple[int, int]],
     ) -> int:
         """Match the blocks of a run with the holders in `only_booked`, which hold the run by bookings alone.
-
         Return `alive` without the holders that stop, and add those to `groups`."""
         for depth, mask in enumerate(map(self._booked.masks.get, chain, repeat(0)), start):
             kept = only_booked & mask
@@ -510,5 +496,5 @@ class PrefixIndex:
 
     def _drop_staged(self, replica: str) -> None:
         staged = self._staged.pop(replica, None)
-        if staged is not None and staged is not self._holders.get(replica):
+        if staged is not None:
             self._slots.retire_staged(staged)

@@ -88,6 +88,7 @@ class RequestStream:
         )
         trace = None
         if arrived.trace is not None and not self.was_complete:
+            arrived.trace.set("gen_ai.response.model", self.model)
             trace = AnswerTrace(arrived.trace, sampling.choice, is_fork=lead is not None)
         self._accounting = Accounting(
             router, request, origin, len(prompt_ids), arrived.at_s, trace, is_fork=lead is not None

@@ -97,6 +97,11 @@ class SpecialTokens:
         self._starts = _any_of([f"(?={re.escape(word)})" for word in words])
         self._tokens = _any_of([_matcher(self._added[word]) for word in words])
 
+    @property
+    def unguarded(self) -> re.Pattern[str] | None:
+        """A pattern that finds the special tokens without a GUARD before them; None if there are none."""
+        return self._tokens
+
     def id_of(self, text: str) -> int | None:
         """Return the id of the special token with this text, or None."""
         return self._ids.get(text)

@@ -195,6 +195,15 @@ class TextTokenizer:
         _check_lens(encodings, max_model_len, num_output)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
+    def encode_guarded_pieces(
+        self, pieces: Sequence[str], max_model_len: int | None = None, num_output: int = 1
+    ) -> list[np.ndarray]:
+        """Encode as `encode_pieces`, but tokens that `SpecialTokens.protect` has marked as plain text."""
+        usual = [piece for piece in pieces if GUARD not in piece]
+        encoded = self.encode_pieces(usual, max_model_len, num_output)
+        found = dict(zip(usual, encoded, strict=True))
+        return [found[p] if p in found else self.special.encode(p) for p in pieces]
+
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences to forbid, so that the output does not contain `words` (vLLM's rule).
 
@@ -316,21 +325,27 @@ class AsyncTokenizer:
         bounds: tuple[int, int],
     ) -> np.ndarray:
         """`bounds` are `max_model_len` and `num_output`."""
-        if is_guarded and GUARD in text:
-            # This is rare, so it does not use the cache.
+        has_guards = is_guarded and GUARD in text
+        if len(text) <= INLINE_CHARS and not has_guards:
+            return self.tokenizer.encode(text, add_special_tokens)
+        pattern = self._pattern
+        if has_guards and pattern is not None:
+            pattern = self.tokenizer.special.unguarded
+        if pattern is not None and (self.tokenizer.knows_special_tokens or not add_special_tokens):
+            pieces = await self._encode_pieces(pattern, text, tenant, bounds, has_guards)
+            return self.tokenizer.join(pieces, add_special_tokens)
+        if has_guards:
             ids = await self.in_thread(self.tokenizer.special.encode, text)
             return self.tokenizer.join([ids], add_special_tokens)
-        if len(text) <= INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        if self._pattern is not None and (
-            self.tokenizer.knows_special_tokens or not add_special_tokens
-        ):
-            pieces = await self._encode_pieces(self._pattern, text, tenant, bounds)
-            return self.tokenizer.join(pieces, add_special_tokens)
         return await self.in_thread(self.tokenizer.encode, text, add_special_tokens, *bounds)
 
     async def _encode_pieces(
-        self, pattern: re.Pattern[str], text: str, tenant: str, bounds: tuple[int, int]
+        self,
+        pattern: re.Pattern[str],
+        text: str,
+        tenant: str,
+        bounds: tuple[int, int],
+        has_guards: bool,
     ) -> list[np.ndarray]:
         """Return the ids of each piece, [tokens] int32; encode only those that are not in the cache."""
         at_words = self.tokenizer.cuts_at_words
@@ -344,7 +359,10 @@ class AsyncTokenizer:
         )
         encoded: list[np.ndarray] = []
         if missing:
-            if sum(map(len, missing)) <= INLINE_CHARS:
+            if has_guards and any(GUARD in piece for piece in missing):
+                encode = self.tokenizer.encode_guarded_pieces
+                encoded = await self.in_thread(encode, tuple(missing), *bounds)
+            elif sum(map(len, missing)) <= INLINE_CHARS:
                 encoded = self.tokenizer.encode_pieces(tuple(missing))
             else:
                 encoded = await self.in_thread(

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.errors import ContextLengthExceeded, QuireError, model_not_found
 from quire.protos.field_checks import check_ids
 from quire.protos.wire import Frame, Load
+from quire.router.adapters.adapter_registry import AdapterRegistry
 from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.bill import BilledAnswer
@@ -32,7 +34,14 @@ from quire.router.question_types import Question
 from quire.router.request import params
 from quire.router.scored_token import ScoredToken, TokenScores
 from quire.router.scoring.question_prompts import check_questions
-from quire.router.status_types import Decisions, LiveState, ModelInfo, Readiness, ReplicaStatus
+from quire.router.status_types import (
+    AdapterEntry,
+    Decisions,
+    LiveState,
+    ModelInfo,
+    Readiness,
+    ReplicaStatus,
+)
 from quire.router.text.chat_messages import check_messages
 from quire.router.text.stop import StopMatcher
 from quire.router.types import (
@@ -199,6 +208,7 @@ class FakeService:
         self.watch_closed = threading.Event()
         self.load = Load(num_running=2, blocks_free=5, blocks_cached=3, blocks_in_use=2)
         self.more_metrics = b""  # after the own ones
+        self._adapters = AdapterRegistry()
 
     async def generate(self, request: GenerationRequest) -> FakeStream:
         self.requests.append(request)
@@ -299,6 +309,18 @@ class FakeService:
 
     async def tokens(self, token_ids: Sequence[int]) -> list[str]:
         return [f"<{i}>" for i in token_ids]
+
+    def adapters(self) -> list[AdapterEntry]:
+        return self._adapters.loaded()
+
+    async def load_adapter(self, name: str, path: str) -> AdapterEntry:
+        self._refuse()
+        return self._adapters.put(AdapterRef(name, path, path), 1_700_000_000 * 10**9)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Any but an empty name, with which a test calls every method, must be loaded."""
+        if name:
+            self._adapters.remove(name, 1_700_000_001 * 10**9)
 
     def model_info(self) -> ModelInfo:
         self._refuse()

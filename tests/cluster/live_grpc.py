@@ -31,6 +31,9 @@ UNARY = (
     "Detokenize",
     "Embed",
     "GetModelInfo",
+    "ListAdapters",
+    "LoadAdapter",
+    "UnloadAdapter",
     "GetLoads",
     "Check",
 )

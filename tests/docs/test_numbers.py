@@ -32,6 +32,8 @@ QUOTED = [
     ("docs/performance.md", "| {:.1f} s | 10 |", "startup", "cpu/start_to_first_token_s"),
     ("docs/performance.md", "| {:.0f} MB | 500 |", "startup", "cpu/resident_beyond_weights_and_cache_mb"),
     ("docs/performance.md", "| {:.0f}% | 90 | Zen 4", "system_throughput", "cpu/system_W1_percent_of_offline"),
+    ("docs/performance.md", "| 16 → 24 | {:.2f} |", "lora", "lora/100_adapters_decode"),
+    ("docs/performance.md", "| 96 → 24 | {:.2f} |", "lora", "lora/100_adapters_chat"),
     ("docs/security.md", "{:.2f} times the plain CPU", "tls_cost", "auth/tls_sse_cpu_per_token"),
     ("docs/security.md", "{:.2f} times over gRPC", "tls_cost", "auth/tls_grpc_cpu_per_token"),
     ("docs/models.md", "{:.0f} of 176 configurations", "families_variants", "families/variants/served"),

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 READY_TIMEOUT_S = 420.0
@@ -104,5 +105,17 @@ def main() -> None:
     print(json.dumps(found))
 
 
+def print_logs() -> None:
+    """Print the ends of Ray's logs, which lie in a volume that ends with this process."""
+    logs = Path("/tmp/ray/session_latest/logs")
+    for name in ("raylet.err", "raylet.out", "gcs_server.err", "dashboard.err"):
+        if (logs / name).exists():
+            print(f"-- {name}\n{(logs / name).read_text()[-1500:]}", file=sys.stderr)
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:
+        print_logs()
+        raise

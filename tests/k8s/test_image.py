@@ -74,7 +74,7 @@ def test_the_result_is_written(image: tuple[Stage, list[Step]], found: dict) -> 
     if not out:
         pytest.skip("`make image` names the file")
     _, steps = image
-    seconds = {step.text[:80]: round(step.seconds, 1) for step in steps}
+    seconds = {f"{i}: {step.text[:80]}": round(step.seconds, 1) for i, step in enumerate(steps, 1)}
     bars = [
         report.Bar("image/run_steps", len(steps), "steps", 5, at_most=False, details=seconds),
         report.Bar(

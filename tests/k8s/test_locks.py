@@ -16,7 +16,8 @@ from packaging.version import Version
 from .manifests import ROOT, lock
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-WANTED = [Requirement(text) for text in PROJECT["project"]["dependencies"]]
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+WANTED = [Requirement(text) for text in (*PROJECT["project"]["dependencies"], *EXTRAS["otel"])]
 LOCKS = ("requirements.lock", "requirements-cpu.lock")
 # Of the image.
 ENVIRONMENT = default_environment() | {

@@ -15,7 +15,7 @@ import torch
 
 from tests.kernels import reference
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `sampling_calls`
+sys.path.insert(0, str(Path(__file__).parent))  # for `sampling_calls` and `recurrence_cases`
 
 
 def pytest_configure(config):

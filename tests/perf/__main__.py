@@ -15,6 +15,7 @@ BENCHMARKS = {
         "cpu_attention": "attention on the CPU, one layer: native, torch, SDPA, and the machine's floor",
         "cpu_linear": "packed matrix products on the CPU against torch's and a copy",
         "cpu_w4": "decode on the CPU with weights of 4 bits against bfloat16, in turns",
+        "cpu_recurrent": "recurrent layers on the CPU in Quire's kernels against transformers' modules, in turns",
         "cpu_step": "a step of a 0.6B model on the CPU, fused and not; --dtype float32 for deterministic",
         "cpu_workloads": "W1 to W5 on the 0.6B shape against other engines, from recorded turns",
         "step_profile": "where the time of an engine's step goes",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos import parts
+from quire.protos import wire_codec
 from quire.protos.wire_codec import Part, parts_of, whole
 
 
@@ -27,7 +27,7 @@ def travel(message: bytes) -> bytes:
 @given(st.binary(max_size=70), st.integers(1, 20))
 def test_a_message_arrives_as_it_was(message, longest):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "MAX_MESSAGE_BYTES", longest)
+        patch.setattr(wire_codec, "MAX_MESSAGE_BYTES", longest)
         assert travel(message) == message
         sizes = [len(p.data if isinstance(p, Part) else p) for p in parts_of(message)]
         assert max(sizes) <= longest

@@ -137,6 +137,8 @@ def to_meta(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     model = copy.deepcopy(model).to("meta", dtype)
     for module in model.modules():
+        if (mixer := getattr(module.forward, "mixer", None)) is not None:
+            mixer.constants.update({n: x.to("meta") for n, x in mixer.constants.items()})
         if isinstance(module, FusedNorm):
             module.weight = bare(module.weight)
         if isinstance(module, Product) and module.bias is not None:

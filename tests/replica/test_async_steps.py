@@ -66,8 +66,14 @@ def test_a_step_in_flight_changes_no_token_of_a_recurrent_model(tmp_path):
     model = Harness(tmp_path)
     changes = dict(num_host_blocks=0, prefix_caching=False, has_states=True)
     config = tight(model.spec, **changes)
-    poisoned = dict(prepare=lambda runner: runner.states.poison())
     parent = crowd()[1]
+
+    def prepare(runner: Runner) -> None:
+        if runner.graphs is not None:
+            runner.graphs.capture_first()
+        runner.states.poison()
+
+    poisoned = dict(prepare=prepare)
 
     def requests() -> list[Request]:
         forks = (Request(f"fork {i}", prompt(10, 1), parent.params, fork_of=1) for i in range(2))
@@ -91,6 +97,7 @@ def test_a_step_in_flight_changes_no_token_of_a_recurrent_model(tmp_path):
                 changed, device, requests(), plans_ahead=True, on_delta=note, **poisoned
             )
             assert tokens_of(told) == expected, seed
+            assert device.num_replays > 0
     assert max(hits) > (0, 0) and max(on_host for _, on_host in hits) > 0
 
 

@@ -18,8 +18,10 @@ from live import Cluster, wait_until
 
 from quire.cluster.local.ports import free_ports
 from quire.cluster.scrape import MAX_AGE_S, SCRAPE_FAMILIES
+from quire.protos.errors import ERROR_CODES, OVERLOAD_REASONS
 from quire.protos.vllm_metrics import VLLM_GAUGES, VLLM_NAMES
 from quire.replica.serving.replica_metrics import REPLICA_FAMILIES
+from quire.router.observer import SESSION_OUTCOMES
 from quire.router.request.router_metrics import ROUTER_FAMILIES
 from tests.k8s.expressions import (
     RULES,
@@ -122,7 +124,8 @@ def test_prometheus_draws_every_panel_and_evaluates_every_alert(cluster, tmp_pat
                 counts = result(client, "min(count_over_time(quire_build_info[1m]))")
             except httpx.TransportError:
                 return False
-            return bool(counts) and int(counts[0]["value"][1]) >= 4
+            is_scraped = bool(counts) and int(counts[0]["value"][1]) >= 4
+            return is_scraped and bool(result(client, "quire_routing_regret_seconds"))
 
         wait_until(has_scraped, 60, "Prometheus has scraped four times")
         for panel in panels():
@@ -138,6 +141,37 @@ def test_prometheus_draws_every_panel_and_evaluates_every_alert(cluster, tmp_pat
         assert len(states) == sum(len(group["rules"]) for group in RULES["spec"]["groups"])
         assert {rule["health"] for rule in states.values()} == {"ok"}
         assert [name for name, rule in states.items() if rule["state"] == "firing"] == []
+
+
+def test_drops_hits_sessions_and_regret_have_series_by_their_labels(cluster):
+    """Each series of a reason, code or tier exists before its first event, so that `rate` sees that event."""
+
+    def has_interval() -> bool:
+        answer(cluster)
+        return "quire_routing_regret_high_seconds{" in scrape(cluster)
+
+    wait_until(has_interval, 60, "two samples of one router")
+    samples = cluster.metrics()
+
+    def values_of(name: str, label: str) -> set[str]:
+        return {s.labels[label] for s in samples if s.name == name}
+
+    assert values_of("quire_requests_refused_total", "code") == set(ERROR_CODES)
+    assert values_of("quire_answers_failed_total", "code") == set(ERROR_CODES)
+    assert values_of("quire_requests_overloaded_total", "reason") == set(OVERLOAD_REASONS)
+    assert values_of("quire_session_requests_total", "outcome") == set(SESSION_OUTCOMES)
+    assert values_of("quire_prefix_hit_tokens_total", "tier") == {"device", "host"}
+    family = "quire_routing_regret"
+    router = next(s.labels["router"] for s in samples if s.name == f"{family}_high_seconds")
+    regret = {
+        s.name.removeprefix(f"{family}_"): s.value
+        for s in samples
+        if s.name.startswith(family) and s.labels["router"] == router
+    }
+    assert values_of(f"{family}_seconds", "policy") == {"slo"}
+    assert 0 <= regret["low_seconds"] <= regret["seconds"] <= regret["high_seconds"]
+    assert regret["seconds"] <= regret["modelled_delay_seconds"]
+    assert regret["requests"] >= 2 and regret["cpu_seconds_total"] > 0
 
 
 def test_a_second_request_captures_and_delivers_what_the_first_one_left(cluster):

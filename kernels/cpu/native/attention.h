@@ -11,7 +11,7 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 19
+#define QUIRE_ABI 20
 
 enum {
     RUN = 8,                     /* tokens that are contiguous in every block: block sizes are multiples of it */

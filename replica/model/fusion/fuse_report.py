@@ -25,6 +25,12 @@ class FuseReport:
     # Mean and maximum of `deviation` over the matrix products with int8 weights.
     int8_deviation: tuple[float, float] | None = None
 
+    def joined(self, other: FuseReport) -> FuseReport:
+        """Add the modules of another report, and return this one."""
+        self.fused += other.fused
+        self.dropped += other.dropped
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
         state: dict[str, Any] = {"fused": dict(self.fused), "dropped": list(self.dropped)}

@@ -1,5 +1,7 @@
 """Recurrent layers: transformers' own modules compute them, with the states of Quire's slots.
 
+`model/recurrence/` replaces the modules that Quire's kernels equal; the others run as described here.
+
 A step's tokens are one sequence for the decoder. A recurrent module would carry its state from one request into the
 next, so its call is split: rows with equally many tokens are one batch. transformers' modules ask their `cache`
 argument for earlier states, and give it the new ones; here it is a `RowsCache`.
@@ -22,8 +24,9 @@ classes (Mamba-1) read their state in calls of one token only. Rows with earlier
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,6 +35,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from quire.kernels.recurrence.recurrent_rows import RecurrentRows
 from quire.replica.checkpoint.wrapped_text import text_config
 from quire.replica.device.state_pool import StateName, StatePool, StateShape
 
@@ -145,12 +149,19 @@ class _Part(NamedTuple):
     slot: int | None  # of the snapshot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepCache:
-    """The `cache` of a decoder during one step: recurrent layers find the slots of the step's rows in it."""
+    """The `cache` of a decoder during one step: recurrent layers find the slots of the step's rows in it.
+
+    Parameters
+    ----------
+    make_batches
+        Sorts the rows for modules of transformers; None: the host does not know the rows.
+    """
 
     pool: StatePool
-    batches: Sequence[RowBatch]
+    rows: RecurrentRows
+    make_batches: Callable[[], list[RowBatch]] | None = None
     is_compileable = False
 
     @classmethod
@@ -162,7 +173,7 @@ class StepCache:
         kv_len: np.ndarray,
         saves: np.ndarray,
     ) -> StepCache:
-        """Sort a step's n rows into batches.
+        """Describe a step's n rows.
 
         Parameters
         ----------
@@ -172,36 +183,15 @@ class StepCache:
             [k, 3] int64, snapshots: index of the row, number of its tokens in this step before it, and slot.
         """
         device = pool.data.device
-        cuts: dict[int, dict[int, int]] = {}
-        for row, count, slot in saves.tolist():
-            cuts.setdefault(row, {})[count] = slot
-        # Parts of rows by number of parts before, number of tokens, and whether there are earlier tokens.
-        members: dict[tuple[int, int, bool], list[_Part]] = {}
-        begins = np.cumsum(num_query) - num_query
-        for row, (begin, count, length) in enumerate(
-            zip(begins.tolist(), num_query.tolist(), kv_len.tolist(), strict=True)
-        ):
-            own = cuts.get(row, {})
-            ends = sorted({*own, count})
-            for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-                has_earlier = length > count or i > 0
-                part = _Part(row, begin + start, own.get(end))
-                members.setdefault((i, end - start, has_earlier), []).append(part)
-        batches = []
-        for (_, count, has_earlier), parts in sorted(members.items(), key=lambda item: item[0][0]):
-            starts = np.array([part.begin for part in parts])
-            kept = [(i, part.slot) for i, part in enumerate(parts) if part.slot is not None]
-            batches.append(
-                RowBatch(
-                    torch.from_numpy(starts[:, None] + np.arange(count)).to(device),
-                    torch.from_numpy(slots[[part.row for part in parts]].astype(np.int64)).to(
-                        device
-                    ),
-                    has_earlier,
-                    torch.tensor(kept, device=device) if kept else None,
-                )
-            )
-        return cls(pool, batches)
+        rows = RecurrentRows.of(slots, num_query, kv_len, saves, device)
+        make = functools.partial(_sort_rows, slots, num_query, kv_len, saves, device)
+        return cls(pool, rows, make)
+
+    @functools.cached_property
+    def batches(self) -> list[RowBatch]:
+        """The rows in batches of equal length."""
+        assert self.make_batches is not None
+        return self.make_batches()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, **_: object
@@ -216,6 +206,44 @@ class StepCache:
         return False
 
 
+def _sort_rows(
+    slots: np.ndarray,
+    num_query: np.ndarray,
+    kv_len: np.ndarray,
+    saves: np.ndarray,
+    device: torch.device,
+) -> list[RowBatch]:
+    """Sort a step's rows into batches; arguments as for `StepCache.of`."""
+    cuts: dict[int, dict[int, int]] = {}
+    for row, count, slot in saves.tolist():
+        cuts.setdefault(row, {})[count] = slot
+    # Parts of rows by number of parts before, number of tokens, and whether there are earlier tokens.
+    members: dict[tuple[int, int, bool], list[_Part]] = {}
+    begins = np.cumsum(num_query) - num_query
+    for row, (begin, count, length) in enumerate(
+        zip(begins.tolist(), num_query.tolist(), kv_len.tolist(), strict=True)
+    ):
+        own = cuts.get(row, {})
+        ends = sorted({*own, count})
+        for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            has_earlier = length > count or i > 0
+            part = _Part(row, begin + start, own.get(end))
+            members.setdefault((i, end - start, has_earlier), []).append(part)
+    batches = []
+    for (_, count, has_earlier), parts in sorted(members.items(), key=lambda item: item[0][0]):
+        starts = np.array([part.begin for part in parts])
+        kept = [(i, part.slot) for i, part in enumerate(parts) if part.slot is not None]
+        batches.append(
+            RowBatch(
+                torch.from_numpy(starts[:, None] + np.arange(count)).to(device),
+                torch.from_numpy(slots[[part.row for part in parts]].astype(np.int64)).to(device),
+                has_earlier,
+                torch.tensor(kept, device=device) if kept else None,
+            )
+        )
+    return batches
+
+
 class SplitForward:
     """Calls a recurrent module's forward for one batch of rows after the other.
 
@@ -225,23 +253,30 @@ class SplitForward:
     ----------
     continues_by_token
         Whether rows with earlier tokens run token by token.
+
+    Attributes
+    ----------
+    names, cache_name
+        Names of the module's arguments, and of the one for its cache.
     """
+
+    splits_rows = True
 
     def __init__(self, module: nn.Module, continues_by_token: bool):
         self._forward = module.forward
         self._continues_by_token = continues_by_token
         self._layer = module.layer_idx
         self.__signature__ = inspect.signature(module.forward)
-        self._names = list(self.__signature__.parameters)
-        self._cache_name = cache_argument(module) or ""
+        self.names = list(self.__signature__.parameters)
+        self.cache_name = cache_argument(module) or ""
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        given |= dict(zip(self._names, args, strict=False))
+        given |= dict(zip(self.names, args, strict=False))
         given.pop("quire", None)
-        cache = given.get(self._cache_name)
+        cache = given.get(self.cache_name)
         if not isinstance(cache, StepCache):
             return self._forward(**given)
-        hidden = given[self._names[0]]
+        hidden = given[self.names[0]]
         batches = [part for batch in cache.batches for part in self._parts(batch)]
         results = [self._run(batch, cache.pool, hidden.shape[1], given) for batch in batches]
         first = results[0]
@@ -261,7 +296,7 @@ class SplitForward:
     def _run(self, batch: RowBatch, pool: StatePool, num_tokens: int, given: dict[str, Any]) -> Any:
         cache = RowsCache(pool.load(self._layer, batch.slots) if batch.has_earlier else {})
         own = {name: _rows_of(value, batch.tokens, num_tokens) for name, value in given.items()}
-        result = self._forward(**{**own, self._cache_name: cache})
+        result = self._forward(**{**own, self.cache_name: cache})
         pool.store(self._layer, batch.slots, cache.states)
         if batch.snapshots is not None:
             rows, slots = batch.snapshots.unbind(1)
@@ -295,7 +330,7 @@ def split_state_layers(model: nn.Module) -> list[StateShape]:
     hidden = _trial_input(model)
     found = _state_modules(model, hidden)
     for module, states in found.items():
-        if not isinstance(module.forward, SplitForward):
+        if not getattr(module.forward, "splits_rows", False):
             module.forward = SplitForward(module, _ignores_a_state(module, hidden, states))
     return [
         StateShape(module.layer_idx, name, tuple(state.shape[1:]), state.dtype)
@@ -349,6 +384,12 @@ def _ignores_a_state(
 @torch.inference_mode()
 def _try_call(module: nn.Module, hidden: torch.Tensor, cache: RowsCache) -> torch.Tensor:
     """Call a module as if it were recurrent, without the arguments for attention, and return its first result."""
+    result = call_recurrent(module, hidden, cache)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def call_recurrent(module: nn.Module, hidden: torch.Tensor, cache: RowsCache | StepCache) -> Any:
+    """Call a module with a cache and without the arguments for attention."""
     parameters = inspect.signature(module.forward).parameters
     first, *others = parameters
     given = {
@@ -357,5 +398,4 @@ def _try_call(module: nn.Module, hidden: torch.Tensor, cache: RowsCache) -> torc
         if parameters[name].default is inspect.Parameter.empty
         and parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     }
-    result = module(**{**given, first: hidden, cache_argument(module) or "": cache})
-    return result[0] if isinstance(result, tuple) else result
+    return module(**{**given, first: hidden, cache_argument(module) or "": cache})

@@ -90,11 +90,13 @@ class GraphCache:
         auto | on | off. "auto" captures if device and model allow it; "on" raises if they do not.
     checks_addresses
         Before each replay, compare the addresses of `buffers` with those at capture.
+    off_because
+        Reason why the model's steps cannot be captured; None: they can.
 
     Raises
     ------
     ValueError
-        `mode` is "on" and the device has no graphs.
+        `mode` is "on" and device or model have no graphs.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class GraphCache:
         *,
         mode: str,
         checks_addresses: bool,
+        off_because: str | None = None,
     ):
         self.policy = policy
         self.num_captures = 0
@@ -123,10 +126,10 @@ class GraphCache:
         self.off_because: str | None = None  # reason why no step is captured
         if mode == "off":
             self.off_because = "cuda_graphs is off"
-        elif device.no_graphs_because is not None:
+        elif (reason := device.no_graphs_because or off_because) is not None:
             if mode == "on":
-                raise ValueError(f"cuda_graphs is on, but {device.no_graphs_because}")
-            self.off_because = device.no_graphs_because
+                raise ValueError(f"cuda_graphs is on, but {reason}")
+            self.off_because = reason
 
     def __len__(self) -> int:
         return len(self._graphs)

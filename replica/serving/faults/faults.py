@@ -20,6 +20,7 @@ continue a stream from another replica, unless the label has `!`: then it follow
 | `oom` | | an allocation fails in the step |
 | `drag` | milliseconds | this step and all later steps take this much longer |
 | `crawl` | milliseconds | as `drag`, and the engine measures the time as part of its steps, as on a slower device |
+| `stretch` | factor | this step and all later steps take this many times as long, as `crawl` does; 1 ends it |
 | `leak` | KiB | this step and all later steps leak this much memory |
 | `clock` | seconds | the engine's clock jumps by this time, which may be negative |
 | `forget` | seconds | the cache is cleared this long after the step started |
@@ -60,6 +61,7 @@ IN_STEP = (
     "oom",
     "drag",
     "crawl",
+    "stretch",
     "leak",
     "clock",
     "forget",
@@ -125,6 +127,7 @@ class Faults:
     clock_offset_s: float = 0.0
     drag_s: float = 0.0  # added to each step
     crawl_s: float = 0.0  # added to each step and to its measured duration
+    stretch: float = 1.0  # factor of each step's duration, in addition
     leak_bytes: int = 0  # per step
     leaked: list[bytes] = field(default_factory=list)
 
@@ -191,6 +194,8 @@ class FaultyRunner:
                 self._faults.drag_s = fault.number / 1000
             elif fault.kind == "crawl":
                 self._faults.crawl_s = fault.number / 1000
+            elif fault.kind == "stretch":
+                self._faults.stretch = fault.number
             elif fault.kind == "leak":
                 self._faults.leak_bytes = int(fault.number * 1024)
             elif fault.kind == "forget":
@@ -209,10 +214,10 @@ class FaultyRunner:
 
     def collect(self, in_flight: Any) -> StepResult:
         result = self._runner.collect(in_flight)
-        crawl_s = self._faults.crawl_s
-        if crawl_s:
-            time.sleep(crawl_s)
-            result = dataclasses.replace(result, duration_s=result.duration_s + crawl_s)
+        more_s = self._faults.crawl_s + (self._faults.stretch - 1) * result.duration_s
+        if more_s > 0:
+            time.sleep(more_s)
+            result = dataclasses.replace(result, duration_s=result.duration_s + more_s)
         return result
 
     def use_idle(self) -> bool:

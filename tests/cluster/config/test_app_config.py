@@ -35,7 +35,8 @@ from quire.cluster.proxies.ray_settings import (
     SERVE_DEFAULTS,
 )
 from quire.replica.config import EngineArgs as ReplicaEngineArgs
-from quire.replica.config import EngineOptions, SizingError, SpeculationOptions, check_args
+from quire.replica.config import EngineOptions, SizingError, check_args
+from quire.replica.speculation_options import SpeculationOptions
 
 ROOT = Path(__file__).parents[3]
 TLS = {"certificate_file": "tls.crt", "key_file": "tls.key"}
@@ -104,6 +105,8 @@ STANDARD_TERMS = {
     "resume_margin": "Fraction",
     "max_tokens_default": "tokens",
     "tensor_parallel": "processes",
+    "max_loaded_adapters": "adapters",
+    "max_adapter_rank": "rank",
 }
 
 

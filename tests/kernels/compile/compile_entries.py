@@ -21,6 +21,7 @@ from quire.kernels.rows import (
 )
 from quire.kernels.sampling import log_probs, logit_edits, row_survey, sampling_kernel
 from quire.kernels.tuning import ARCHS, BLOCK_SIZE, launch_options
+from tests.kernels.compile.compile_recurrence import recurrence_entries
 from tests.kernels.compile.offline_compile import Entry
 
 VOCAB = 151_936  # Qwen3
@@ -34,6 +35,7 @@ def entries() -> Iterator[Entry]:
         yield from _kv_write(arch)
         yield from _sampling(arch)
         yield from _batch(arch)
+        yield from recurrence_entries(arch)
         yield from matmul_entries(arch)
 
 

@@ -28,7 +28,8 @@ ATTENTION = (
 OTHERS = (
     "norm/4096/llama silu_mul kv_write/norm kv_write/fp8 survey/bf16 combine gather/fp32/edited "
     "draw/bf16 log_probs/bf16 edit_logits/bf16 edit_listed/bf16 prepare gather_last scatter "
-    "matmul/bf16/apart/128 matmul/bf16/whole/128 experts/bf16 sum_splits plan_experts combine_experts"
+    "matmul/bf16/apart/128 matmul/bf16/whole/128 experts/bf16 sum_splits plan_experts combine_experts "
+    "short_conv/silu state_scan/delta"
 ).split()
 SAMPLE = "|".join((*ATTENTION, f"sm_90/({'|'.join(OTHERS)})$"))
 

@@ -36,6 +36,7 @@ GAIN, NO_LOSS = 1.6, 0.98
 _THINGS = (
     "lamp chair table shelf clock mirror carpet basket pillow candle vase kettle stool drawer bench frame"
 ).split()
+_PEOPLE = "sailor baker teacher doctor painter farmer pilot singer".split()
 _NAMES = "width height depth color weight price label owner order level title score state speed count limit".split()
 
 
@@ -71,7 +72,8 @@ def code_prompt(number: int) -> str:
 
 def free_prompt(number: int) -> str:
     """A question whose answer repeats nothing."""
-    asked = f"Write a story about a sailor who finds a {_THINGS[number]} on an island."
+    who, thing = _PEOPLE[number // len(_THINGS) % len(_PEOPLE)], _THINGS[number % len(_THINGS)]
+    asked = f"Write a story about a {who} who finds a {thing} on an island."
     return f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -88,16 +90,19 @@ def generate(
     return time.perf_counter() - began_s, time.process_time() - cpu_began_s, outputs
 
 
-def measure(
-    engines: dict[str, Engine], name: str, prompts: Sequence[str], num_tokens: int, rounds: int
-) -> Bar:
-    """Compare the engines on these prompts, in turns: one after the other begins a round."""
+def measure(engines: dict[str, Engine], text: str, batch: int, num_tokens: int, rounds: int) -> Bar:
+    """Compare the engines on texts of one kind, in turns: one after the other begins a round.
+
+    Each round has prompts of its own: an earlier answer to the same prompt would be a perfect draft.
+    """
+    name = f"{text}/{batch}"
     ratios, cpu_ratios, drafted, accepted, differing = [], [], 0, 0, 0
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
-    # Not counted: the first run computes prompts that later ones find in the cache.
-    for engine in engines.values():
-        generate(engine, prompts, 4)
     for i in range(rounds):
+        prompts = [TEXTS[text](batch * i + number) for number in range(batch)]
+        # Not counted: the prompts' prefill, whose blocks stay in the cache.
+        for engine in engines.values():
+            generate(engine, prompts, 1)
         cpu_s: dict[str, float] = {}
         outputs: dict[str, list[RequestOutput]] = {}
         for method in METHODS[:: 1 if i % 2 == 0 else -1]:
@@ -112,8 +117,8 @@ def measure(
         )
     if differing:
         raise AssertionError(f"{name}: {differing} answers differ")
-    pays = len(prompts) == 1 and "free" not in name
-    num = len(prompts) * num_tokens
+    pays = batch == 1 and text != "free"
+    num = batch * num_tokens
     return Bar(
         f"spec/{name}",
         median(ratios),
@@ -151,24 +156,21 @@ def main() -> int:
         )
         for method in METHODS
     }
-    bars = []
+    bars: list[Bar] = []
+    given = f"--rounds {options.rounds} --tokens {options.tokens} --threads {options.threads}"
     try:
-        for text, prompt in TEXTS.items():
+        for text in TEXTS:
             for batch in (1, BATCH):
-                prompts = [prompt(number) for number in range(batch)]
-                name = f"{text}/{batch}"
-                bars.append(measure(engines, name, prompts, options.tokens, options.rounds))
-                print(bars[-1].name, bars[-1].value, bars[-1].details, flush=True)
+                bars.append(measure(engines, text, batch, options.tokens, options.rounds))
+                # After each text, because a whole run takes long.
+                write(
+                    options.out,
+                    f"python -m tests.perf speculation {given}",
+                    bars,
+                    model="SmolLM2-135M-Instruct",
+                    dtype=engines["off"].config.dtype,
+                )
     finally:
         for engine in engines.values():
             engine.close()
-    write(
-        options.out,
-        "python -m tests.perf speculation",
-        bars,
-        model="SmolLM2-135M-Instruct",
-        rounds=options.rounds,
-        dtype=engines["off"].config.dtype,
-        num_threads=options.threads,
-    )
     return 0 if all(bar.holds for bar in bars) else 1

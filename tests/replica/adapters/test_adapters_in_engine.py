@@ -14,7 +14,7 @@ from adapter_folders import save_adapter, save_merged
 from quire.protos.adapter_ref import AdapterRef
 from quire.protos.errors import InvalidRequest
 from quire.protos.sampling_params import SamplingParams
-from quire.replica.config import SizingError
+from quire.replica.config import SizingError, SpeculationOptions
 from quire.replica.core.adapter import AdapterSlots
 from quire.replica.engine import Engine
 
@@ -89,6 +89,20 @@ def test_no_request_sees_the_adapter_or_the_cache_of_another(engine, folders, ex
         for key, own in by_adapter.items():
             assert calls[key].result() == [expected[key][n] for n in own]
     engine.check()
+
+
+def test_drafts_are_verified_with_the_adapter_of_their_request(zoo, folders):
+    prompt = PROMPTS[0] * 2
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    found = {}
+    for method in ("off", "ngram"):
+        options = dict(OPTIONS, speculation=SpeculationOptions(method=method))
+        with Engine(model=str(zoo("llama")), max_loaded_adapters=2, **options) as engine:
+            adapters = [None, *map(engine.adapter, refs_of(folders)[2:4])]
+            with ThreadPoolExecutor(3) as pool:
+                calls = [pool.submit(tokens, engine, [prompt], a, params) for a in adapters]
+                found[method] = [call.result() for call in calls]
+    assert found["ngram"] == found["off"]
 
 
 def test_choices_and_hits_within_an_adapter(engine, folders, expected):

@@ -16,7 +16,7 @@ from interpreted_runner import interpreted_runner
 from meta_device import MetaDevice, recorded_kernels, to_meta
 from step_driver import Driver, engine_config, make_runner
 from torch import nn
-from transformers import Lfm2Config, Lfm2ForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3NextConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from quire.replica.core.step_plan import PoolTargets
@@ -109,10 +109,11 @@ def test_captured_steps_need_nothing_of_the_host(served):
     check_captured(interpreted)
 
 
-def check_captured(interpreted: Runner) -> None:
+def check_captured(interpreted: Runner, num_attentions: int | None = None) -> None:
     """Capture every kind of step of the same model, without data."""
     spec = interpreted.spec
-    config = engine_config(spec, dtype="bfloat16", deterministic=False, q_padding=16)
+    options = dict(dtype="bfloat16", deterministic=False, q_padding=16)
+    config = engine_config(spec, has_states=spec.has_states, **options)
     model = to_meta(interpreted.model, torch.bfloat16)
     pool = KVPool(config.num_blocks, spec.groups, config.block_size, torch.bfloat16, "meta")
     device = dict(device=MetaDevice(), attention_backend="triton")
@@ -124,8 +125,11 @@ def check_captured(interpreted: Runner) -> None:
             graphs.capture(GraphKey(4, part, 16, 64))
     for key, cached in graphs._graphs.items():
         kernels = Counter(cached.graph.launches)
-        assert kernels["_decode_kernel"] == spec.num_layers, key
-        assert kernels["_prefill_kernel"] == spec.num_layers * key.is_mixed, key
+        attentions = num_attentions or spec.num_layers
+        assert kernels["_decode_kernel"] == attentions, key
+        assert kernels["_prefill_kernel"] == attentions * key.is_mixed, key
+        if num_attentions:
+            assert kernels["_conv_kernel"] == spec.num_layers - attentions, key
         assert kernels["_sample_kernel"] == (key.part is GraphPart.WHOLE), key
 
 
@@ -246,28 +250,43 @@ def _is_layer_1(layer: nn.Module) -> bool:
     return layer.self_attn.layer_idx == 1
 
 
-def test_recurrent_layers_have_the_logits_of_the_cpu(tmp_path):
-    """Prompts in chunks, then decoding rows; attention and norms are the GPU's kernels.
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_recurrent_layers_have_the_logits_of_the_cpu(name, tmp_path):
+    """Prompts in chunks, then decoding rows; states, attention and norms are the GPU's kernels.
 
     The lengths are equal, so that the driver's steps have the rows in one order.
     """
     repair_interpreter()
-    config = Lfm2Config(
-        hidden_size=128,
-        intermediate_size=96,
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=48,
         num_attention_heads=2,
         num_key_value_heads=1,
-        num_hidden_layers=3,
-        layer_types=["conv", "full_attention", "conv"],
+        num_hidden_layers=2,
         vocab_size=173,
         pad_token_id=0,
         eos_token_id=2,
     )
+    if name == "lfm2":
+        config = Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
+    else:
+        config = Qwen3NextConfig(
+            **sizes,
+            layer_types=["linear_attention", "full_attention"],
+            head_dim=32,
+            linear_num_key_heads=1,
+            linear_num_value_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=24,
+            mlp_only_layers=[0, 1],
+        )
     torch.manual_seed(0)
-    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
-    options = dict(has_states=True, cuda_graphs="off", q_padding=None)
-    runner = interpreted_runner(tmp_path, dtype="float32", **options)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    runner = interpreted_runner(tmp_path, dtype="float32", has_states=True, q_padding=None)
+    assert runner.fused.fused["recurrences"] == 1, runner.fused.dropped
     tokens, logits = generate(runner, (7, 7))
-    expected_tokens, expected = generate(make_runner(tmp_path, fuse="off", has_states=True), (7, 7))
+    plain = make_runner(tmp_path, fuse="off", has_states=True, deterministic=False)
+    expected_tokens, expected = generate(plain, (7, 7))
     assert tokens == expected_tokens
     assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+    check_captured(runner, num_attentions=1)

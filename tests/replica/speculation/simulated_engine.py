@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.protos.sampling_params import SamplingParams
-from quire.replica.config import SpeculationOptions
 from quire.replica.core.request import Request
 from quire.replica.speculation.draft_sources import AutoSource
+from quire.replica.speculation_options import SpeculationOptions
 
 # Few tokens, so that grams occur again soon.
 NUM_IDS = 12

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from quire.protos.sampling_params import SamplingParams
-from quire.replica.config import SpeculationOptions
 from quire.replica.core.request import Request
 from quire.replica.speculation.draft_sources import AutoSource, LookupSource
+from quire.replica.speculation_options import SpeculationOptions
 
 CODE = list(range(1000, 1040))
 

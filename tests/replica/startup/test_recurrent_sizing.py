@@ -56,7 +56,7 @@ def test_a_recurrent_model_gets_options_that_it_can_have(recurrent, monkeypatch)
         config.cuda_graphs,
         config.deterministic,
     )
-    assert found == (True, 0, "off", False)
+    assert found == (True, 0, "auto", False)
     assert config.num_snapshots == 4 * config.num_rows
     assert config.max_running_requests == EngineArgs().max_running_requests
     # With little memory, slots take half of it: those of running requests half of that.
@@ -75,8 +75,10 @@ def test_a_recurrent_model_gets_options_that_it_can_have(recurrent, monkeypatch)
     assert slot <= slot_bytes(split_state_layers(empty_model(recurrent, "float32"))) <= 2 * slot
 
 
-@pytest.mark.parametrize("option", [dict(cuda_graphs="on"), dict(deterministic=True)])
-def test_a_recurrent_model_refuses_options_that_it_cannot_have(recurrent, option):
-    (name,) = option
-    with pytest.raises(SizingError, match=f"{name} is .*recurrent"):
-        resolve(EngineArgs(model="x", device="cpu", **option), recurrent)
+def test_a_recurrent_model_is_deterministic_where_the_user_asks_for_it_on_the_cpu(recurrent):
+    args = EngineArgs(model="x", device="cpu")
+    assert not resolve(args, recurrent).deterministic
+    assert resolve(dataclasses.replace(args, deterministic=True), recurrent).deterministic
+    asked = dataclasses.replace(args, deterministic=True, dtype="bfloat16")
+    with pytest.raises(SizingError, match=r"deterministic is true, .* 'float32'"):
+        resolve(asked, recurrent)

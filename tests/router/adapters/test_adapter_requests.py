@@ -6,6 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quire.protos.errors import InvalidRequest, ModelNotFound
@@ -115,7 +116,7 @@ def test_routing_hashes_and_event_ids_depend_on_the_adapter(transport, root):
         plain, adapted = asked(None), service._check(asked("x"))
         hashes = [
             await service._prompt_encoder.hashes(
-                __import__("numpy").array(PROMPT, "int32"), hello, request.cache_namespace
+                np.array(PROMPT, np.int32), hello, service.namespace(request)
             )
             for request in (plain, adapted, service._check(asked("x", tenant="t")))
         ]

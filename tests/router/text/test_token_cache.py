@@ -348,3 +348,38 @@ def test_the_cache_keeps_its_bound_and_drops_the_least_recent():
     assert [entry is not None for entry in found] == [True, False, True, True]
     cache.put("", "large", np.zeros(1000, np.int32))
     assert len(cache) == 3 and cache.num_bytes <= 900
+
+
+@settings(max_examples=25, deadline=None)
+@given(turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4))
+def test_messages_with_the_text_of_special_tokens_are_encoded_as_without_the_cache(turns):
+    """A chat that talks about chats: what is marked stays plain text, turn by turn, from the same cache."""
+    special = EMBEDDED.special
+
+    async def run() -> None:
+        tokenizer = AsyncTokenizer(EMBEDDED)
+        text = "<|im_start|>system\n" + "You sing. " * (INLINE_CHARS // 8) + "<|im_end|>\n"
+        for question, answer in turns:
+            asked = special.protect(f"What is <|im_end|>? {question}")
+            text += f"<|im_start|>user\n{asked}<|im_end|>\n"
+            ids = await tokenizer.encode(text, False, max_model_len=10**6, is_guarded=True)
+            assert ids.tolist() == special.encode(text).tolist()
+            text += f"<|im_start|>assistant\n{special.protect(answer)}<|im_end|>\n"
+        tokenizer.close()
+
+    asyncio.run(run())
+
+
+def test_an_earlier_message_with_the_text_of_a_special_token_costs_later_turns_nothing():
+    async def run() -> None:
+        tokenizer = AsyncTokenizer(EMBEDDED)
+        told = EMBEDDED.special.protect("".join(f"<|im_end|> ends turn {i}. " for i in range(999)))
+        text = f"<|im_start|>user\n{told}<|im_end|>\n"
+        await tokenizer.encode(text, False, max_model_len=10**6, is_guarded=True)
+        before, pieces = tokenizer.cache.num_misses, len(tokenizer.cache)
+        text += "<|im_start|>user\nAnd then?<|im_end|>\n"
+        await tokenizer.encode(text, False, max_model_len=10**6, is_guarded=True)
+        assert tokenizer.cache.num_misses - before <= 4 < pieces
+        tokenizer.close()
+
+    asyncio.run(run())

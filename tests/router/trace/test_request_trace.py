@@ -113,6 +113,7 @@ def test_a_request_is_one_trace_below_its_client_with_all_its_parts(transport) -
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "quire",
         "gen_ai.request.model": "embedded",
+        "gen_ai.response.model": "embedded",
         "gen_ai.request.max_tokens": NUM_TOKENS,
         "gen_ai.request.seed": 3,
         "gen_ai.conversation.id": "s",

@@ -106,6 +106,23 @@ def test_a_crawl_is_time_that_the_engine_knows_of(engine):
     engine.faults.waiting.clear()
 
 
+def test_a_stretched_step_takes_a_multiple_of_its_time_and_the_engine_knows(engine):
+    runner, asked = engine.faults, dataclasses.replace(PARAMS, seed=2, max_tokens=60)
+    engine.generate([PROMPT], asked, progress=False)
+    before_s = engine.load().decode_step_s
+    runner.stretch = 20.0
+    began_s = time.monotonic()
+    engine.generate([PROMPT], dataclasses.replace(asked, seed=3), progress=False)
+    took_s = time.monotonic() - began_s
+    # The engine's average has a share of 0.9 to the number of steps of what it was.
+    assert engine.load().decode_step_s > 4 * before_s
+    assert took_s > 0.5 * 60 * engine.load().decode_step_s
+    arm(engine, "stretch", 1.0, 3)
+    engine.generate([PROMPT], PARAMS, progress=False)
+    assert runner.stretch == 1.0
+    engine.faults.waiting.clear()
+
+
 def test_an_idle_engine_forgets_what_it_has_cached_and_says_so(engine):
     prompt = list(range(300, 370))
     whole = engine.generate([prompt], PARAMS, progress=False)[0].token_ids
