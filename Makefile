@@ -20,6 +20,7 @@
 #   make many-routers   1, 4, 8 and 16 routers on real clusters, and the start of one, a quarter of an hour: docs/router.md
 #   make real-model   SmolLM2 135M and Gemma 3 270M against transformers, on real text; downloads 330 MB once
 #   make adapters  a hundred adapters over one model against the model alone; 1,000 changes of adapters; an interpreted GPU
+#   make drafts    drafts change no token of 10,000 drawn requests, an hour   (QUIRE_NUM_DRAFTED_REQUESTS=500 for fewer)
 #   make speculation  what drafts gain and cost with SmolLM2, in turns; downloads 130 MB once
 #   make image     execute the Dockerfile without a container runtime, then start the pod in its root; some minutes
 #                       (root, Python 3.11, debootstrap, network)
@@ -29,7 +30,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos tp families many-routers real-model speculation clients image lock adapters
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos tp families many-routers real-model speculation clients image lock adapters drafts
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -121,6 +122,9 @@ reference: $(INSTALLED)
 
 proto: $(INSTALLED)
 	$(BIN)/python -m quire.protos.generate
+
+drafts: $(INSTALLED)
+	$(BIN)/python -m pytest -s -m slow tests/replica/test_many_drafts.py $(ARGS)
 
 adapters: $(INSTALLED)
 	$(BIN)/python -m tests.perf lora $(ARGS)

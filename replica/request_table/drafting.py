@@ -49,6 +49,7 @@ class Drafting:
         self._rows = rows
         self._blocks = blocks
         self._source = None if config.has_states else source
+        self.is_on = self._source is not None
 
     def waits(self) -> bool:
         """Whether so many rows have a draft in flight that the next step should be planned after the commit."""

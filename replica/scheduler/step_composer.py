@@ -133,7 +133,7 @@ class StepComposer:
             return None
         decodes, may_admit = grown
         drafts = self._drafting.choose(decodes, self._draft_room(len(decodes)))
-        num_drafted = sum(len(draft.token_ids) for draft in drafts)
+        num_drafted = sum(len(draft.token_ids) for draft in drafts) if drafts else 0
         budget = self._chunking.budget(len(decodes) + num_drafted)
         step = Step(self._next_number, budget, num_decodes=len(decodes), drafts=drafts)
         if drafts:
@@ -234,6 +234,8 @@ class StepComposer:
 
     def _draft_room(self, num_decodes: int) -> int:
         """Number of drafted tokens for which a step has room, if each row that may be in it samples once besides."""
+        if not self._drafting.is_on:
+            return 0
         num_rows = min(self._num_rows, len(self._book.requests))
         return min(self._max_batch_tokens - num_decodes, self._max_samples - num_rows)
 

@@ -19,6 +19,7 @@ from device_harness import config_of, prompt
 from fake_device import HOST, FakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_drafts import OracleDrafts
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,6 +35,7 @@ from quire.replica.runner.device_sampler import DeviceSampler
 from quire.replica.runner.device_table import DeviceTable
 from quire.replica.runner.gpu_kernels import GpuKernels
 from quire.replica.runner.runner import Runner
+from quire.replica.runner.step_inputs import DecodeInputs
 from quire.replica.runner.step_outputs import StepOutputs
 from quire.replica.sampling.logprobs import (
     SCORE_COLUMNS,
@@ -214,17 +216,28 @@ def tokens_of(told) -> dict:
     return {key: (tokens, reason, error) for key, (tokens, _, reason, error) in told.items()}
 
 
+@pytest.mark.parametrize("has_drafts", [False, True])
 @pytest.mark.parametrize(
     "requests", [everything, test_awaited_tokens.crowd], ids=["mixed", "grammars"]
 )
-def test_what_is_served_is_what_torch_samples(harness, requests):
+def test_what_is_served_is_what_torch_samples(harness, requests, has_drafts):
     model = harness("llama")
     config = config_of(model.spec)
     expected = model.serve(config, CpuDevice(), requests(), plans_ahead=False)
+    source = None
+    if has_drafts:
+        outputs = {key: own[0] for key, own in expected.items()}
+        source = OracleDrafts(outputs, model.spec.vocab_size, max_draft_tokens=3)
     told = model.serve(
-        config, FakeDevice(3), requests(), plans_ahead=True, prepare=draws_by_kernels
+        config,
+        FakeDevice(3),
+        requests(),
+        plans_ahead=True,
+        prepare=draws_by_kernels,
+        draft_source=source,
     )
     assert tokens_of(told) == tokens_of(expected)
+    assert source is None or source.num_accepted > 10
     for key, (_, scores, *_) in told.items():
         for own, right in zip(scores, expected[key][1], strict=True):
             assert abs(own[0] - right[0]) < 1e-4 and own[1] == right[1]
@@ -383,7 +396,9 @@ def test_no_array_of_a_step_is_copied_from_memory_that_is_not_pinned(monkeypatch
             keys = places if has_limits else None
             tokens = sampler.sample(logits, staged, limits, keys, slot.scores)
             sampler.queued()
-            outputs.keep(slot, tokens, places)
+            outputs.keep(
+                slot, tokens, DecodeInputs(places, *[places] * (len(DecodeInputs._fields) - 1))
+            )
             outputs.send(slot, device.record(Stream.COMPUTE, "step done"))
         targets = PromptTargets(0, 1, 1, np.arange(5), 3)
         hidden, ids = device.empty((9, 16), torch.bfloat16), device.empty((5,), torch.int64)

@@ -55,13 +55,31 @@ def test_counts_follow_the_samples(histories, steps):
         batch = penalties(rows, begun)
         begin(counts, batch)
         one = torch.ones(len(rows))
-        columns = (torch.from_numpy(batch.row), 2 * one, one, 0.25 * one)
+        no_ahead = torch.empty(0, 2, dtype=torch.int64)
+        columns = (counts.ahead(torch.from_numpy(batch.row), no_ahead), 2 * one, one, 0.25 * one)
         logits = counts.apply(LOGITS.repeat(len(rows), 1), *columns)
         for i, row in enumerate(rows):
             torch.testing.assert_close(logits[i], expected(prompts[row], outputs[row]))
         counts.add(torch.tensor(rows), torch.tensor(tokens[: len(rows)]))
         for token, row in zip(tokens, rows, strict=False):
             outputs[row].append(token)
+
+
+def test_drafted_tokens_are_counted_along_the_draft_and_kept_if_they_count():
+    counts = TokenCounts(VOCAB)
+    begin(counts, penalties([1], [(1, np.array([2, 3]), np.array([5]))]))
+    before = counts.table.clone()
+    rows = torch.tensor([1, 1, 1])
+    found = counts.ahead(rows, torch.tensor([[1, 4], [2, 4], [2, 5]]))
+    assert torch.equal(counts.table, before)
+    for i, ahead in enumerate([[], [4], [4, 5]]):
+        right = before[1].clone()
+        for token in ahead:
+            right[token] += 1
+        assert torch.equal(found[i], right)
+    counts.add(rows, torch.tensor([4, 6, 7]), torch.tensor([True, True, False]))
+    before[1, [4, 6]] += 1
+    assert torch.equal(counts.table, before)
 
 
 def test_only_rows_that_ask_are_allocated():
