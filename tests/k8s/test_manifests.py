@@ -353,7 +353,7 @@ def test_gpu_faults_are_found() -> None:
     apply_operation(doc, "remove", f"{WORKERS}/template/spec/tolerations")
     apply_operation(doc, "remove", f"{WORKER}/resources/limits/nvidia.com~1gpu")
     for side in ("requests", "limits"):
-        apply_operation(doc, "replace", f"{WORKER}/resources/{side}/memory", "8Gi")
+        apply_operation(doc, "replace", f"{WORKER}/resources/{side}/memory", "20Gi")
     problems = list(checks.sizing(doc))
     found = [problem.partition(":")[0] for problem in problems]
     assert found == ["worker GPUs", "tolerations", "memory"]
