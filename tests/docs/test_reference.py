@@ -23,10 +23,15 @@ def test_a_page_is_current(name: str):
 
 def test_every_field_of_the_configuration_is_on_its_page():
     page = REFERENCE["page"]("configuration.md", EMPTY)
-    for name, info in AppConfig.model_fields.items():
-        section = REFERENCE["_section"](info)
-        for field in section.model_fields if section else [name]:
-            assert f"| `{field}` |" in page
+
+    def check(model):
+        for name, info in model.model_fields.items():
+            if section := REFERENCE["_section"](info):
+                check(section)
+            else:
+                assert f"| `{name}` |" in page
+
+    check(AppConfig)
 
 
 def test_every_field_of_a_request_is_on_its_page():
