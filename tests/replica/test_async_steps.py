@@ -239,7 +239,7 @@ def test_results_that_are_written_again_too_early_are_found(harness, monkeypatch
     monkeypatch.setattr(
         StepOutputs,
         "__init__",
-        lambda self, device, max_rows: real(self, device, max_rows, depth=1),
+        lambda self, *args, **options: real(self, *args, **options, depth=1),
     )
     assert shows(model, config, expected)
 

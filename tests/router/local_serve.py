@@ -70,7 +70,7 @@ async def start_replica(
     name: str, monkeypatch, actor_class: type[Replica] = Replica, **engine_args: Any
 ) -> LocalReplica:
     """Run the actor's `__init__` as Serve would."""
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name))
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), app_name="local")
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(actor_module, "RayMetrics", NoMetrics)
     actor = object.__new__(actor_class)

@@ -225,7 +225,9 @@ def place(cluster: Cluster, prompt: list[int], label: str = "") -> str:
     return response.headers["x-quire-replica"]
 
 
-def test_a_replica_that_becomes_three_times_slower_gets_fewer_of_the_next_hundred(faulty, expected):
+def test_a_replica_that_becomes_three_times_slower_has_fewer_requests_after_a_hundred(
+    faulty, expected
+):
     """The one that is the faster of the two before, as far as anything tells them apart."""
     rng = random.Random("slow")
 
@@ -238,9 +240,11 @@ def test_a_replica_that_becomes_three_times_slower_gets_fewer_of_the_next_hundre
         anchor = next(p for p in iter(prompt, None) if place(faulty, p) == slow)
         # With its prefix cached there, the request goes there.
         assert place(faulty, [*anchor, 301, 302], "fault:stretch:3@0") == slow
-        after = list(pool.map(lambda _: place(faulty, prompt()), range(100)))
-    late = after[50:].count(slow)
-    print(f"of 50 requests: {before.count(slow)} before, {after[:50].count(slow)}, {late} after")
+        after = list(pool.map(lambda _: place(faulty, prompt()), range(150)))
+    late = after[100:].count(slow)
+    print(
+        f"of 50 requests: {before.count(slow)} before, {after[:50].count(slow)} and {after[50:100].count(slow)} then, {late} after"
+    )
     # By the speeds it gets a quarter.
     assert late <= 20 < 25 <= before.count(slow)
     label = "fault:stretch:1@0"

@@ -1,6 +1,6 @@
 /* Low-rank adapters: out += scale * up (down x), in one call for rows with different adapters.
  *
- * The structures are mirrored field by field in `quire/kernels/cpu/cpu_adapters.py`. A change of a structure must raise QUIRE_ABI in attention.h
+ * The structures are mirrored field by field in `quire/kernels/adapters/cpu_adapters.py`. A change of a structure must raise QUIRE_ABI in attention.h
  * and ABI in native_library.py.
  */
 #ifndef QUIRE_ADAPTER_H

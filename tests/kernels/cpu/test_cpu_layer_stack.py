@@ -435,8 +435,8 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
             PreparedLayer(dataclasses.replace(parts, **changes))
         assert str(error.value).startswith(name)
     norm = NormCall.of(parts.mlp_norm.weight, 96, torch.float32, 1e-6)
-    with pytest.raises(ValueError, match=r"^calls: must be at most 16, got 17"):
-        CallSequence({str(i): norm for i in range(17)})
+    with pytest.raises(ValueError, match=r"^calls: must be at most 20, got 21"):
+        CallSequence({str(i): norm for i in range(21)})
     with pytest.raises(ValueError, match=r"^calls: must be distinct"):
         CallSequence({"a": norm, "b": norm})
     sequence, other = PreparedLayer(parts), Layer(torch.bfloat16).sequence

@@ -225,8 +225,8 @@ def test_what_a_model_is_off_by_is_what_rounding_its_factors_does(wide, monkeypa
     found = logits_of(make_runner(wide(name), **unfused))
     coarse = logits_of(make_runner(wide(name), **unfused | dict(weights="auto")))
 
-    def rounded(spec, device, dtype, weights):
-        model = load_model(spec, device, dtype, weights)
+    def rounded(*args, **options):
+        model = load_model(*args, **options)
         for key, layer in list(model.named_modules()):
             if isinstance(layer, Fp8Linear):
                 model.set_submodule(key, _Rounded(layer))

@@ -178,7 +178,7 @@ def spoil(path, change):
         ("gptq", lambda t: t[f"{UP}.g_idx"].fill_(4), r"g_idx must be in \[0, 4\), is between 4 and 4"),
         ("gptq", lambda t: t[f"{UP}.g_idx"].fill_(1), "g_idx must have 32 input .* has 0 to 128"),
         ("compressed-tensors", lambda t: t.pop(f"{UP}.weight_packed"),
-         f"4 bits, and its tensors .* missing {UP}.weight"),
+         f"4 bits, or divided among ranks, and its tensors .* missing {UP}.weight"),
         ("gptq", lambda t: t.update({"model.x.experts.0.up_proj.qweight": torch.ones(1, 1).int()}),
          "experts.0.up_proj.qweight' is stored in 4 bits; served are linear .* without the experts"),
         ("gptq", lambda t: t.update({"lm_head.qweight": torch.ones(1, 1).int()}),

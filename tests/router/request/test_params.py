@@ -288,7 +288,8 @@ def test_max_tokens_0_is_for_prompts_that_are_echoed():
 def test_every_field_of_a_request_is_checked_or_known_to_be_free():
     """A new field must be given a bound, or be added to the free ones here."""
     free = {"request_id", "model", "resume_from"}  # an event id: `resume.check`
-    free |= {"prompts"}  # a test of its own
+    free |= {"prompts", "prediction"}  # tests of their own
+    free |= {"adapter"}  # the router's own entry, which the model's name has chosen
     free |= {"trace_headers"}  # tests/router/trace/test_trace_context.py: no value is refused
     free |= {
         "fit_to_model",

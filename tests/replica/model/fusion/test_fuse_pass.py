@@ -358,8 +358,8 @@ def test_a_model_that_mixes_tokens_after_its_layers_has_all_of_them_run(zoo, mon
         output.last_hidden_state = hidden + hidden.roll(1, dims=1)
         return output
 
-    def load(*args):
-        model = load_model(*args)
+    def load(*args, **options):
+        model = load_model(*args, **options)
         model.model.register_forward_hook(mix, with_kwargs=True)
         return model
 
@@ -383,8 +383,8 @@ def test_a_head_that_does_more_than_its_product_stays_the_models(zoo, monkeypatc
         output.logits = output.logits * 0.5
         return output
 
-    def load(*args):
-        model = load_model(*args)
+    def load(*args, **options):
+        model = load_model(*args, **options)
         model.register_forward_hook(scale, with_kwargs=True)
         return model
 

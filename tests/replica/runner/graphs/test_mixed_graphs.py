@@ -105,8 +105,8 @@ def test_kv_padding_makes_a_graph_for_each_reach_and_changes_no_token(harness, m
     used: set[int] = set()
     real = GraphCache.find_mixed
 
-    def find(self, *args):
-        cached = real(self, *args)
+    def find(self, *args, **options):
+        cached = real(self, *args, **options)
         if cached is not None:
             used.add(cached.key.kv_tokens)
         return cached
@@ -239,8 +239,8 @@ def test_padding_that_is_not_out_of_the_way_is_found(harness, what):
 def test_a_graph_whose_block_tables_are_too_short_is_found(harness, monkeypatch):
     real = GraphCache.find_mixed
 
-    def find(self, num_rows, num_tokens, kv_len, part):
-        return real(self, num_rows, num_tokens, 1, part)
+    def find(self, num_rows, num_tokens, kv_len, part, **options):
+        return real(self, num_rows, num_tokens, 1, part, **options)
 
     def prepare(runner: Runner) -> None:
         capture_mixed(runner)
