@@ -242,9 +242,8 @@ def test_a_replica_that_becomes_three_times_slower_has_fewer_requests_after_a_hu
         assert place(faulty, [*anchor, 301, 302], "fault:stretch:3@0") == slow
         after = list(pool.map(lambda _: place(faulty, prompt()), range(150)))
     late = after[100:].count(slow)
-    print(
-        f"of 50 requests: {before.count(slow)} before, {after[:50].count(slow)} and {after[50:100].count(slow)} then, {late} after"
-    )
+    counts = [before.count(slow), *(after[i : i + 50].count(slow) for i in (0, 50, 100))]
+    print(f"of 50 requests: {counts}")
     # By the speeds it gets a quarter.
     assert late <= 20 < 25 <= before.count(slow)
     label = "fault:stretch:1@0"
