@@ -52,8 +52,8 @@ def shortened(body: Any, path: str, random: Random | None) -> Any:
         return body
     if random is not None:
         optional = sorted(body.keys() - inputs - {"model", "stream_options"})
-        # The questions of a decision seldom fit by themselves.
-        most = random.randrange(2 if path == DECISIONS else 4)
+        # The questions of a decision seldom fit even by themselves.
+        most = 0 if path == DECISIONS else random.randrange(4)
         kept = inputs.union(random.sample(optional, min(len(optional), most)))
         body = {name: value for name, value in body.items() if name in kept}
     if path.startswith(MESSAGES) and isinstance(body.get("model", ""), str):
