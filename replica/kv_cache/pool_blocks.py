@@ -231,7 +231,7 @@ class PoolBlocks:
             self._unsealed[block] = name.payer
 
     def forget_content(self, block: int) -> None:
-        """Record that the prefix index has dropped this block: nobody finds it any longer."""
+        """Record that the prefix index has dropped this block: no lookup finds it any longer."""
         if block in self._unsealed:
             del self._unsealed[block]
             if block not in self._owners:

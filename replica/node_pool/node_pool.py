@@ -290,7 +290,7 @@ class NodePool:
         return checksum(self._views.slots[slot])
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Let nobody find these slots again. Their leases stay; a slot without a lease is free."""
+        """Let no lookup find these slots again. Their leases stay; a slot without a lease is free."""
         views = self._views
         with self._mutex() as is_locked:
             if not is_locked:

@@ -1,6 +1,6 @@
 """A member's own index of the pool: key to slot. It follows the headers, which may change under it at any time.
 
-An index is a hint. A lease (`NodePool.lease`) compares the key again while nobody can change the header.
+An index is a hint. A lease (`NodePool.lease`) compares the key again while no process can change the header.
 """
 
 from __future__ import annotations
