@@ -8,7 +8,7 @@
 | BLAKE2b | 0.6 / 0.9 / 0.8 |
 
 CRC-32 is in the standard library, releases the interpreter's lock, and is many times faster than computing a block. It
-guards against damage, not against forgery: a process that can write to the file (mode 0600) can do anything to the engine.
+guards against damage, not against forgery: a process that can write to the file (mode 0600) controls the engine.
 """
 
 from __future__ import annotations
