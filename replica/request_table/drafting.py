@@ -32,8 +32,6 @@ class Drafting:
         The request table, and the owners of the device's blocks.
     source
         Proposes the drafts. None: there are none. Recurrent models get none, because their states cannot go back.
-        Models with several layer groups get none either: with a step in flight, blocks that windows had given back
-        could be indexed after the commit.
     """
 
     # If at least this share of the decoding rows has a draft in flight, the next step is planned after the commit: a
@@ -50,7 +48,7 @@ class Drafting:
         self._vocab_size = config.vocab_size
         self._rows = rows
         self._blocks = blocks
-        self._source = None if config.has_states or len(config.groups) > 1 else source
+        self._source = None if config.has_states else source
         self.is_on = self._source is not None
 
     def waits(self) -> bool:

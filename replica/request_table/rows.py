@@ -326,8 +326,9 @@ class RowTable(RowColumns):
         if not self.sliding:
             return freed
         rows = np.flatnonzero(self.active)
-        # Drafted tokens may be rejected.
-        position = self.num_computed[rows] - self.num_drafted[rows]
+        # Drafted tokens may be rejected, and the blocks of the tokens before them are indexed once they are verified.
+        num_drafted = self.num_drafted[rows]
+        position = self.num_computed[rows] - num_drafted - (num_drafted > 0)
         if held:
             position = np.minimum(position, [held.get(row, _MAX_INT32) for row in rows.tolist()])
         for g in self.sliding:

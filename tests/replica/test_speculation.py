@@ -37,9 +37,9 @@ def oracle(model: Harness, expected: Told, **options) -> OracleDrafts:
 @pytest.mark.parametrize(
     ("name", "cache", "requests"),
     [
-        ("llama", config_of, "any"),
+        ("gemma3", config_of, "any"),
         ("llama", tight, "any"),
-        ("llama", tight, "long"),
+        ("gemma3", tight, "long"),
         ("llama", config_of, "constrained"),
     ],
 )
@@ -55,15 +55,6 @@ def test_drafts_change_nothing(harness, name, cache, requests):
         assert told == expected, seed
         assert 0 < source.num_accepted < source.num_drafted
         assert not source.live
-
-
-def test_models_with_several_layer_groups_get_no_drafts(harness):
-    model = harness("gemma3")
-    config = config_of(model.spec)
-    expected = plain(model, config, crowd)
-    source = oracle(model, expected, seed=1)
-    told = model.serve(config, FakeDevice(1), crowd(), plans_ahead=True, draft_source=source)
-    assert told == expected and source.num_drafted == 0
 
 
 @pytest.mark.parametrize("cache", [config_of, tight])
@@ -98,7 +89,7 @@ def test_drafts_change_nothing_in_graphs(harness, cache):
 def test_rows_with_a_draft_in_flight_may_be_left_out(harness, monkeypatch):
     """Few rows with a draft do not stop the planning ahead of the others."""
     monkeypatch.setattr(Drafting, "LOCKSTEP_SHARE", 2.0)
-    model = harness("llama")
+    model = harness("gemma3")
     config = tight(model.spec)
     expected = plain(model, config, crowd)
     for seed in range(1):

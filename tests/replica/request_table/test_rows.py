@@ -8,6 +8,7 @@ from quire.replica.core.request import FinishReason, Phase, Request
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.request_table import table_checks
+from quire.replica.request_table.decode_rows import Draft
 from quire.replica.request_table.plan_writer import PlanWriter
 from quire.replica.request_table.rows import RowTable
 
@@ -305,3 +306,22 @@ def test_after_a_plan_that_did_not_arrive_the_next_tells_all_rows():
     at, blocks = changes.flat(table.block_tables[0].size)
     assert (at.tolist(), blocks.tolist()) == ([4 * other], [5])
     assert (changes.claimed.tolist(), changes.sampling["seed"].tolist()) == ([other], [3])
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_blocks_of_a_draft_in_flight_are_kept_until_it_is_verified(window):
+    """The newest token, at position 3, fills its block, and no later query sees it if the window is one token."""
+    groups = (FULL_ATTENTION, LayerGroup(window=window))
+    table = RowTable(max_rows=1, max_blocks=4, block_size=4, vocab_size=50, groups=groups)
+    row = table.claim(make_request(prompt=(5, 6, 7)), [[1, 2], [3, 4]], num_computed=3)
+    table.record(np.array([row]), np.array([8], np.int32))
+    decode(table, row)
+    draft = Draft(row, int(table.owners[row]), 3, np.array([9, 9], np.int32))
+    PlanWriter(table).write(1, table.some_decode_rows([]), [], drafts=[draft])
+    assert table.num_computed[row] == 6
+    table.begin_drafts([draft])
+    assert table.trim() == [], "the block of the newest token is not indexed yet"
+    table.record(np.array([row]), np.array([9], np.int32))
+    table.end_drafts(np.array([row]))
+    assert table.num_computed[row] == 4
+    assert table.trim() == ([3] if window == 1 else [])
