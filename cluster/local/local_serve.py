@@ -33,8 +33,13 @@ from quire.cluster.config.resources import device_of, lacking, reservations
 from quire.cluster.config.serve_config import Application, ServeConfig
 from quire.cluster.local import start_report
 from quire.cluster.local.ports import Endpoint, listeners
-from quire.cluster.local.process_session import session_daemons, session_pids
+from quire.cluster.local.process_session import (
+    ray_session,
+    session_daemons,
+    session_pids,
+)
 from quire.cluster.local.serve_api import ApplicationStatus, application_status, fetch_ready
+from quire.replica.node_pool.pool_file import remove_pools
 from quire.replica.serving.final_errors import reason_of
 
 LOG_TAIL_LINES = 40
@@ -276,17 +281,21 @@ class LocalServe:
         ports.
 
         Ray gives a daemon one second to end and then kills it, so on a loaded machine workers may run longer than the
-        child. This method waits for them too, because all of them are in the child's session.
+        child. This method waits for them too, because all of them are in the child's session. Ray ends replicas without
+        calling their destructors, so the files of their pools are removed here.
         """
         child = self._child
         if child is None:
             return
+        ray_name = ray_session(child.pid)
         child.terminate()
         kill_s = time.monotonic() + TERMINATE_S
         while child.poll() is None or session_pids(child.pid):
             if time.monotonic() >= kill_s:
                 _kill_session(child.pid)
             time.sleep(POLL_S)
+        if ray_name is not None:
+            remove_pools(ray_name)
 
 
 def _kill_session(leader: int) -> None:

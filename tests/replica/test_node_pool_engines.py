@@ -121,7 +121,10 @@ def test_the_default_size_follows_from_the_memory():
     assert default_pool_bytes(2 * GIB, shm_free=10 * GIB, **cpu) == GIB // 8
 
 
-def test_a_pool_file_is_open_once(tmp_path):
+def test_a_pool_has_one_file_which_the_exit_of_its_last_process_removes(tmp_path):
     with Engine(node_pool=PoolPlace("one", folder=tmp_path), **OPTIONS) as engine:
         assert isinstance(engine._node_pool.memory, PoolFile)
         assert len(list(tmp_path.iterdir())) == 1
+        # An interpreter that exits, also after SIGTERM, calls this instead of `close`.
+        engine._at_exit()
+        assert not list(tmp_path.iterdir())
