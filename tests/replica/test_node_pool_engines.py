@@ -63,16 +63,17 @@ def test_an_engine_restores_what_another_has_computed(tmp_path):
 
 
 def test_an_engine_that_starts_after_a_sigkill_finds_all_but_the_last_blocks(tmp_path):
-    count = 4
+    # Contexts of 3,500 tokens, most of what the model can have.
+    shape = (3, 240)
     child = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("pool_victim.py"), tmp_path, str(count)],
+        [sys.executable, Path(__file__).with_name("pool_victim.py"), tmp_path, *map(str, shape)],
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         for line in child.stdout:
             streamed = json.loads(line)
-            if min(map(len, streamed)) >= 150:
+            if min(map(len, streamed)) >= 100:
                 break
     finally:
         child.kill()
@@ -81,18 +82,17 @@ def test_an_engine_that_starts_after_a_sigkill_finds_all_but_the_last_blocks(tmp
     with Engine(**OPTIONS) as alone:
         ids = [
             list(alone.generate([p], GREEDY, progress=False)[0].prompt_token_ids)
-            for p in prompts_of(count)
+            for p in prompts_of(*shape)
         ]
     # The streams go on where they ended, as a router lets them.
-    continued = [[*prompt, *output] for prompt, output in zip(ids, streamed, strict=True)]
+    continued = [[*prompt, *output[:500]] for prompt, output in zip(ids, streamed, strict=True)]
     with Engine(node_pool=PoolPlace("victim", folder=tmp_path), **OPTIONS) as engine:
         assert not engine._node_pool.is_new
         again = tokens_of(engine, continued)
         found = hits(engine)
-        possible = sum((len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE for ids in continued)
-        # One block may not have been full, or not published, when the process ended.
-        assert found["tokens_hit"] >= possible - count * 2 * BLOCK_SIZE
-        assert found["tokens_hit"] >= 0.9 * found["tokens_queried"]
+        # Of each stream the last block may not have been full, and the one before it not published.
+        assert found["tokens_hit"] >= found["tokens_queried"] - len(continued) * 3 * BLOCK_SIZE
+        assert found["tokens_hit"] >= 0.95 * found["tokens_queried"]
         engine.check()
         assert engine.snapshot()["host_blocks"]["damaged"] == 0
     with Engine(**{**OPTIONS, "node_pool_gib": 0.0}) as cold:
