@@ -112,6 +112,8 @@ class LocalServe:
     log_path: Path
     status: Callable[[str], dict[str, ApplicationStatus] | None] = application_status
     _child: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    # Ray's name, once all is ready; when a daemon of Ray has ended, no process may be left to ask.
+    _ray_session: str | None = field(default=None, init=False)
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
 
     def run(self, out: TextIO, ready_timeout_s: float) -> int:
@@ -227,6 +229,7 @@ class LocalServe:
         ServeFailed
             The child, Ray or every application has ended, although this process did not stop it.
         """
+        self._ray_session = ray_session(self._serve_run.pid)
         daemons = session_daemons(self._serve_run.pid)
         dashboard_url = self._dashboard_url()
         names = {app.name for app in self.config.applications}
@@ -287,7 +290,7 @@ class LocalServe:
         child = self._child
         if child is None:
             return
-        ray_name = ray_session(child.pid)
+        ray_name = self._ray_session or ray_session(child.pid)
         child.terminate()
         kill_s = time.monotonic() + TERMINATE_S
         while child.poll() is None or session_pids(child.pid):

@@ -111,7 +111,7 @@ class Publishing:
         self._last_s = now_s
         most = _MAX_SAVED_S * self.max_share
         self._budget_s = min(self._budget_s + passed_s * self.max_share, most)
-        return self._budget_s > 0
+        return self._budget_s >= min(min(len(self._filled), _BATCH) * self._cost_s, most)
 
     def plan(self, being_filled: Collection[int], *, is_idle: bool = False) -> None:
         """Plan the copies of a batch, within the budget unless the engine is idle.

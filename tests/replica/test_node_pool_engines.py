@@ -38,6 +38,16 @@ def wait_until_published(engine: Engine) -> None:
         time.sleep(0.01)
 
 
+def wait_until_known(engine: Engine, other: Engine) -> None:
+    """Wait until the idle engine reports to routers all that the other one has published."""
+    wait_until_published(other)
+    expected = other.call(lambda scheduler: scheduler.events.held()).result()
+    end_s = time.monotonic() + 60
+    while not expected <= engine.call(lambda scheduler: scheduler.events.held()).result():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
 def test_an_engine_restores_what_another_has_computed(tmp_path):
     place, prompts = PoolPlace("pair", folder=tmp_path), prompts_of(3)
     with Engine(node_pool=place, **OPTIONS) as first:
@@ -45,6 +55,7 @@ def test_an_engine_restores_what_another_has_computed(tmp_path):
         wait_until_published(first)
         first.check()
         with Engine(node_pool=place, **OPTIONS) as second:
+            wait_until_known(second, first)
             assert tokens_of(second, prompts) == expected
             found = hits(second)
             assert found["tokens_hit_on_host"] == found["tokens_hit"]
@@ -58,6 +69,8 @@ def test_an_engine_restores_what_another_has_computed(tmp_path):
                 assert tokens_of(third, prompts) == expected
                 assert hits(third)["tokens_hit"] == 0
                 third.check()
+            tokens_of(first, ["Another story of the quire"])
+            wait_until_known(second, first)
         first.check()
     assert not list(tmp_path.iterdir()), "the last engine removes the pool"
 

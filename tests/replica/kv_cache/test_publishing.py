@@ -91,7 +91,7 @@ def test_the_budget_is_a_share_of_the_time(engines):
     # A block takes 10 ms, the budget of a quarter of a second, which is not known at the first batch.
     assert 16 <= engine.step(0.0) <= 20
     counts = [engine.step(0.01 * n) for n in range(1, 301)]
-    assert [3 <= sum(counts[n : n + 100]) <= 5 for n in (0, 100, 200)] == [True] * 3
+    assert [2 <= sum(counts[n : n + 100]) <= 5 for n in (0, 100, 200)] == [True] * 3
     assert max(counts) == 1
 
 
