@@ -8,7 +8,8 @@ So when this process is killed, another engine of the node finds all of a stream
  step n + 1  checksum and publish (`PoolBlocks.seal`)
 ```
 
-The budget is a share of the engine's time, charged with the measured time of each batch. Batches are cheap: on a CPU a
+The budget is a share of the engine's time, larger for steps with prefill, and is charged with the measured time of each
+batch. Batches are cheap: on a CPU a
 block of 64 KiB costs 170 us alone and 60 us in a batch of 16, because the locks and the headers cost as much for 16.
 """
 
@@ -25,8 +26,10 @@ from quire.replica.kv_cache.prefix_entries import Entry
 
 _BATCH = 16
 _MAX_WAIT_S = 0.05
-# A step is delayed by at most this, or by one block if blocks are large.
-_MAX_BATCH_S = 0.002
+# A step is delayed by at most this, or by one block if blocks are large. A step without prefill has a smaller budget.
+_MAX_BATCH_S = 0.005
+# Budget of a step with prefill, as a share of its time: computing a block takes 20 times as long as publishing it.
+_PREFILL_SHARE = 0.05
 # Unused budget is kept for so long, for the blocks of the next prompt.
 _MAX_SAVED_S = 0.25
 _MAX_FILLED = 1 << 14
@@ -51,8 +54,8 @@ class Publishing:
     block_bytes
         Bytes of a block.
     max_share
-        The budget: seconds of planning and sealing for a second of the engine. The copies are not among them. On a CPU
-        they take a quarter of that time for small blocks, and as long for large ones.
+        The budget without prefill: seconds of planning and sealing for a second of the engine. The copies are not among
+        them. On a CPU they take a quarter of that time for small blocks, and as long for large ones.
     clock
         Seconds, for measuring the cost.
     """
@@ -87,11 +90,19 @@ class Publishing:
     def __len__(self) -> int:
         return len(self._filled)
 
-    def add(self, blocks: Iterable[int]) -> None:
+    def add(self, blocks: Iterable[int], prefill_s: float = 0.0) -> None:
         """Queue indexed device blocks that a committed step has filled.
 
         Beyond `_MAX_FILLED` they are not queued: a block is of no use without the blocks before it.
+
+        Parameters
+        ----------
+        prefill_s
+            Duration of a step with prefill.
         """
+        if prefill_s:
+            most_s = _MAX_SAVED_S * _PREFILL_SHARE
+            self._budget_s = min(self._budget_s + prefill_s * _PREFILL_SHARE, most_s)
         for block in blocks:
             if block in self._prefix and len(self._filled) < _MAX_FILLED:
                 entry, g = self._prefix.place_of(block)
@@ -110,7 +121,8 @@ class Publishing:
         passed_s = _MAX_SAVED_S if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         most = _MAX_SAVED_S * self.max_share
-        self._budget_s = min(self._budget_s + passed_s * self.max_share, most)
+        if self._budget_s < most:
+            self._budget_s = min(self._budget_s + passed_s * self.max_share, most)
         return self._budget_s >= min(min(len(self._filled), _BATCH) * self._cost_s, most)
 
     def plan(self, being_filled: Collection[int], *, is_idle: bool = False) -> None:

@@ -25,7 +25,7 @@ def prompts_of(count: int, repeats: int = 70) -> list[str]:
 
 
 def main(folder: str, count: int, repeats: int) -> None:
-    params = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=700, temperature=0, ignore_eos=True)
     with Engine(node_pool=PoolPlace("victim", folder=Path(folder)), **OPTIONS) as engine:
         # However fast the machine is, the budget suffices.
         engine.call(

@@ -87,9 +87,10 @@ def engines(tmp_path) -> Iterator[tuple[Engine, Engine]]:
 
 def test_the_budget_is_a_share_of_the_time(engines):
     engine, _ = engines
-    engine.fill(0, 32)
+    engine.fill(0, 20)
     # A block takes 10 ms, the budget of a quarter of a second, which is not known at the first batch.
-    assert 16 <= engine.step(0.0) <= 20
+    engine.publishing._cost_s = 0.0008
+    assert 5 <= engine.step(0.0) <= 8
     counts = [engine.step(0.01 * n) for n in range(1, 301)]
     assert [2 <= sum(counts[n : n + 100]) <= 5 for n in (0, 100, 200)] == [True] * 3
     assert max(counts) == 1
@@ -105,11 +106,24 @@ def test_blocks_are_published_in_batches(engines):
     assert [engine.step(s) for s in (0.08, 0.09)] == [16, 0]
 
 
+def test_prefill_has_a_budget_of_its_own(engines):
+    engine, _ = engines
+    engine.fill(0, 3)
+    assert engine.step(0.0) + engine.step(1.0) == 3
+    for second in range(2, 6):
+        # What a prompt computes in half a second may take 25 ms, a block more than the budget of decoding.
+        owned = engine.fill(1000 * second, 4)
+        engine.publishing.add((), prefill_s=0.5)
+        assert engine.step(second) + engine.step(second + 0.06) >= 1
+        engine.blocks.release(owned[::-1])
+    assert engine.pool.counts().cached >= 3 + 4
+
+
 def test_large_blocks_are_published_one_by_one(engines):
     engine, _ = engines
     engine.publishing._cost_s = 0.01
     engine.fill(0, 20)
-    assert engine.step(0.0) == 1
+    assert [engine.step(s) for s in (0.0, 0.01)] == [1, 0]
 
 
 def test_a_block_that_another_engine_has_published_is_not_copied_again(engines):
