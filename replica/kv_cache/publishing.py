@@ -9,8 +9,8 @@ So when this process is killed, another engine of the node finds all of a stream
 ```
 
 The budget is a share of the engine's time, larger for steps with prefill, and is charged with the measured time of each
-batch. Batches are cheap: on a CPU a
-block of 64 KiB costs 170 us alone and 60 us in a batch of 16, because the locks and the headers cost as much for 16.
+batch. Batches are cheap: on a CPU a block of 64 KiB costs 170 us alone and 60 us in a batch of 16, because the locks
+and the headers cost as much for 16.
 """
 
 from __future__ import annotations
