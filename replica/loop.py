@@ -312,9 +312,9 @@ class EngineLoop:
         return self._sample_next(deltas)
 
     def _sample_next(self, deltas: DeltaBatch) -> DeltaBatch:
-        """Queue the sampling of the next step if it waits for the tokens just committed.
+        """Queue the sampling of the next step if it waits for the tokens just committed, and return their deltas.
 
-        If this fails, add the final deltas of the failed requests to `deltas`, and return it.
+        If this fails, send them, and return the last deltas of the failed requests.
         """
         if not self._in_flight or not self._in_flight[0][0].awaits_tokens:
             return deltas
@@ -324,7 +324,8 @@ class EngineLoop:
             with self._mark("sample"):
                 self._runner.sample(launched, self._scheduler.complete(plan))
         except Exception as error:
-            deltas.whole.extend(self._fail(plan, error))
+            self._send(deltas)
+            deltas = DeltaBatch(self._fail(plan, error))
         self.time.sample_s += perf_counter() - began
         return deltas
 

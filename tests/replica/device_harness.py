@@ -99,6 +99,7 @@ class Harness:
         try:
             while len(told) < len(tokens):
                 for delta in outputs.get(timeout=TIMEOUT_S).deltas:
+                    assert delta.key not in told, "a delta follows the last one of its request"
                     assert delta.index == len(tokens[delta.key]) or not delta.token_ids
                     tokens[delta.key] += delta.token_ids
                     scores[delta.key] += [
