@@ -8,12 +8,14 @@ machine's ports; so the clients connect to a router's own ports, as the proxy of
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from test_node_drain import deployed
 from quire.cluster.bench.results.report import Bar
 from quire.cluster.local.ports import free_ports
 from quire.cluster.local.process_session import session_pids
+from quire.cluster.local.serve_api import ray_auth_header
 
 NUM_WORKERS, AWAY_S = 2, 20.0
 SMALL_STORE = ["--object-store-memory", str(80 * 1024**2)]
@@ -78,6 +81,17 @@ class Nodes:
         with socket.socket() as asked:
             return asked.connect_ex(("127.0.0.1", self.port)) == 0
 
+    def all_joined(self) -> bool:
+        """Whether the dashboard knows all nodes."""
+        url = f"http://127.0.0.1:{self.dashboard_port}/nodes?view=summary"
+        request = urllib.request.Request(url, headers=ray_auth_header(os.environ))
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                nodes = json.load(response)["data"]["summary"]
+        except OSError:
+            return False
+        return sum(node["raylet"].get("state") == "ALIVE" for node in nodes) == 1 + NUM_WORKERS
+
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
@@ -117,6 +131,7 @@ def test_streams_go_on_without_a_head_and_a_new_one_takes_over(nodes: Nodes) -> 
     wait_until(nodes.has_gcs, CHANGE_TIMEOUT_S, "the GCS listens")
     for number in range(NUM_WORKERS):
         nodes.start_worker(number)
+    wait_until(nodes.all_joined, CHANGE_TIMEOUT_S, "all nodes have joined")
     dashboard = f"http://127.0.0.1:{nodes.dashboard_port}"
     cluster = deployed(dashboard, nodes.folder / "head.out", num_replicas=NUM_WORKERS)
     before = {name: sorted(cluster.pids(name)) for name in ("Router", "Replica")}
