@@ -82,7 +82,8 @@ class StepCommitter:
         recorded = self._record(step, *_counted(step, plan, result), has_stuck)
         self._end_drafts(step)
         if self._memory.publishing is not None:
-            self._memory.publishing.add(step.registered)
+            prefill_s = result.duration_s if step.chunks else 0.0
+            self._memory.publishing.add(step.registered, prefill_s)
         complete = self._end_prefills(recorded, now_s) if step.chunks else {}
         for behind in self._steps:
             self._indexer.register_known(behind)
