@@ -31,9 +31,14 @@ def get(url: str, body: dict[str, Any] | None = None, method: str | None = None)
     return found
 
 
-def wait(what: str, is_so: Callable[[], Any]) -> float:
+def wait(what: str, is_so: Callable[[], Any], ray: subprocess.Popen[bytes]) -> float:
+    """Wait until `is_so` returns something true; return the seconds. The end of `ray start` is an error."""
     began, last = time.monotonic(), ""
     while True:
+        if ray.poll() is not None:
+            raise RuntimeError(
+                f"{what}: `ray start` ended with status {ray.returncode}; {last[-2000:]}"
+            )
         try:
             if is_so():
                 return time.monotonic() - began
@@ -83,15 +88,15 @@ def main() -> None:
         given["ray_start"], stdout=sys.stderr, stderr=sys.stderr, stdin=subprocess.DEVNULL
     )
     raylet, ready = given["raylet_url"], given["readiness"]
-    found["seconds"]["raylet"] = wait("the raylet's probe", lambda: get(raylet))
-    wait("the dashboard", lambda: get("http://127.0.0.1:8265/api/version"))
+    found["seconds"]["raylet"] = wait("the raylet's probe", lambda: get(raylet), ray)
+    wait("the dashboard", lambda: get("http://127.0.0.1:8265/api/version"), ray)
     url = "http://127.0.0.1:8265/api/serve/applications/"
     # KubeRay tries again too, while Ray's agents start.
-    wait("Serve takes its config", lambda: get(url, given["serve_config"], "PUT") is not None)
+    wait("Serve takes its config", lambda: get(url, given["serve_config"], "PUT") is not None, ray)
     found["seconds"]["readiness"] = wait(
-        "the readiness probe", lambda: subprocess.run(ready, timeout=30).returncode == 0
+        "the readiness probe", lambda: subprocess.run(ready, timeout=30).returncode == 0, ray
     )
-    found["seconds"]["ready"] = wait("/ready", lambda: get("http://127.0.0.1:8000/ready"))
+    found["seconds"]["ready"] = wait("/ready", lambda: get("http://127.0.0.1:8000/ready"), ray)
     body = {"model": "embedded", "prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True}
     answer = json.loads(get("http://127.0.0.1:8000/v1/completions", body))
     found["completion_tokens"] = answer["usage"]["completion_tokens"]

@@ -97,6 +97,10 @@ def _script(
         "ip link set lo up",
         f"ip address add {POD_ADDRESS}/32 dev lo",
         "ip route add default dev lo",
+        # As the kubelet: the pod's name has an address. Without one, each look-up of it by Ray takes 10 s. No name
+        # server can be reached; without one in the file, this machine is asked and refuses at once.
+        f"printf '127.0.0.1 localhost\\n{POD_ADDRESS} %s\\n' $(uname -n) > {root}/etc/hosts",
+        f"echo > {root}/etc/resolv.conf",
         f"mount --bind {root} {root}",
         f"mount -t proc proc {root}/proc",
         f"mount --rbind /dev {root}/dev",

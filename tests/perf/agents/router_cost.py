@@ -9,6 +9,8 @@ compute nothing; everything else is the product: HAProxy, HTTP, template, tokeni
 detokenizer, server-sent events.
 
 *Router* is the processor time of the routers' processes, with all threads, less what they take while nothing runs.
+*Prompts* is the same for other agents whose answers have one token each: what a prompt costs until it is placed. The
+rest is the price of streams: each token of a replica with few streams is a frame, and a write to a socket.
 *Bare* is the tokenizer library alone, on the text of the same prompts in the same run.
 """
 
@@ -21,7 +23,7 @@ import json
 import random
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +258,6 @@ def measure(cluster: LiveCluster, turns: list[list[Turn]]) -> Cost:
     """Run all agents at once, and read the routers' processor time before and after."""
     pids = list(cluster.replicas("quire", "Router").values())
     url, sent = f"http://127.0.0.1:{cluster.http_port}", Sent()
-    asyncio.run(ask(url, [{"role": "user", "content": "warm up"}], 8, Sent()))
     time.sleep(REST_S)
     before_s = cpu_s(pids)
     time.sleep(IDLE_S)
@@ -272,10 +273,20 @@ def measure(cluster: LiveCluster, turns: list[list[Turn]]) -> Cost:
     return Cost(cpu_s(pids) - before_s - idle_share * took_s, idle_share, sent)
 
 
-def bars_of(cost: Cost, bare: float, bare_tokens: int) -> list[Bar]:
-    """Processor seconds per million prompt tokens, and the ratio to the bare tokenizer."""
+def bars_of(cost: Cost, of_prompts: Cost, bare: float, bare_tokens: int) -> list[Bar]:
+    """Processor seconds per million prompt tokens, and the ratio to the bare tokenizer.
+
+    Parameters
+    ----------
+    of_prompts
+        The cost with answers of one token.
+    bare, bare_tokens
+        Processor seconds of the bare tokenizer for the prompts of `cost`, and the number of their tokens.
+    """
     sent = cost.sent
     million = sent.prompt_tokens / 1e6
+    prompts_s = of_prompts.router_s / (of_prompts.sent.prompt_tokens / 1e6)
+    streams_us = 1e6 * (cost.router_s - prompts_s * million) / sent.output_tokens
     details = {
         "requests": len(sent.prompts),
         "million_prompt_tokens": round(million, 3),
@@ -283,6 +294,7 @@ def bars_of(cost: Cost, bare: float, bare_tokens: int) -> list[Bar]:
         "hit_percent": round(100 * sent.cached_tokens / sent.prompt_tokens, 2),
         "characters_per_token": round(sum(map(len, sent.prompts)) / bare_tokens, 2),
         "router_ms_per_request": round(1e3 * cost.router_s / len(sent.prompts), 2),
+        "router_us_per_output_token": round(streams_us, 1),
         "idle_share_of_a_core": round(cost.idle_share, 4),
     }
     bare_per_million = bare / (bare_tokens / 1e6)
@@ -294,6 +306,19 @@ def bars_of(cost: Cost, bare: float, bare_tokens: int) -> list[Bar]:
             "s",
             GOAL_S,
             details=details,
+        ),
+        Bar(
+            "router/core_s_per_million_tokens_of_prompts",
+            prompts_s,
+            "s",
+            GOAL_S,
+            details={
+                "requests": len(of_prompts.sent.prompts),
+                "million_prompt_tokens": round(of_prompts.sent.prompt_tokens / 1e6, 3),
+                "hit_percent": round(
+                    100 * of_prompts.sent.cached_tokens / of_prompts.sent.prompt_tokens, 2
+                ),
+            },
         ),
         Bar(
             "router/cost_of_bare_tokenizer",
@@ -317,12 +342,16 @@ def main() -> int:
     files = corpus()
     tokenizer = train_tokenizer(files)
     texts = Texts(files, tokenizer)
-    turns = [turns_of(agent, texts, options.turns) for agent in range(NUM_AGENTS)]
+    turns = [turns_of(agent, texts, options.turns) for agent in range(2 * NUM_AGENTS)]
+    short = [[replace(turn, output_tokens=1) for turn in agent] for agent in turns[NUM_AGENTS:]]
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), tokenizer)
         with live_cluster(serve_config(Path(folder))) as cluster:
-            cost = measure(cluster, turns)
-    bars = bars_of(cost, *bare_s(tokenizer, cost.sent.prompts))
+            url = f"http://127.0.0.1:{cluster.http_port}"
+            asyncio.run(ask(url, [{"role": "user", "content": "warm up"}], 8, Sent()))
+            cost = measure(cluster, turns[:NUM_AGENTS])
+            of_prompts = measure(cluster, short)
+    bars = bars_of(cost, of_prompts, *bare_s(tokenizer, cost.sent.prompts))
     write(options.out, f"python -m tests.perf router_cost --turns {options.turns}", bars)
     return 0
 
