@@ -40,6 +40,16 @@ Hashes = Annotated[np.ndarray, _HASHES]
 Int32Array = Annotated[np.ndarray, array("<i4")]
 
 
+class BlockSource(NamedTuple):
+    """Where other nodes get the KV blocks of a replica's node (`replica/kv_transport`). Its text has no token."""
+
+    address: str = ""  # host:port; empty: nowhere
+    token: str = ""  # what importers must show; it travels on the bus only
+
+    def __repr__(self) -> str:
+        return f"BlockSource({self.address!r})"
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Requests: the unary call
 # ----------------------------------------------------------------------------------------------------------

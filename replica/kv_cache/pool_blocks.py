@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from quire.replica.kv_cache.blocks import IntegrityError, Occupancy
-from quire.replica.node_pool.node_pool import Content, NodePool, PoolCounts
+from quire.replica.node_pool.node_pool import NodePool
+from quire.replica.node_pool.slot_content import Content, PoolCounts
 
 _PART_BYTES = 16
 _COUNT_S = 0.5
