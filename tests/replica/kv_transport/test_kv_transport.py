@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,8 +255,14 @@ def test_a_late_import_ends_at_its_time_and_the_next_one_goes_on(nodes):
 def test_exports_at_a_time_are_bounded(nodes):
     a, b = nodes
     put(a.pool, *range(4))
-    blocked, read = threading.Event(), a.transport._pool.read
-    a.transport._pool.read = lambda keys: blocked.wait(10) and read(keys)
+    read, blocked, entered = a.transport._pool.read, threading.Event(), threading.Semaphore(0)
+
+    def wait_and_read(keys):
+        entered.release()
+        assert blocked.wait(10)
+        return read(keys)
+
+    a.transport._pool.read = wait_and_read
     request = ExportRequest(LAYOUT_VERSION, LAYOUT.slot_bytes, key_of(0)).encode()
     shown = [("authorization", f"Bearer {a.transport.source.token}")]
     with grpc.insecure_channel(a.transport.source.address) as channel:
@@ -265,12 +270,9 @@ def test_exports_at_a_time_are_bounded(nodes):
             channel.unary_stream(METHOD)(request, metadata=shown, timeout=10)
             for _ in range(block_export.MAX_EXPORTS)
         ]
-        # The server counts a call when its first message is awaited, so ask until it is full.
-        end_s = time.monotonic() + 5
-        while "RESOURCE_EXHAUSTED" not in (
-            b.transport.import_blocks(a.transport.source, wanted(0), 0.3).reason
-        ):
-            assert time.monotonic() < end_s
+        assert all(entered.acquire(timeout=10) for _ in calls)
+        result = b.transport.import_blocks(a.transport.source, wanted(0), 10)
+        assert result.num_blocks == 0 and "RESOURCE_EXHAUSTED" in result.reason
         blocked.set()
         assert all(len(list(call)) == 2 for call in calls)
 
