@@ -22,6 +22,7 @@ from quire.replica.kv_transport.block_messages import (
     METHOD,
     BlockHeaders,
     ExportRequest,
+    WantedBlock,
     num_in_piece,
     split_keys,
 )
@@ -39,14 +40,6 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-
-
-class WantedBlock(NamedTuple):
-    """A block to import."""
-
-    key: bytes
-    # The blocks behind it are of no use without it.
-    is_needed: bool = True
 
 
 class ImportResult(NamedTuple):

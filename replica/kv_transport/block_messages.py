@@ -14,7 +14,7 @@ checksum is in its header. gRPC's flow control holds the exporter back while the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,14 @@ METHOD = "/quire.KvBlocks/Export"
 PIECE_BYTES = 1 << 20
 # 2 MiB of keys; gRPC's default takes messages of 4 MiB.
 MAX_KEYS = 1 << 16
+
+
+class WantedBlock(NamedTuple):
+    """A block that an importer wants."""
+
+    key: bytes
+    # The blocks behind it are of no use without it.
+    is_needed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

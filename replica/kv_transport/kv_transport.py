@@ -17,7 +17,8 @@ from pathlib import Path
 
 from quire.protos.wire import BlockSource
 from quire.replica.kv_transport.block_export import BlockExport
-from quire.replica.kv_transport.block_import import BlockImport, ImportResult, WantedBlock
+from quire.replica.kv_transport.block_import import BlockImport, ImportResult
+from quire.replica.kv_transport.block_messages import WantedBlock
 from quire.replica.kv_transport.shared_pool import SharedPool
 from quire.replica.node_pool.node_pool import open_node_pool
 from quire.replica.node_pool.pool_layout import PoolLayout

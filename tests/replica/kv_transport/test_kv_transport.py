@@ -19,8 +19,12 @@ from pool_process import adopt, bytes_of, key_of, open_pool, put
 
 from quire.protos.wire import BlockSource
 from quire.replica.kv_transport import block_export, block_messages
-from quire.replica.kv_transport.block_import import WantedBlock
-from quire.replica.kv_transport.block_messages import METHOD, BlockHeaders, ExportRequest
+from quire.replica.kv_transport.block_messages import (
+    METHOD,
+    BlockHeaders,
+    ExportRequest,
+    WantedBlock,
+)
 from quire.replica.kv_transport.kv_transport import KvTransport
 from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.node_pool.pool_layout import LAYOUT_VERSION, PoolLayout
