@@ -93,7 +93,7 @@ class BlockExport:
                 np.array([header.payer for header in headers], np.uint64),
                 np.array([header.checksum for header in headers], np.uint32),
             ).encode()
-            yield from contents
+            yield contents
             self.num_exported += len(headers)
 
     def _check_token(self, context: grpc.ServicerContext) -> None:

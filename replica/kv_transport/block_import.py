@@ -20,6 +20,7 @@ from quire.protos.wire_codec import WireError
 from quire.replica.kv_transport.block_messages import (
     MAX_KEYS,
     METHOD,
+    PIECE_BYTES,
     BlockHeaders,
     ExportRequest,
     WantedBlock,
@@ -90,7 +91,7 @@ class BlockImport:
         timeout_s
             Time after which the import ends, with the blocks that have come.
         cancelled
-            Ends the import within a block when it is set.
+            Ends the import after the running piece when it is set.
         """
         began_s = time.monotonic()
         if not self._lock.acquire(timeout=timeout_s):
@@ -156,16 +157,13 @@ class BlockImport:
             if len(headers) > most or not progress.expects([header.key for header in headers]):
                 self.num_refused += len(headers)
                 return "the peer lacks a block, or sent one that was not asked for"
-            contents = _Contents(call, cancelled)
-            slots = self._pool.write(headers, contents)
+            slots = self._pool.write(headers, next(call, b""))
             progress.slots += slots
-            if contents.error is not None:
-                raise contents.error
-            if cancelled is not None and cancelled.is_set():
-                return "it was cancelled"
             if len(slots) < len(headers):
                 self.num_refused += len(headers) - len(slots)
                 return "a block was damaged on its way, or the pool has no room"
+            if cancelled is not None and cancelled.is_set():
+                return "it was cancelled"
         return "" if progress.is_complete else "the peer has no more"
 
     def _channel(self, address: str) -> grpc.Channel:
@@ -181,34 +179,13 @@ class BlockImport:
 
     @property
     def _most_bytes(self) -> int:
-        """The longest message that a peer may send: a content, or the headers of a piece."""
-        return max(self._pool.layout.slot_bytes, 1 << 20) + 1024
+        """The longest message that a peer may send: the contents of a piece."""
+        return max(self._pool.layout.slot_bytes, PIECE_BYTES) + 1024
 
     def close(self) -> None:
         """End the connections, and with them a running import."""
         for channel in list(self._channels.values()):
             channel.close()
-
-
-class _Contents:
-    """Iterates over the contents of an export; ends when it is cancelled, or at an error, which it keeps."""
-
-    def __init__(self, call: Iterator[bytes], cancelled: threading.Event | None):
-        self._call = call
-        self._cancelled = cancelled
-        self.error: grpc.RpcError | None = None
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
-    def __next__(self) -> bytes:
-        if self._cancelled is not None and self._cancelled.is_set():
-            raise StopIteration
-        try:
-            return next(self._call)
-        except grpc.RpcError as error:
-            self.error = error
-            raise StopIteration from None
 
 
 class _Progress:

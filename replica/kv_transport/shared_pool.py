@@ -7,7 +7,7 @@ until it ends, so that its last blocks do not evict its first ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,12 +37,12 @@ class SharedPool:
             self._pool.refresh()
             return [key for key in keys if self._pool.find(key) is None]
 
-    def read(self, keys: Sequence[bytes]) -> tuple[list[Content], list[bytes]]:
+    def read(self, keys: Sequence[bytes]) -> tuple[list[Content], bytes]:
         """Copy those of these blocks that the pool has, after verifying them.
 
         Returns
         -------
-        Their headers, in the order of the keys, and their contents.
+        Their headers, in the order of the keys, and their contents, one after the other.
         """
         with self._lock:
             self._pool.refresh()
@@ -52,44 +52,48 @@ class SharedPool:
             try:
                 sound = [slot for slot in slots if self._pool.verify(slot)]
                 headers = [self._pool.content(slot) for slot in sound]
-                return headers, [self._pool.slots[slot].tobytes() for slot in sound]
+                return headers, b"".join(self._pool.slots[slot].data for slot in sound)
             finally:
                 self._pool.release(slots[::-1])
 
-    def write(self, headers: Sequence[Content], contents: Iterator[bytes]) -> list[int]:
-        """Write blocks as they arrive, and publish them.
+    def write(self, headers: Sequence[Content], contents: bytes) -> list[int]:
+        """Write blocks and publish them.
 
         Parameters
         ----------
         headers
             Key, payer and checksum of each block; its `slot` means nothing here.
         contents
-            The bytes of each. If there are fewer, the blocks that are complete are published.
+            The bytes of all.
 
         Returns
         -------
         The slots of the published blocks, which the caller releases. They are fewer than the headers if a content is
         wrong, or if the pool has no room.
         """
+        sound, size = [], self.layout.slot_bytes
+        for i, header in enumerate(headers):
+            content = np.frombuffer(contents, np.uint8)[i * size : (i + 1) * size]
+            if len(content) != size or checksum(content) != header.checksum:
+                break
+            sound.append(content)
         with self._lock:
             # Other engines' retained blocks are worth more than a copy of what a peer keeps.
-            slots = self._pool.claim(len(headers), may_evict_retained=False)
+            slots = self._pool.claim(len(sound), may_evict_retained=False) if sound else None
         if slots is None:
             return []
-        filled: list[Content] = []
+        is_published = False
         try:
-            for slot, header, data in zip(slots, headers, contents, strict=False):
-                content = np.frombuffer(data, np.uint8)
-                if len(content) != self.layout.slot_bytes or checksum(content) != header.checksum:
-                    break
+            for slot, content in zip(slots, sound, strict=True):
                 self._pool.slots[slot] = content
-                filled.append(header._replace(slot=slot))
-        finally:
+            filled = [h._replace(slot=slot) for h, slot in zip(headers, slots, strict=False)]
             with self._lock:
                 # Without the pool's lock nothing is published.
-                count = len(filled) if self._pool.publish(filled) else 0
-                self._pool.release(slots[count:])
-        return slots[:count]
+                is_published = self._pool.publish(filled)
+        finally:
+            if not is_published:
+                self.release(slots)
+        return slots if is_published else []
 
     def release(self, slots: Sequence[int]) -> None:
         """Release the slots of one sequence, in its order."""

@@ -140,32 +140,28 @@ class HostileExport(block_export.BlockExport):
         for begin in range(0, len(keys), 4):
             names = keys[begin : begin + 4]
             blocks = [bytes_of(key, LAYOUT.slot_bytes) for key in names]
-            sums, contents = [checksum(b) for b in blocks], [b.tobytes() for b in blocks]
-            headers = [b"".join(names), np.zeros(len(names), np.uint64), np.array(sums, np.uint32)]
-            messages += [headers, *contents]
+            sums = np.array([checksum(block) for block in blocks], np.uint32)
+            headers = [b"".join(names), np.zeros(len(names), np.uint64), sums]
+            messages += [headers, b"".join(block.tobytes() for block in blocks)]
         i = self._chance.randrange(len(messages))
         fault = self._chance.randrange(5)
         if isinstance(messages[i], list):
             keys_of, payers, sums_of = messages[i]
-            if fault == 0:
-                messages[i] = [key_of(10**6) + keys_of[32:], payers, sums_of]
-            elif fault == 1:
-                messages[i] = [keys_of[32:] + keys_of[:32], payers, sums_of]
-            elif fault == 2:
-                messages[i] = [keys_of[:-1], payers, sums_of]
-            elif fault == 3:
-                messages[i] = [keys_of, payers, sums_of ^ np.uint32(1)]
-            else:
-                messages[i] = [keys_of, payers[:-1], sums_of]
+            messages[i] = [
+                [key_of(10**6) + keys_of[32:], payers, sums_of],
+                [keys_of[32:] + keys_of[:32], payers, sums_of],
+                [keys_of[:-1], payers, sums_of],
+                [keys_of, payers, sums_of ^ np.uint32(1)],
+                [keys_of, payers[:-1], sums_of],
+            ][fault]
         elif fault == 0:
             messages[i] = messages[i][:-1]
         elif fault == 1:
-            j = self._chance.randrange(LAYOUT.slot_bytes)
-            messages[i] = (
-                messages[i][:j] + bytes([messages[i][j] ^ 1 << j % 8]) + messages[i][j + 1 :]
-            )
+            j = self._chance.randrange(len(messages[i]))
+            flipped = bytes([messages[i][j] ^ 1 << j % 8])
+            messages[i] = messages[i][:j] + flipped + messages[i][j + 1 :]
         elif fault == 2:
-            messages[i] = bytes(LAYOUT.slot_bytes)
+            messages[i] = messages[i][LAYOUT.slot_bytes :] + bytes(LAYOUT.slot_bytes)
         elif fault == 3:
             del messages[i]
         else:
