@@ -13,8 +13,8 @@ from quire.router.policy.cost_terms import PULL_OVERHEAD_S
 from quire.router.policy.fleet_view import PeerPrefixes, prefill_work
 from quire.router.policy.policy import Ranking
 
-# Before any pull: the speed of a busy network of 10 Gbit/s, with the weight of this many bytes.
-_PRIOR_BYTES_PER_S = 0.5e9
+# Before any pull: what two busy cores copy over the loopback, with the weight of this many bytes.
+_PRIOR_BYTES_PER_S = 0.25e9
 _PRIOR_BYTES = 16 << 20
 # Measured pulls lose their weight with this time constant, so that a slow one is tried again.
 _HORIZON_S = 60.0

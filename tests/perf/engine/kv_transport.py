@@ -38,7 +38,7 @@ from quire.replica.node_pool.slot_content import Content
 from quire.replica.serving.peer_pulls import PeerPulls
 
 HOST = "127.0.0.1"
-GOAL_GB_PER_S = 0.5
+GOAL_GB_PER_S = 0.25
 # A pull that takes more than half of the computed time is hardly worth its risk.
 GOAL_RATIO = 0.5
 SLOT_BYTES = {"64_KiB": 64 << 10, "1_MiB": 1 << 20, "8_MiB": 8 << 20}

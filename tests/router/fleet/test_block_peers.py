@@ -69,7 +69,7 @@ def test_only_replicas_of_one_node_pull_nothing():
 def test_the_price_follows_the_measured_pulls_and_forgets_them():
     peers = peers_of(a="1", b="2")
     prior = peers.s_per_token(0.0)
-    assert prior == pytest.approx(TOKEN_BYTES / 0.5e9)
+    assert prior == pytest.approx(TOKEN_BYTES / 0.25e9)
     for _ in range(50):
         done = Completion("stop", 1, 1, 0, pulled_bytes=100 << 20, pull_s=1.0 + PULL_OVERHEAD_S)
         peers.measured(done, 1.0)
