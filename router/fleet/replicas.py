@@ -18,7 +18,7 @@ from quire.router.fleet.block_peers import BlockPeers
 from quire.router.fleet.demand import DemandMeter, Followers
 from quire.router.fleet.event_replay import EventReplay
 from quire.router.fleet.prefill_speeds import FleetSpeeds
-from quire.router.fleet.request_bookings import RequestBooking
+from quire.router.fleet.request_bookings import RequestBooking, exact_work
 from quire.router.fleet.sessions import Sessions
 from quire.router.fleet.tracked_replica import ReplicaState, TrackedReplica
 from quire.router.index.prefix_index import PrefixIndex
@@ -301,7 +301,7 @@ class ReplicaTable:
             epoch=entry.epoch,
             prompt_tokens=num_prompt_tokens,
             prefill_tokens=missing,
-            work=prefill_work(missing, cached, self._attention_context_tokens),
+            work=exact_work(prefill_work(missing, cached, self._attention_context_tokens)),
             booked_s=now_s,
             index_booking=self.index.book(entry.name, hashes),
         )

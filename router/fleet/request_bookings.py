@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from quire.router.index.holder_slots import Booking
 
 
+def exact_work(work: float) -> float:
+    """The nearest multiple of 2**-10: sums and differences of such numbers, up to 2**43, have no rounding errors."""
+    return round(work * 1024) / 1024
+
+
 @dataclass(slots=True, eq=False)
 class RequestBooking:
     """One request on one replica, from the decision to its end. `ReplicaTable.book` makes it."""
@@ -20,7 +25,7 @@ class RequestBooking:
     prompt_tokens: int
     # Prompt tokens that the replica must prefill, by the router's prediction.
     prefill_tokens: int
-    # Work of these tokens (`prefill_work`).
+    # Work of these tokens (`prefill_work`), as `exact_work` gives it.
     work: float
     booked_s: float
     index_booking: Booking
@@ -74,26 +79,28 @@ class ReplicaBookings:
         self._unreported[booking] = None
         self._unanswered[booking] = None
         self.num_in_flight += 1
-        self._sum()
+        self.unreported_work += booking.work
+        self.unanswered_work += booking.work
+        self.unanswered_tokens += booking.prompt_tokens
 
     def report(self, until_s: float) -> None:
         """Take in a report, which can contain the requests booked until `until_s`."""
-        num_unreported = len(self._unreported)
         while self._unreported:
             oldest = next(iter(self._unreported))
             if oldest.booked_s > until_s:
                 break
-            del self._unreported[oldest]
-        if len(self._unreported) != num_unreported:
-            self._sum()
+            self._remove_unreported(oldest)
 
     def answer(self, booking: RequestBooking, now_s: float) -> None:
         """Take in a request's first token."""
-        self._unreported.pop(booking, None)
-        self._unanswered.pop(booking, None)
+        if booking in self._unreported:
+            self._remove_unreported(booking)
+        if booking in self._unanswered:
+            del self._unanswered[booking]
+            self.unanswered_work -= booking.work
+            self.unanswered_tokens -= booking.prompt_tokens
         # The replica prefills one prompt after the other, so the next one starts now.
         self.head_s = now_s
-        self._sum()
 
     def end(self) -> None:
         """Count the end of a request after `answer`."""
@@ -104,10 +111,9 @@ class ReplicaBookings:
         self._unreported.clear()
         self._unanswered.clear()
         self.num_in_flight = 0
-        self._sum()
+        self.unreported_work = self.unanswered_work = 0.0
+        self.unanswered_tokens = 0
 
-    def _sum(self) -> None:
-        """Recompute the sums. Adding and subtracting single requests would accumulate rounding errors."""
-        self.unreported_work = sum(booking.work for booking in self._unreported)
-        self.unanswered_work = sum(booking.work for booking in self._unanswered)
-        self.unanswered_tokens = sum(booking.prompt_tokens for booking in self._unanswered)
+    def _remove_unreported(self, booking: RequestBooking) -> None:
+        del self._unreported[booking]
+        self.unreported_work -= booking.work

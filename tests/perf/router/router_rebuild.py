@@ -218,12 +218,13 @@ class NewRouter:
 
     async def _decide(self, served: Served) -> None:
         """Decide requests at the times of a Poisson process."""
-        began_s = due_s = time.monotonic()
+        began_s = due_s = looked_s = time.monotonic()
         while True:
             due_s += self._rng.expovariate(self._rate)
-            # Without a pause if it is late already: requests are tasks of their own, and all that are due run.
-            if due_s > time.monotonic():
-                await asyncio.sleep(due_s - time.monotonic())
+            # Without a pause if it was due at the last look: requests are tasks of their own, and all that are due run.
+            if due_s > looked_s:
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                looked_s = time.monotonic()
             while not self.table.num_ready():
                 await asyncio.sleep(0.001)
             self._decide_one(served, began_s, due_s)
