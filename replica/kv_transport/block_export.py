@@ -8,8 +8,9 @@ method for clients, and no reflection.
 from __future__ import annotations
 
 import hmac
-import logging
+import math
 import secrets
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,11 +29,12 @@ from quire.replica.kv_transport.block_messages import (
 from quire.replica.kv_transport.shared_pool import SharedPool
 from quire.replica.node_pool.pool_layout import KEY_BYTES, LAYOUT_VERSION
 
-logger = logging.getLogger(__name__)
 # Exports at a time; further ones are refused, and their importers compute. Each holds `PIECE_BYTES` and what gRPC
 # buffers for one stream.
 MAX_EXPORTS = 2
 _TOKEN_BYTES = 32
+# Without a block for so long, no export is in progress.
+_QUIET_S = 0.5
 
 
 class BlockExport:
@@ -58,6 +60,7 @@ class BlockExport:
     def __init__(self, pool: SharedPool, host: str):
         self.token = secrets.token_hex(_TOKEN_BYTES)
         self.num_exported = 0
+        self._exported_s = -math.inf
         self._pool = pool
         self._wanted = f"Bearer {self.token}".encode()
         service, method = METHOD.strip("/").split("/")
@@ -76,8 +79,11 @@ class BlockExport:
         self.address = f"{_bracketed(host)}:{port}"
         self._server.start()
 
-    def close(self) -> None:
-        """End all exports."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """End all exports, after `linger_s` at most: streams that have just left this replica pull their blocks."""
+        end_s = time.monotonic() + linger_s
+        while time.monotonic() < min(end_s, self._exported_s + _QUIET_S):
+            time.sleep(_QUIET_S / 10)
         self._server.stop(grace=None).wait()
 
     def _export(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -93,7 +99,9 @@ class BlockExport:
                 np.array([header.payer for header in headers], np.uint64),
                 np.array([header.checksum for header in headers], np.uint32),
             ).encode()
+            self._exported_s = time.monotonic()
             yield contents
+            self._exported_s = time.monotonic()
             self.num_exported += len(headers)
 
     def _check_token(self, context: grpc.ServicerContext) -> None:

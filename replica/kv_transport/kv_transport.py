@@ -68,8 +68,8 @@ class KvTransport:
         """Raise AssertionError if a slot of the pool is lost, or still leased for a copy."""
         self._pool.check()
 
-    def close(self) -> None:
-        """End all exports and imports, and leave the pool."""
-        self.exporter.close()
+    def close(self, linger_s: float = 0.0) -> None:
+        """End all imports and exports, these after `linger_s` at most, and leave the pool."""
         self.importer.close()
+        self.exporter.close(linger_s)
         self._pool.close()

@@ -55,6 +55,8 @@ from quire.replica.serving.replica_metrics import ReplicaMetrics
 
 logger = logging.getLogger("ray.serve")
 _LEASE_CHECKS = 10  # per `LEASE_S`
+# A replica that drains ends its exports after this time at most.
+_LINGER_S = 5.0
 
 
 class Replica:
@@ -315,7 +317,7 @@ class Replica:
     def __del__(self) -> None:
         engine, pulls = getattr(self, "_engine", None), getattr(self, "_pulls", None)
         if pulls is not None:
-            pulls.close()
+            pulls.close(_LINGER_S)
         if engine is not None:
             engine.close()
 

@@ -100,12 +100,12 @@ class PeerPulls:
         future.cancel()
         return True
 
-    def close(self) -> None:
-        """End all pulls and exports."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """End all pulls, and exports after `linger_s` at most."""
         for key in list(self._running):
             self.abort(key)
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self.transport.close()
+        self.transport.close(linger_s)
 
     def _pull(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from quire.protos.wire import BlockSource, Completion, Hello, PullHint
 from quire.router.policy.cost_terms import PULL_OVERHEAD_S
-from quire.router.policy.fleet_view import PeerPrefixes, prefill_work
+from quire.router.policy.fleet_view import FleetView, PeerPrefixes, prefill_work
 from quire.router.policy.policy import Ranking
 
 # Before any pull: what two busy cores copy over the loopback, with the weight of this many bytes.
@@ -18,6 +19,7 @@ _PRIOR_BYTES_PER_S = 0.25e9
 _PRIOR_BYTES = 16 << 20
 # Measured pulls lose their weight with this time constant, so that a slow one is tried again.
 _HORIZON_S = 60.0
+_MAX_NODES = 4096
 # A replica waits at least this long for a pull that its router has asked for.
 _LEAST_WAIT_S = 0.05
 
@@ -33,6 +35,8 @@ class BlockPeers:
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
+        # Nodes of replicas, also of former ones: their streams go on elsewhere.
+        self._node_of: OrderedDict[str, str] = OrderedDict()
         # Numbers of the nodes of these replicas, [n] int64; -1: it neither exports nor pulls.
         self._names: Sequence[str] | None = None
         self._nodes = np.empty(0, np.int64)
@@ -42,6 +46,9 @@ class BlockPeers:
         """Take in a replica's facts."""
         self.remove(replica)
         if hello.exports.address:
+            self._node_of[replica] = hello.node
+            if len(self._node_of) > _MAX_NODES:
+                self._node_of.popitem(last=False)
             self._peers[replica] = _Peer(hello.node, hello.exports, hello.kv_token_bytes)
 
     def remove(self, replica: str) -> None:
@@ -98,10 +105,47 @@ class BlockPeers:
             return None
         end = best.held_tokens
         start = end - best.pulled_tokens
+        compute_s = self._compute_s(fleet, row, start, end)
+        wait_s = max(compute_s, best.terms["pull_s"], _LEAST_WAIT_S)
+        return PullHint(peer.source, start, end, wait_s)
+
+    def handover(
+        self, left: str, ranking: Ranking, num_tokens: int, now_s: float
+    ) -> PullHint | None:
+        """Where the best replica of a ranking pulls a stream's blocks from that another replica ran before.
+
+        Any replica of that one's node will do, also after its death, because they export the same pool. None: the best
+        replica is on that node, so it finds the blocks itself; or copying takes longer than computing.
+
+        Parameters
+        ----------
+        left
+            The replica that ran it.
+        num_tokens
+            Tokens of the prompt and of the answer so far.
+        """
+        node, best, row = self._node_of.get(left), ranking[0], ranking.rows[0]
+        target = self._peers.get(best.replica)
+        if node is None or target is None or target.node == node:
+            return None
+        found = [name for name, peer in self._peers.items() if peer.node == node]
+        if not found:
+            return None
+        # The one that it has left drains, or is dead.
+        source = self._peers[min(found, key=lambda name: name == left)].source
+        start = best.cached_tokens + best.host_tokens
+        compute_s = self._compute_s(ranking.fleet, row, start, num_tokens)
+        copy_s = PULL_OVERHEAD_S + (num_tokens - start) * self.s_per_token(now_s)
+        if copy_s >= compute_s:
+            return None
+        return PullHint(source, start, num_tokens, max(compute_s, _LEAST_WAIT_S))
+
+    @staticmethod
+    def _compute_s(fleet: FleetView, row: int, start: int, end: int) -> float:
+        """Seconds that a replica needs to compute these tokens; 0: not known."""
         s_per_work = float(fleet.prefill_s_per_work[row]) or fleet.prior_s_per_work
         work = prefill_work(float(end - start), float(start), fleet.attention_context_tokens)
-        wait_s = max(work * s_per_work, best.terms["pull_s"], _LEAST_WAIT_S)
-        return PullHint(peer.source, start, end, wait_s)
+        return work * s_per_work
 
     def _node_numbers(self, names: Sequence[str]) -> np.ndarray:
         # The table makes a new list with each change.

