@@ -113,7 +113,9 @@ class Replica:
         ] = {}  # router id to this replica's share of its queued prefill, seconds
         self._leases = Leases(LEASE_S)
         self._reaper = asyncio.create_task(self._reap())
-        self._metrics = ReplicaMetrics(self._engine)
+        self._metrics = ReplicaMetrics(
+            self._engine, None if self._pulls is None else self._pulls.transport
+        )
         self._ray_metrics = RayMetrics(self._metrics.metrics)
         hello = self._hello()
         phases = describe_phases(hello.startup_s)

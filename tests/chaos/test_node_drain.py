@@ -4,7 +4,8 @@ Real Ray: a head and three workers on this machine, with Ray's token. `quire dra
 `preStop`, takes a node away that has a router and a replica, while sixty streams of every kind run. `CHAOS_SIZE=long`
 takes three nodes, one after the other.
 
-On the same nodes: a prefix that one node has computed is pulled by the others, and no token changes.
+On the same nodes: a prefix that one node has computed is pulled by the others, a stream takes its blocks along when it
+leaves a node, and no token changes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -37,6 +39,7 @@ NUM_DRAINS = {"ci": 1, "long": 3}[SIZE]
 ROUTER_S = 120
 DEADLINE_S = ROUTER_S + 120
 MAX_TOLD = 20  # failures
+NUM_LONG, LONG_TOKENS = 6, 1000
 
 pytestmark = [
     pytest.mark.system,
@@ -235,6 +238,50 @@ def test_no_stream_fails_while_nodes_are_drained(nodes: Nodes) -> None:
     assert not load.bad, f"{len(load.bad)} of {load.num_streams}: {told}"
     assert not load.not_ready, load.not_ready[:MAX_TOLD]
     assert load.num_moved, "no stream outlived the drain of its replica"
+
+
+def long_streams(cluster: Cluster, number: int, ends: threading.Event) -> list[tuple[str, str]]:
+    """Stream answers to prompts of about 2,400 tokens, one after the other; returns prompts and texts."""
+    client, answers = cluster.openai(), []
+    while not ends.is_set():
+        name = f"{number}.{len(answers)}"
+        prompt = "".join(f"Clerk {name} binds sheet {i * i} of {i}. " for i in range(120))
+        answer = client.completions.create(
+            model="embedded",
+            prompt=prompt,
+            max_tokens=LONG_TOKENS,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+        answers.append((prompt, answer.choices[0].text))
+    return answers
+
+
+def test_long_streams_of_a_drained_node_take_their_blocks_along(nodes: Nodes) -> None:
+    """Nothing else runs, so every replica has some of the streams, and the drained one has published their blocks."""
+    cluster, ends = nodes.cluster, threading.Event()
+    imported = cluster.metric("quire_peer_imported_blocks_total")
+    with ThreadPoolExecutor(NUM_LONG) as threads:
+        streams = [threads.submit(long_streams, cluster, n, ends) for n in range(NUM_LONG)]
+        try:
+            placed = nodes.placed()
+            # One with few routers, whose streams cannot leave them.
+            node_id = min(placed, key=lambda node: (placed[node]["Router"], node))
+            assert placed[node_id]["Replica"], placed
+            nodes.add()
+            result = nodes.drain(node_id)
+            assert result.returncode == 0, result.stdout + result.stderr
+        finally:
+            ends.set()
+        answers = [answer for stream in streams for answer in stream.result()]
+    until_changed(nodes.is_complete, "3 replicas and 2 routers run")
+    pulled = cluster.metric("quire_peer_imported_blocks_total") - imported
+    print(f"{pulled:.0f} blocks were pulled by {len(answers)} streams", flush=True)
+    assert pulled * 32 >= 2000, "at least one stream has taken its prompt along"
+    with Engine(model="embedded", device="cpu", deterministic=True, num_threads=1) as engine:
+        params = SamplingParams(max_tokens=LONG_TOKENS, temperature=0, ignore_eos=True)
+        outputs = engine.generate([prompt for prompt, _ in answers], params, progress=False)
+    assert [text for _, text in answers] == [output.text for output in outputs]
 
 
 def test_the_command_says_why_it_cannot_drain(nodes: Nodes) -> None:
