@@ -127,7 +127,7 @@ def wait_until_nothing_moves(cluster: Cluster, num_running: int) -> None:
         time.sleep(0.5)
         return running == num_running and len(seen) > 3 and seen[-1] == seen[-4]
 
-    wait_until(is_still, 120, f"{num_running} requests run and none makes a step")
+    wait_until(is_still, 300, f"{num_running} requests run and none makes a step")
 
 
 def grpc_request() -> generation_pb2.GenerateRequest:

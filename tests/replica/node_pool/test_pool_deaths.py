@@ -5,77 +5,28 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
+import pool_deaths
 import pytest
-from pool_process import (
-    LAYOUT,
-    adopt,
-    bytes_of,
-    die_at_line,
-    fill,
-    key_of,
-    open_pool,
-    put,
-    run_child,
-    use,
-)
+from pool_deaths import check_all
+from pool_process import LAYOUT, bytes_of, fill, key_of, open_pool, put, run_child, use
 
-from quire.replica.node_pool.pool_layout import PoolLayout, State
-
-
-def check_all(folder) -> None:
-    """Every slot can be claimed, and what is published is right."""
-    pool = open_pool(folder)
-    pool.check()
-    for slot in np.flatnonzero(pool._views.state == State.COMPLETE).tolist():
-        key = pool._views.key[slot].tobytes()
-        assert pool.lease([slot], [key]) == [True]
-        if pool.verify(slot):
-            assert (pool.slots[slot] == bytes_of(key)).all()
-        pool.release([slot])
-    claimed = pool.claim(LAYOUT.num_slots)
-    assert claimed is not None and sorted(claimed) == list(range(LAYOUT.num_slots)), "a lost slot"
-    pool.release(claimed)
-    pool._file.close(remove=False)
-
-
-def work(folder) -> None:
-    """Every operation of a member, in a pool that is full."""
-    pool = open_pool(folder)
-    put(pool, *range(4))
-    slots = pool.claim(3)
-    pool.publish([fill(pool, slot, key_of(100 + slot)) for slot in slots[:2]])
-    pool.retain(slots[:1])
-    assert adopt(pool, 0)
-    pool.drop(slots[1:2])
-    pool.touch(slots[:1])
-    pool.release(slots)
-    pool.refresh()
-    pool.close()
+from quire.replica.node_pool.pool_layout import PoolLayout
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_a_death_at_any_line_loses_nothing(tmp_path, part):
-    lines, deaths = part + 1, 0
-    while True:
-        keeper = open_pool(tmp_path)
-        put(keeper, *range(200, 200 + LAYOUT.num_slots - 3))
-        keeper._file.close(remove=False)
-
-        def action(lines: int = lines) -> None:
-            die_at_line(lines)
-            work(tmp_path)
-
-        ended = run_child(action)
-        assert ended in (0, -signal.SIGKILL)
-        check_all(tmp_path)
-        if ended == 0:
-            break
-        deaths += 1
-        lines += 4
-    assert deaths > 40
+    """A process of its own forks the members that die: forking this one, with all its modules, takes much longer."""
+    command = [sys.executable, pool_deaths.__file__, str(tmp_path), str(part)]
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 40
 
 
 def test_members_that_are_killed_at_random_times_share_a_pool(tmp_path):
