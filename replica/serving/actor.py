@@ -183,7 +183,9 @@ class Replica:
             source = self._attachments.source(request.router_id)
             adapter = await self._adapter(request.adapter)
             engine_request = _engine_request(key, source, request, adapter)
-            pulled = await self._pull(engine_request, request.pull)
+            # Serve may have sent the request to another replica than the one that lacks these tokens.
+            is_meant = route[:1] == [self._replica_id]
+            pulled = await self._pull(engine_request, request.pull if is_meant else None)
             if request.fork_of is not None:
                 await self._wait_for_parent((request.router_id, request.fork_of))
             self._arrivals.tell(key)
