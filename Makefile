@@ -18,6 +18,7 @@
 #   make tp      kills ranks of tensor-parallel replicas under 100 streams, ten minutes
 #   make families   which of transformers' causal model types are served, against `generate`, six minutes: docs/models.md
 #   make many-routers   1, 4, 8 and 16 routers on real clusters, and the start of one, a quarter of an hour: docs/router.md
+#   make node-pool   the pool that replicas of a node share: its cost, SIGKILL, sharing, damage, ten minutes: docs/engine.md
 #   make real-model   SmolLM2 135M and Gemma 3 270M against transformers, on real text; downloads 330 MB once
 #   make adapters  a hundred adapters over one model against the model alone; 1,000 changes of adapters; an interpreted GPU
 #   make drafts    drafts change no token of 10,000 drawn requests, an hour   (QUIRE_NUM_DRAFTED_REQUESTS=500 for fewer)
@@ -30,7 +31,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos tp families many-routers real-model speculation clients image lock adapters drafts
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos tp families many-routers real-model speculation clients image lock adapters drafts node-pool
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -136,6 +137,9 @@ families: $(INSTALLED)
 many-routers: $(INSTALLED)
 	$(BIN)/python -m tests.perf router_rebuild
 	$(BIN)/python -m tests.perf many_routers $(ARGS)
+
+node-pool: $(INSTALLED)
+	$(BIN)/python -m tests.perf node_pool $(ARGS)
 
 real-model: $(INSTALLED)
 	$(BIN)/python -m tests.perf real-models $(ARGS)

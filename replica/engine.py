@@ -54,6 +54,7 @@ from quire.replica.speculation.draft_sources import open_draft_source
 if TYPE_CHECKING:
     from torch import nn
 
+    from quire.replica.node_pool.node_pool import NodePool
     from quire.replica.node_pool.pool_file import PoolPlace
     from quire.replica.ranks.leading_ranks import LeadingRanks, StartRank
     from quire.replica.ranks.rank_links import RankEnd
@@ -194,7 +195,12 @@ class Engine:
         self._loop.start()
         # If the interpreter exits while the thread is inside torch, the process ends with SIGABRT.
         self._at_exit = weakref.finalize(
-            self, _close, weakref.ref(self._loop), self.config.step_timeout_s, self._ranks
+            self,
+            _close,
+            weakref.ref(self._loop),
+            self.config.step_timeout_s,
+            self._ranks,
+            runtime.node_pool,
         )
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
@@ -417,10 +423,9 @@ class Engine:
         self._grammars.close()
         self._loop.close()
         self._close_ranks()
-        self._at_exit.detach()
-        if self._node_pool is not None and not self._loop.is_alive():
+        was_open = self._at_exit.detach() is not None
+        if was_open and self._node_pool is not None and not self._loop.is_alive():
             self._node_pool.close()
-            self._node_pool = None
 
     def __enter__(self) -> Engine:
         return self
@@ -479,10 +484,17 @@ def _lead(args: EngineArgs, start_rank: StartRank | None) -> LeadingRanks:
     return LeadingRanks(args, start_process if start_rank is None else start_rank)
 
 
-def _close(loop: weakref.ref[EngineLoop], timeout_s: float, ranks: LeadingRanks | None) -> None:
-    """Close the loop if it still exists, then the ranks; while the loop runs, its thread keeps it alive."""
+def _close(
+    loop: weakref.ref[EngineLoop],
+    timeout_s: float,
+    ranks: LeadingRanks | None,
+    node_pool: NodePool | None,
+) -> None:
+    """Close the loop if it still exists, then the ranks and the pool; a running loop's thread keeps it alive."""
     found = loop()
     if found is not None:
         found.close(timeout_s)
     if ranks is not None:
         ranks.close()
+    if node_pool is not None and (found is None or not found.is_alive()):
+        node_pool.close()

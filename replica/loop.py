@@ -252,7 +252,7 @@ class EngineLoop:
         """While the engine is idle, copy some filled blocks to the node's pool. Returns whether there were any."""
         if self._save_blocks is None:
             return False
-        pairs = self._scheduler.plan_idle_copies(self._clock())
+        pairs = self._scheduler.plan_idle_copies()
         if len(pairs):
             self._save_blocks(pairs)
         self._scheduler.end_idle_copies()

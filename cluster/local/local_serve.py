@@ -33,8 +33,13 @@ from quire.cluster.config.resources import device_of, lacking, reservations
 from quire.cluster.config.serve_config import Application, ServeConfig
 from quire.cluster.local import start_report
 from quire.cluster.local.ports import Endpoint, listeners
-from quire.cluster.local.process_session import session_daemons, session_pids
+from quire.cluster.local.process_session import (
+    ray_session,
+    session_daemons,
+    session_pids,
+)
 from quire.cluster.local.serve_api import ApplicationStatus, application_status, fetch_ready
+from quire.replica.node_pool.pool_file import remove_pools
 from quire.replica.serving.final_errors import reason_of
 
 LOG_TAIL_LINES = 40
@@ -107,6 +112,8 @@ class LocalServe:
     log_path: Path
     status: Callable[[str], dict[str, ApplicationStatus] | None] = application_status
     _child: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    # Ray's name, once all is ready; when a daemon of Ray has ended, no process may be left to ask.
+    _ray_session: str | None = field(default=None, init=False)
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
 
     def run(self, out: TextIO, ready_timeout_s: float) -> int:
@@ -222,6 +229,7 @@ class LocalServe:
         ServeFailed
             The child, Ray or every application has ended, although this process did not stop it.
         """
+        self._ray_session = ray_session(self._serve_run.pid)
         daemons = session_daemons(self._serve_run.pid)
         dashboard_url = self._dashboard_url()
         names = {app.name for app in self.config.applications}
@@ -276,17 +284,21 @@ class LocalServe:
         ports.
 
         Ray gives a daemon one second to end and then kills it, so on a loaded machine workers may run longer than the
-        child. This method waits for them too, because all of them are in the child's session.
+        child. This method waits for them too, because all of them are in the child's session. Ray ends replicas without
+        calling their destructors, so the files of their pools are removed here.
         """
         child = self._child
         if child is None:
             return
+        ray_name = self._ray_session or ray_session(child.pid)
         child.terminate()
         kill_s = time.monotonic() + TERMINATE_S
         while child.poll() is None or session_pids(child.pid):
             if time.monotonic() >= kill_s:
                 _kill_session(child.pid)
             time.sleep(POLL_S)
+        if ray_name is not None:
+            remove_pools(ray_name)
 
 
 def _kill_session(leader: int) -> None:

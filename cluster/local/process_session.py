@@ -32,3 +32,14 @@ def session_daemons(session: int) -> dict[int, str]:
             if name in RAY_DAEMONS:
                 found[pid] = name
     return found
+
+
+def ray_session(session: int) -> str | None:
+    """Name of the Ray session whose processes are in this session; None if none of them runs."""
+    for pid in session_pids(session):
+        with contextlib.suppress(OSError):  # the process has ended
+            for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                name, _, value = word.partition(b"=")
+                if name in (b"--session-name", b"--session_name"):
+                    return value.decode()
+    return None

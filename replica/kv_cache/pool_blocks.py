@@ -16,14 +16,18 @@ out and drops the block from the prefix index. So does `pin`, which an admission
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from quire.replica.kv_cache.blocks import IntegrityError, Occupancy
+from quire.replica.kv_cache.cache_events import EventLog
+from quire.replica.kv_cache.pool_hashes import PoolHashes
 from quire.replica.node_pool.node_pool import NodePool
-from quire.replica.node_pool.slot_content import Content, PoolCounts
+from quire.replica.node_pool.slot_content import Content
+from quire.replica.node_pool.slot_counts import PoolCounts
 
 _PART_BYTES = 16
 _COUNT_S = 0.5
@@ -35,6 +39,8 @@ class BlockName(NamedTuple):
     digest: bytes  # name of its tokens and of all before them, within its tenant's namespace (`ContentChain`)
     group: int
     payer: str
+    # Routers' name of the block and all before it; 0: no routing block ends here, or another group reports it.
+    routing_hash: int
 
 
 class PoolBlocks:
@@ -52,6 +58,8 @@ class PoolBlocks:
         Returns the name of a block that the prefix index has.
     on_lost
         Called with each indexed block that another engine has evicted or dropped.
+    events
+        Told what other engines have published; None: routers learn of blocks that this engine has used.
     max_retained
         Maximum number of blocks that this engine retains.
     clock
@@ -65,6 +73,7 @@ class PoolBlocks:
         num_groups: int,
         name_of: Callable[[int], BlockName],
         on_lost: Callable[[int], None],
+        events: EventLog | None = None,
         *,
         max_retained: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -81,8 +90,9 @@ class PoolBlocks:
         self._owners: dict[int, int] = {}
         # Key of each block that the prefix index knows.
         self._keys: dict[int, bytes] = {}
-        # Blocks with a planned content: the slot is published when its copy has ended. Slot to its payer.
-        self._unsealed: dict[int, str] = {}
+        # Blocks with a planned content: the slot is published when its copy has ended.
+        self._unsealed: dict[int, BlockName] = {}
+        self.hashes = None if events is None else PoolHashes(pool, events)
         # Epoch of each block that is published; another one means that the content is another.
         self._epochs: dict[int, int] = {}
         # Published blocks that this engine has written or verified.
@@ -91,6 +101,8 @@ class PoolBlocks:
         self._unpublished: list[Content] = []
         self._pinned: list[int] = []
         self._retained: dict[int, None] = {}
+        # Time that sealing has taken, and the number of sealed blocks.
+        self.seal_s, self.num_sealed = 0.0, 0
         self._clock = clock
         self._counted_s = clock()
         self._counts, self._is_reporter = pool.counts(), pool.is_reporter()
@@ -104,12 +116,15 @@ class PoolBlocks:
             self.release(reversed(pinned))
         if self._unpublished:
             self._publish([])
-        for slot in self.pool.refresh():
+        changed = self.pool.refresh()
+        for slot in changed:
             epoch = self._epochs.get(slot)
             if epoch is not None and not (
                 self.pool.is_complete(slot) and self.pool.epoch(slot) == epoch
             ):
                 self._lose(slot)
+        if changed and self.hashes is not None:
+            self.hashes.follow(changed, self._keys, self._group_names)
 
     def key(self, digest: bytes, g: int) -> bytes:
         """The name in the pool of a block of group g."""
@@ -155,13 +170,18 @@ class PoolBlocks:
 
     def seal(self, slots: Iterable[int]) -> None:
         """Publish those of these blocks that have a name; their copies have ended."""
+        began_s = self._clock()
         contents = [
-            Content(s, self._keys[s], _payer_hash(self._unsealed[s]), self.pool.checksum(s))
+            Content(
+                s, self._keys[s], _payer_hash(name.payer), self.pool.checksum(s), name.routing_hash
+            )
             for s in slots
-            if s in self._unsealed
+            if (name := self._unsealed.get(s)) is not None
         ]
         if contents:
             self._publish(contents)
+            self.seal_s += self._clock() - began_s
+            self.num_sealed += len(contents)
 
     def _publish(self, contents: list[Content]) -> None:
         contents = [c for c in self._unpublished + contents if c.slot in self._unsealed]
@@ -233,7 +253,7 @@ class PoolBlocks:
         for block in blocks:
             name = self._name_of(block)
             self._keys[block] = self.key(name.digest, name.group)
-            self._unsealed[block] = name.payer
+            self._unsealed[block] = name
 
     def forget_content(self, block: int) -> None:
         """Record that the prefix index has dropped this block: no lookup finds it any longer."""
@@ -343,6 +363,7 @@ class PoolBlocks:
             raise IntegrityError("a host block is retained without known content")
 
 
+@functools.lru_cache(1024)
 def _payer_hash(payer: str) -> int:
     digest = hashlib.blake2b(payer.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")

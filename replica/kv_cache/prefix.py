@@ -23,7 +23,7 @@ until the entry leaves the index (`routing_names.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -115,7 +115,10 @@ class PrefixCache:
         entry = self._by_host_block[host_block]
         if entry is None:
             raise IntegrityError(f"host block {host_block} is not in the prefix index")
-        return BlockName(entry.digest, entry.host_blocks.index(host_block), entry.payer)
+        g, routing_hash = entry.host_blocks.index(host_block), 0
+        if g == self._tier_groups[0] and (entry.depth + 1) % self._routing.num_entries == 0:
+            routing_hash = self._routing.hash_of(entry)
+        return BlockName(entry.digest, g, entry.payer, routing_hash)
 
     def payer_of_host_block(self, host_block: int) -> str:
         """Who pays for an indexed host block."""
@@ -368,8 +371,14 @@ class PrefixCache:
         self._routing.clear()
         return indexed[0], indexed[1]
 
-    def check(self) -> None:
-        """Raise `IntegrityError` unless entries, parents and held routing hashes agree."""
+    def check(self, pool_hashes: Collection[int] = ()) -> None:
+        """Raise `IntegrityError` unless entries, parents and held routing hashes agree.
+
+        Parameters
+        ----------
+        pool_hashes
+            Routing hashes that are held in the host tier because other engines have published them.
+        """
         children: Counter[bytes] = Counter()
         on_device: Counter[bytes] = Counter()
         num_blocks = num_host_blocks = 0
@@ -394,7 +403,7 @@ class PrefixCache:
             raise IntegrityError("a block is indexed that no entry has")
         if num_host_blocks != sum(entry is not None for entry in self._by_host_block):
             raise IntegrityError("a host block is indexed that no entry has")
-        self._routing.check(self._by_digest.values())
+        self._routing.check(self._by_digest.values(), pool_hashes)
 
     def _check_entry(self, entry: Entry, num_children: int, num_device_children: int) -> None:
         if not entry.alive or entry.num_children != num_children:

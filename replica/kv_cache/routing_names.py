@@ -19,7 +19,7 @@ blocks of full-attention layer groups count here, unless the model has no such g
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
@@ -195,15 +195,23 @@ class RoutingNames:
         self._unhashed.clear()
         self._events.clear()
 
-    def check(self, entries: Iterable[Entry]) -> None:
+    def hash_of(self, entry: Entry) -> int:
+        """The routing hash of an entry that ends a routing block; 0 if it has several."""
+        if entry.tier is None:
+            self.hash_new()
+        return entry.routing_hashes[0] if len(entry.routing_hashes) == 1 else 0
+
+    def check(self, entries: Iterable[Entry], pool_hashes: Collection[int]) -> None:
         """Raise `IntegrityError` unless the event log holds exactly the hashes of these entries, each in its tier.
 
         Parameters
         ----------
         entries
             All entries of the index.
+        pool_hashes
+            Further hashes in the host tier.
         """
-        holders: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        holders: dict[Tier, set[int]] = {Tier.GPU: set(), Tier.HOST: set(pool_hashes)}
         for entry in entries:
             if entry.tier is not None:
                 holders[entry.tier].update(entry.routing_hashes)

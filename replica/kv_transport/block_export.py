@@ -98,6 +98,7 @@ class BlockExport:
                 b"".join(header.key for header in headers),
                 np.array([header.payer for header in headers], np.uint64),
                 np.array([header.checksum for header in headers], np.uint32),
+                np.array([header.routing_hash for header in headers], np.uint64),
             ).encode()
             self._exported_s = time.monotonic()
             yield contents

@@ -217,7 +217,8 @@ class _Progress:
 def _headers(message: bytes) -> list[Content]:
     headers = BlockHeaders.decode(message)
     keys = split_keys(headers.keys)
-    if not len(keys) == len(headers.payers) == len(headers.checksums):
-        raise WireError(f"BlockHeaders: {len(keys)} keys, {len(headers.payers)} payers")
-    columns = zip(keys, headers.payers.tolist(), headers.checksums.tolist(), strict=True)
-    return [Content(-1, *columns_of) for columns_of in columns]
+    columns = [headers.payers, headers.checksums, headers.routing_hashes]
+    if any(len(column) != len(keys) for column in columns):
+        raise WireError(f"BlockHeaders: {len(keys)} keys, {[len(column) for column in columns]}")
+    rows = zip(keys, *(column.tolist() for column in columns), strict=True)
+    return [Content(-1, *row) for row in rows]

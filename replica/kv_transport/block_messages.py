@@ -53,6 +53,7 @@ class BlockHeaders(Message):
     keys: bytes  # `KEY_BYTES` each
     payers: Annotated[np.ndarray, array("<u8")]  # [n] uint64
     checksums: Annotated[np.ndarray, array("<u4")]  # [n] uint32
+    routing_hashes: Annotated[np.ndarray, array("<u8")]  # [n] uint64
 
 
 def split_keys(keys: bytes) -> list[bytes]:

@@ -7,6 +7,7 @@
 | the file | is |
 |---|---|
 | of a process that was killed | kept: the next engine finds its blocks |
+| of a Ray session that `quire serve` has ended | removed with it (`remove_pools`) |
 | of the same name and another kind, without a living member | removed at the next start |
 | of another name, without a living member for ten minutes | removed at the next start |
 
@@ -97,9 +98,19 @@ class PoolFile:
 
 def pool_name(*parts: str) -> str:
     """A file name for the names of a cluster and of an application."""
-    readable = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", part)[:40] for part in parts)
+    readable = "-".join(map(_readable, parts))
     # The readable part is cut, so that two pairs of names could share it.
     return f"{readable}-{hashlib.blake2b('/'.join(parts).encode(), digest_size=4).hexdigest()}"
+
+
+def _readable(part: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]+", "_", part)[:40]
+
+
+def remove_pools(part: str, folder: Path = SHM) -> None:
+    """Remove the pools with this first part of their name that no living process uses."""
+    for path in folder.glob(f"{_PREFIX}{_readable(part)}-*"):
+        _remove_unused(path)
 
 
 def make_pool_file(
@@ -204,19 +215,25 @@ def _is_linked(path: Path, fd: int) -> bool:
 
 
 def _remove_stale(folder: Path, own: Path, prefix: str) -> None:
-    """Remove pool files that no living process uses, by the rules above. Files of other users are left alone."""
+    """Remove pool files that no living process uses, by the rules above."""
     for path in folder.glob(f"{_PREFIX}*"):
-        if path == own:
-            continue
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            locks = PoolLocks(fd)
-            age_s = time.time() - os.fstat(fd).st_mtime
-            is_old = path.name.startswith(prefix) or age_s > _STALE_S
-            if is_old and locks.lock(0.0) and not locks.has_others() and _is_linked(path, fd):
-                path.unlink()
-        finally:
-            os.close(fd)
+        if path != own:
+            _remove_unused(path, 0.0 if path.name.startswith(prefix) else _STALE_S)
+
+
+def _remove_unused(path: Path, min_age_s: float = 0.0) -> None:
+    """Remove a pool file without a living member. Files of other users are left alone.
+
+    A replica that starts holds the mutex until it is a member, or waits for it and then finds that the file is gone.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        locks = PoolLocks(fd)
+        is_old = time.time() - os.fstat(fd).st_mtime >= min_age_s
+        if is_old and locks.lock(0.0) and not locks.has_others() and _is_linked(path, fd):
+            path.unlink()
+    finally:
+        os.close(fd)

@@ -2,7 +2,7 @@
 
 ```
  page 0     magic, version, sizes, counters, which members have joined
- headers    [slots] state │ epoch │ key │ length │ checksum │ header sum │ payer │ last use │ last change
+ headers    [slots] state │ epoch │ key │ length │ checksum │ header sum │ payer │ hash │ last use │ last change
  leases     [slots, members] uint16: how often each member uses each slot
  retained   [slots, members] uint8:  whether a member wants the slot evicted after others
  slots      [slots, slot_bytes]: the blocks
@@ -23,7 +23,7 @@ import numpy as np
 
 MAGIC = 0x51756972654B5631
 # Raised with every change of this layout, of the checksum or of a block's name.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 # Members of one node at a time. A member is an engine that uses the pool, or the transport of its blocks.
 MAX_MEMBERS = 64
 KEY_BYTES = 32
@@ -68,6 +68,7 @@ _COLUMNS: dict[str, np.dtype] = {
     "checksum": np.dtype(np.uint32),
     "header_sum": np.dtype(np.uint32),
     "payer": np.dtype(np.uint64),
+    "routing_hash": np.dtype(np.uint64),
     "used": np.dtype(np.uint64),
     "changed": np.dtype(np.uint64),
 }
@@ -131,6 +132,8 @@ class PoolViews:
         self.header_sum = view("header_sum", _COLUMNS["header_sum"], n)
         # Hash of the tenant that pays for the content.
         self.payer = view("payer", _COLUMNS["payer"], n)
+        # Routers' name of the block and all before it; 0: none. A hint, which no checksum covers.
+        self.routing_hash = view("routing_hash", _COLUMNS["routing_hash"], n)
         self.used = view("used", _COLUMNS["used"], n)
         self.changed = view("changed", _COLUMNS["changed"], n)
         self.leases = view("leases", np.dtype(np.uint16), n, MAX_MEMBERS)

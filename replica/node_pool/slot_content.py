@@ -1,4 +1,4 @@
-"""What a slot holds, and how many slots hold what; plain data."""
+"""What a slot holds; plain data."""
 
 from __future__ import annotations
 
@@ -12,17 +12,5 @@ class Content(NamedTuple):
     key: bytes
     payer: int
     checksum: int
-
-
-class PoolCounts(NamedTuple):
-    """Number of slots in each state; `retained` ones are a part of the `cached` ones."""
-
-    free: int
-    cached: int
-    retained: int
-    in_use: int
-    total: int
-    # Living and recently died engines.
-    members: int
-    evicted: int
-    damaged: int
+    # Routers' name of the block (`routing_hash.py`); 0: it has none.
+    routing_hash: int = 0

@@ -33,9 +33,9 @@ from quire.replica.request_table import table_checks
 from quire.replica.request_table.rows import RowTable
 from quire.replica.scheduler.queues import BlockedHead
 
-# Budget for publishing filled blocks (`publishing.py`), by device. On a CPU it takes less than 2% of one core. On a GPU
-# the copies run on a stream of their own, and the host's checksum takes 5% of one core.
-_PUBLISHED_BYTES_PER_S = {"cpu": 12e6, "cuda": 256e6}
+# Budget for publishing filled blocks (`publishing.py`), by device. On a CPU the copies take at most as much again. On a
+# GPU they run on a stream of their own, and 5% of the host's time are checksums of about 256 MB/s.
+_MAX_PUBLISHING_SHARE = {"cpu": 0.01, "cuda": 0.05}
 
 
 def kv_format(config: EngineConfig) -> str:
@@ -101,6 +101,7 @@ class EngineMemory:
                 len(config.groups),
                 self.prefix.name_of_host_block,
                 self.prefix.forget_host,
+                self.events,
                 max_retained=max_retained,
             )
         self.host = HostTier(
@@ -109,6 +110,7 @@ class EngineMemory:
             max_retained=max_retained,
             pool_blocks=pool_blocks,
         )
+        self._pool_hashes = None if pool_blocks is None else pool_blocks.hashes
         self.adoption: Adoption | None = None
         self.publishing: Publishing | None = None
         if node_pool is not None and pool_blocks is not None and config.prefix_caching:
@@ -116,8 +118,9 @@ class EngineMemory:
             self.publishing = Publishing(
                 self.prefix,
                 self.host,
+                pool_blocks,
                 node_pool.layout.slot_bytes,
-                _PUBLISHED_BYTES_PER_S[config.device],
+                _MAX_PUBLISHING_SHARE[config.device],
             )
         self.blocks = BlockManager(
             config.num_blocks,
@@ -198,6 +201,8 @@ class EngineMemory:
         share them."""
         self.retention.clear()
         blocks, host_blocks = self.prefix.clear()
+        if self._pool_hashes is not None:
+            self._pool_hashes.hold_again()
         for block in blocks:
             self.blocks.forget_content(block)
         for block in host_blocks:
@@ -226,7 +231,7 @@ class EngineMemory:
         num_taken
             Number of slots for snapshots that steps in flight have taken and not given to an entry.
         """
-        self.prefix.check()
+        self.prefix.check(() if self._pool_hashes is None else self._pool_hashes.hashes())
         self.prefix.snapshots.check(self.prefix.entries(), num_taken)
         self.retention.check()
         owners = table_checks.num_owners(self.rows, self._num_blocks)

@@ -54,6 +54,8 @@ from quire.replica.scheduler.steps_in_flight import StepIndexer, StepsInFlight
 MAX_STEPS_IN_FLIGHT = 2
 _NO_ROWS = np.empty(0, np.int64)
 _NO_COPIES = np.empty((0, 2), np.int64)
+# An idle engine looks so often at what others have published in the node's pool.
+_FOLLOW_S = 1.0
 
 
 class Scheduler:
@@ -115,6 +117,7 @@ class Scheduler:
         self._composer = StepComposer(*parts)
         self._committer = StepCommitter(*parts, self.copies)
         self._idle_copies = Transfers()
+        self._planned_s = 0.0
 
     def reconfigure(self, config: EngineConfig) -> None:
         """Apply a configuration that differs in `LIGHT_FIELDS` only; live requests continue under it."""
@@ -203,11 +206,12 @@ class Scheduler:
             self.memory.retention.drop(key)
 
     def next_deadline_s(self) -> float | None:
-        """The time at which `plan` must be called again after it returned None: a request or a retention ends.
+        """The time at which `plan` must be called again after it returned None; None: not before something changes.
 
-        None: not before something changes.
+        Then a request or a retention ends, or it is time to look into the node's pool.
         """
-        ends_s = (self.book.deadlines.next_s(), self.memory.retention.next_end_s())
+        follow_s = None if self.memory.host.pool_blocks is None else self._planned_s + _FOLLOW_S
+        ends_s = (self.book.deadlines.next_s(), self.memory.retention.next_end_s(), follow_s)
         return min((end_s for end_s in ends_s if end_s is not None), default=None)
 
     def take_ended(self) -> list[TokenDelta]:
@@ -245,6 +249,7 @@ class Scheduler:
         if len(self.steps) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {self.steps[0].number} is still in flight")
         self.memory.host.begin_plan()
+        self._planned_s = now_s
         self.book.expire(now_s)
         self.memory.retention.expire(now_s)
         if self.steps and self.book.isolated.any:
@@ -261,7 +266,7 @@ class Scheduler:
             self._indexer.adopt(step)
         return plan
 
-    def plan_idle_copies(self, now_s: float) -> np.ndarray:
+    def plan_idle_copies(self) -> np.ndarray:
         """Plan to publish blocks while the engine is idle. Returns [k, 2] int64 (device block, host block).
 
         The caller makes the copies at once, then calls `end_idle_copies`.
@@ -269,7 +274,7 @@ class Scheduler:
         publishing = self.memory.publishing
         if publishing is None or not len(publishing) or self.steps:
             return _NO_COPIES
-        publishing.plan(now_s, (), is_idle=True)
+        publishing.plan((), is_idle=True)
         self._idle_copies = self.memory.host.launch()
         return self._idle_copies.save_pairs()
 

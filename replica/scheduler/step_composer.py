@@ -434,9 +434,9 @@ class StepComposer:
 
     def _add_transfers(self, step: Step, plan: StepPlan, now_s: float) -> StepPlan:
         """Add the copies between device and host tier that are planned by now to the step."""
-        if (publishing := self._memory.publishing) is not None and len(publishing):
+        if (publishing := self._memory.publishing) is not None and publishing.is_due(now_s):
             steps = (step, *self._steps)
-            publishing.plan(now_s, [block for s in steps for block in s.registered])
+            publishing.plan([block for s in steps for block in s.registered])
         transfers = step.transfers = self._memory.host.launch()
         if transfers:
             plan = plan._replace(saves=transfers.save_pairs(), restores=transfers.restore_pairs())

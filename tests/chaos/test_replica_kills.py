@@ -2,7 +2,8 @@
 
 Real Ray, real SIGKILLs: three replicas and two routers; streams of every kind over HTTP and gRPC are asked once in
 peace and once while replicas are killed at random, and have to be equal: token ids, text, log-probabilities, finish
-reasons, usage. `CHAOS_SIZE=long` is the long run, `CHAOS_OUT` names a file for the numbers (`make chaos`).
+reasons, usage. The replicas share the node's pool, so those that start restore what others have computed.
+`CHAOS_SIZE=long` is the long run, `CHAOS_OUT` names a file for the numbers (`make chaos`).
 
 The added stall is the longest time without a message, less that of the same stream in peace. Three things make it up,
 and the details of the bar keep them apart: where survivors had room (`lone_kill`: few streams, and the next kill waits
@@ -90,6 +91,11 @@ def move_metrics(cluster: Cluster) -> tuple[int, float]:
     total = max(buckets.values(), default=0)
     p99 = min((le for le, count in buckets.items() if count >= 0.99 * total), default=0.0)
     return int(cluster.metric("quire_migrations_total")), p99
+
+
+def restored_tokens(cluster: Cluster) -> int:
+    """Tokens that the living replicas have restored from the node's pool instead of computing them."""
+    return int(cluster.metric("quire_prefix_hit_tokens_total", tier="host"))
 
 
 def wait_at_rest(cluster: Cluster) -> None:
@@ -186,6 +192,8 @@ def test_streams_equal_their_uninterrupted_selves_under_random_kills(
     wait_at_rest(chaos_cluster)
     moved = [n for n, watch in storm.watches.items() if watch.attempts > 1]
     wait_until(lambda: move_metrics(chaos_cluster)[0] > 0, 30, "the routers' count of migrations")
+    # All replicas were killed once, so each has restored what others had published.
+    wait_until(lambda: restored_tokens(chaos_cluster) > 0, 30, "tokens restored from the pool")
     wrong = storm.wrong(calm)
     report(chaos_cluster, calm, storm, killer, len(wrong), lone_stalls, storm_s)
     assert not wrong, "\n".join(wrong)
@@ -245,6 +253,7 @@ def report(
             at_most=False,
         ),
     ]
+    bars.append(Bar("chaos/restored_tokens", restored_tokens(cluster), "tokens", 1, at_most=False))
     # The time without any replica is all of p99 in 300 streams, not in 5000.
     counted = everything if SIZE == "long" else stalls
     bars.append(Bar("chaos/added_stall_p99", spread(counted)["p99_s"], "s", 3.0, details=details))

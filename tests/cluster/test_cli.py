@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from quire.cluster.config.config_problems import ConfigError
 from quire.cluster.config.default_config import APP_IMPORT_PATH
 from quire.cluster.local import local_serve, ports, process_session, serve_api, start_report
 from quire.cluster.local.serve_api import ApplicationStatus
+from quire.replica.node_pool.node_pool import open_node_pool
+from quire.replica.node_pool.pool_file import pool_name, remove_pools
+from quire.replica.node_pool.pool_layout import PoolLayout
 
 ROOT = Path(__file__).parents[2]
 QUIRE = [sys.executable, "-m", "quire.cluster.cli"]
@@ -463,6 +467,21 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path, ready_server, monkeypa
     status, _, server = served(tmp_path, STUBBORN, config, RUNNING)
     assert status == 0
     assert server._child.returncode == -signal.SIGKILL
+
+
+def test_the_pools_of_its_replicas_are_removed(tmp_path, ready_server, monkeypatch):
+    """Ray kills a replica, whose pool would outlive it. The child's command line names a session of Ray's."""
+    monkeypatch.setattr(local_serve, "remove_pools", partial(remove_pools, folder=tmp_path))
+    name = pool_name("session_2026-11-28_1_2", "one", "node")
+    pool = open_node_pool(name, PoolLayout(4, 512), folder=tmp_path)
+    pool._file.close(remove=False)
+    code = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; "
+        f"time.sleep(60)', '--session-name=session_2026-11-28_1_2']); {SLEEPER}"
+    )
+    assert pool.path.exists()
+    status, _, _ = served(tmp_path, code, checked(ready_server.server_port), RUNNING)
+    assert status == 0 and not pool.path.exists()
 
 
 def test_what_the_child_leaves_behind_is_killed(tmp_path, ready_server, monkeypatch):

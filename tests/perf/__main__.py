@@ -24,6 +24,7 @@ BENCHMARKS = {
         "guard": "fails when Quire has become slower, as a ratio to transformers; runs in CI",
         "host_overhead": "host time per step, against transformers' continuous batching",
         "scaling": "time of a step against tokens, waiting requests, cached blocks, tokens generated",
+        "node_pool": "the node's pool: publishing, SIGKILL, eight engines with one pool, damaged blocks",
         "lora": "throughput of a hundred adapters over one model, against the model alone",
         "kv_transport": "KV blocks from node to node: bytes per second, and a pulled prefix against a computed one",
         "deterministic": "tokens per second with and without bit-equal results",

@@ -38,6 +38,16 @@ def wait_until_published(engine: Engine) -> None:
         time.sleep(0.01)
 
 
+def wait_until_known(engine: Engine, other: Engine) -> None:
+    """Wait until the idle engine reports to routers all that the other one has published."""
+    wait_until_published(other)
+    expected = other.call(lambda scheduler: scheduler.events.held()).result()
+    end_s = time.monotonic() + 60
+    while not expected <= engine.call(lambda scheduler: scheduler.events.held()).result():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
 def test_an_engine_restores_what_another_has_computed(tmp_path):
     place, prompts = PoolPlace("pair", folder=tmp_path), prompts_of(3)
     with Engine(node_pool=place, **OPTIONS) as first:
@@ -45,6 +55,7 @@ def test_an_engine_restores_what_another_has_computed(tmp_path):
         wait_until_published(first)
         first.check()
         with Engine(node_pool=place, **OPTIONS) as second:
+            wait_until_known(second, first)
             assert tokens_of(second, prompts) == expected
             found = hits(second)
             assert found["tokens_hit_on_host"] == found["tokens_hit"]
@@ -58,21 +69,24 @@ def test_an_engine_restores_what_another_has_computed(tmp_path):
                 assert tokens_of(third, prompts) == expected
                 assert hits(third)["tokens_hit"] == 0
                 third.check()
+            tokens_of(first, ["Another story of the quire"])
+            wait_until_known(second, first)
         first.check()
     assert not list(tmp_path.iterdir()), "the last engine removes the pool"
 
 
 def test_an_engine_that_starts_after_a_sigkill_finds_all_but_the_last_blocks(tmp_path):
-    count = 4
+    # Contexts of 3,500 tokens, most of what the model can have.
+    shape = (3, 240)
     child = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("pool_victim.py"), tmp_path, str(count)],
+        [sys.executable, Path(__file__).with_name("pool_victim.py"), tmp_path, *map(str, shape)],
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         for line in child.stdout:
             streamed = json.loads(line)
-            if min(map(len, streamed)) >= 150:
+            if min(map(len, streamed)) >= 100:
                 break
     finally:
         child.kill()
@@ -81,18 +95,17 @@ def test_an_engine_that_starts_after_a_sigkill_finds_all_but_the_last_blocks(tmp
     with Engine(**OPTIONS) as alone:
         ids = [
             list(alone.generate([p], GREEDY, progress=False)[0].prompt_token_ids)
-            for p in prompts_of(count)
+            for p in prompts_of(*shape)
         ]
     # The streams go on where they ended, as a router lets them.
-    continued = [[*prompt, *output] for prompt, output in zip(ids, streamed, strict=True)]
+    continued = [[*prompt, *output[:500]] for prompt, output in zip(ids, streamed, strict=True)]
     with Engine(node_pool=PoolPlace("victim", folder=tmp_path), **OPTIONS) as engine:
         assert not engine._node_pool.is_new
         again = tokens_of(engine, continued)
         found = hits(engine)
-        possible = sum((len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE for ids in continued)
-        # One block may not have been full, or not published, when the process ended.
-        assert found["tokens_hit"] >= possible - count * 2 * BLOCK_SIZE
-        assert found["tokens_hit"] >= 0.9 * found["tokens_queried"]
+        # Of each stream the last block may not have been full, and the one before it not published.
+        assert found["tokens_hit"] >= found["tokens_queried"] - len(continued) * 3 * BLOCK_SIZE
+        assert found["tokens_hit"] >= 0.95 * found["tokens_queried"]
         engine.check()
         assert engine.snapshot()["host_blocks"]["damaged"] == 0
     with Engine(**{**OPTIONS, "node_pool_gib": 0.0}) as cold:
@@ -121,7 +134,10 @@ def test_the_default_size_follows_from_the_memory():
     assert default_pool_bytes(2 * GIB, shm_free=10 * GIB, **cpu) == GIB // 8
 
 
-def test_a_pool_file_is_open_once(tmp_path):
+def test_a_pool_has_one_file_which_the_exit_of_its_last_process_removes(tmp_path):
     with Engine(node_pool=PoolPlace("one", folder=tmp_path), **OPTIONS) as engine:
         assert isinstance(engine._node_pool.memory, PoolFile)
         assert len(list(tmp_path.iterdir())) == 1
+        # An interpreter that exits, also after SIGTERM, calls this instead of `close`.
+        engine._at_exit()
+        assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ from prometheus_client.samples import Sample
 
 from quire.cluster.bench.results.report import Bar, commit, write
 from quire.cluster.local.ports import free_ports
-from quire.cluster.local.process_session import session_pids
+from quire.cluster.local.process_session import ray_session, session_pids
 from quire.cluster.local.serve_api import ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
@@ -238,6 +238,8 @@ def start_cluster(
         wait_until(
             cluster.every_router_knows_every_replica, CHANGE_TIMEOUT_S, "routers know all replicas"
         )
+        session = ray_session(os.getsid(cluster.pids("Router")[0]))
+        assert session is not None
         yield cluster
     finally:
         process.send_signal(signal.SIGTERM)
@@ -246,3 +248,5 @@ def start_cluster(
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
             raise
+    pools = Path("/dev/shm").glob(f"quire-kv-{session.replace('-', '_')[:40]}*")
+    assert not list(pools), "`quire serve` leaves no pool of its replicas"

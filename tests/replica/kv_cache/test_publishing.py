@@ -25,18 +25,30 @@ LAYOUT = PoolLayout(40, 64)
 class Engine:
     """The cache of an engine in the node's pool, without requests."""
 
-    def __init__(self, folder, num_blocks: int = 32):
+    def __init__(self, folder, num_blocks: int = 32, name: str = "m"):
         self.pool = open_pool(folder, LAYOUT)
         self.events = EventLog()
         self.prefix = PrefixCache(
             BLOCK_SIZE, num_blocks, self.events, num_host_blocks=LAYOUT.num_slots
         )
         prefix = self.prefix
-        blocks = PoolBlocks(self.pool, "m", 1, prefix.name_of_host_block, prefix.forget_host)
+        blocks = PoolBlocks(
+            self.pool, name, 1, prefix.name_of_host_block, prefix.forget_host, self.events
+        )
         self.host = HostTier(LAYOUT.num_slots, prefix, pool_blocks=blocks)
         self.blocks = BlockManager(num_blocks, on_evict=self.host.take_evicted)
-        # One block costs 128 KiB and 64 bytes.
-        self.publishing = Publishing(prefix, self.host, 64, 4 * ((128 << 10) + 64))
+        # Seconds that sealing a block takes.
+        self.block_s = 0.01
+        self.now_s = 0.0
+        blocks._clock = lambda: self.now_s
+        checksum = self.pool.checksum
+
+        def timed_checksum(slot: int) -> int:
+            self.now_s += self.block_s
+            return checksum(slot)
+
+        self.pool.checksum = timed_checksum
+        self.publishing = Publishing(prefix, self.host, blocks, 64, 0.04, lambda: self.now_s)
 
     def fill(self, start: int, count: int) -> list[int]:
         """A sequence of `count` blocks that a step has filled."""
@@ -53,12 +65,17 @@ class Engine:
     def step(self, now_s: float, filling: tuple[int, ...] = ()) -> int:
         """Plan and make the copies of a step. Returns their number."""
         self.host.begin_plan()
-        self.publishing.plan(now_s, filling)
+        if self.publishing.is_due(now_s):
+            self.publishing.plan(filling)
         transfers = self.host.launch()
         self.host.land(transfers)
         self.host.seal(transfers.saves)
-        self.host.check([])
+        self.check()
         return len(transfers.saves)
+
+    def check(self) -> None:
+        self.prefix.check(self.host.pool_blocks.hashes.hashes())
+        self.host.check([])
 
 
 @pytest.fixture
@@ -68,20 +85,38 @@ def engines(tmp_path) -> Iterator[tuple[Engine, Engine]]:
         yield first, second
 
 
-def test_the_budget_is_in_bytes_per_second(engines):
+def test_the_budget_is_a_share_of_the_time(engines):
     engine, _ = engines
+    engine.fill(0, 32)
+    # A block takes 10 ms, the budget of a quarter of a second, which is not known at the first batch.
+    assert 16 <= engine.step(0.0) <= 20
+    counts = [engine.step(0.01 * n) for n in range(1, 301)]
+    assert [2 <= sum(counts[n : n + 100]) <= 5 for n in (0, 100, 200)] == [True] * 3
+    assert max(counts) == 1
+
+
+def test_blocks_are_published_in_batches(engines):
+    engine, _ = engines
+    engine.block_s = 0.0
+    engine.fill(0, 3)
+    # A few blocks wait for more, but not for long.
+    assert [engine.step(s) for s in (0.0, 0.04, 0.06, 0.07)] == [0, 0, 3, 0]
+    engine.fill(9999, 16)
+    assert [engine.step(s) for s in (0.08, 0.09)] == [16, 0]
+
+
+def test_large_blocks_are_published_one_by_one(engines):
+    engine, _ = engines
+    engine.publishing._cost_s = 0.01
     engine.fill(0, 20)
-    # Four blocks a second, of which one may be saved up.
-    counts = [engine.step(now_s) for now_s in (0.0, 0.1, 0.25, 0.5, 0.5, 0.75, 5.0, 5.25)]
-    assert counts == [1, 0, 1, 1, 0, 1, 1, 1]
-    assert len(engine.publishing) == 14
+    assert engine.step(0.0) == 1
 
 
 def test_a_block_that_another_engine_has_published_is_not_copied_again(engines):
     first, second = engines
     first.fill(0, 3)
     while len(first.publishing):
-        first.publishing.plan(0.0, (), is_idle=True)
+        first.publishing.plan((), is_idle=True)
         transfers = first.host.launch()
         first.host.land(transfers)
         first.host.seal(transfers.saves)
@@ -95,7 +130,7 @@ def test_a_block_that_another_engine_has_published_is_not_copied_again(engines):
 def test_blocks_that_are_being_filled_again_are_not_published(engines):
     engine, _ = engines
     (block,) = engine.fill(0, 1)
-    assert engine.step(0.0, filling=(block,)) == 0
+    assert [engine.step(s, filling=(block,)) for s in (0.0, 1.0)] == [0, 0]
     assert not engine.publishing
 
 
@@ -109,14 +144,61 @@ def test_what_another_engine_evicts_is_reported_and_computed_again(engines):
     assert rival.pool.claim(LAYOUT.num_slots) is not None
     engine.host.begin_plan()
     assert not engine.events.held()
-    engine.prefix.check()
-    engine.host.check([])
+    engine.check()
+
+
+def test_routers_learn_what_other_engines_have_published(engines):
+    first, second = engines
+    owned = first.fill(0, 3)
+    assert first.step(0.0) + first.step(1.0) == 3
+    names = first.events.held(Tier.GPU)
+    assert len(names) == 3 and not second.events.held()
+    second.step(0.0)
+    assert second.events.held(Tier.HOST) == names
+    assert set(second.events.flush().host_stored.tolist()) == names
+    # A cleared cache still finds them in the pool.
+    second.prefix.clear()
+    second.host.pool_blocks.hashes.hold_again()
+    assert second.events.held(Tier.HOST) == names
+    # It has the blocks on the device as well, then no longer.
+    mine = second.fill(0, 3)
+    second.check()
+    assert second.events.held(Tier.GPU) == names
+    second.blocks.release(mine[::-1])
+    second.blocks.allocate(32)
+    assert second.events.held(Tier.HOST) == names
+    second.check()
+    first.pool.drop(first.pool.find(k) for k in list(first.pool._index._slots)[:2])
+    second.host.begin_plan()
+    assert len(second.events.held(Tier.HOST)) == 1
+    first.blocks.release(owned[::-1])
+
+
+def test_blocks_of_another_model_are_not_reported(engines, tmp_path):
+    first, _ = engines
+    first.fill(0, 3)
+    assert first.step(0.0) + first.step(1.0) == 3
+    other = Engine(tmp_path, name="another model")
+    with contextlib.closing(other.pool):
+        other.host.begin_plan()
+        assert not other.events.held()
+
+
+def test_an_engine_that_starts_reports_the_pool(engines, tmp_path):
+    first, _ = engines
+    first.fill(0, 3)
+    assert first.step(0.0) + first.step(1.0) == 3
+    third = Engine(tmp_path)
+    with contextlib.closing(third.pool):
+        third.host.begin_plan()
+        assert third.events.held(Tier.HOST) == first.events.held(Tier.GPU)
+        third.check()
 
 
 def test_one_engine_of_a_node_reports_the_pool(engines):
     first, second = engines
     first.fill(0, 1)
-    first.step(0.0)
+    assert first.step(0.0) + first.step(1.0) == 1
     reports = [e.host.pool_blocks._is_reporter for e in engines]
     assert reports == [True, False]
     assert second.host.pool_blocks.occupancy() == (0, 0, 0, 0)

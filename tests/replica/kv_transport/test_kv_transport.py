@@ -72,12 +72,15 @@ def wanted(*names: int) -> list[WantedBlock]:
 
 def test_blocks_come_over_and_are_found_by_the_engines_of_the_node(nodes):
     a, b = nodes
-    put(a.pool, *range(20))
+    slots = put(a.pool, *range(20))
+    a.pool._views.routing_hash[slots] = np.arange(1, 21, dtype=np.uint64) << np.uint64(40)
     result = b.transport.import_blocks(a.transport.source, wanted(*range(20)), 10)
     assert (result.num_blocks, result.num_bytes, result.reason) == (20, 20 * LAYOUT.slot_bytes, "")
     assert b.has(*range(21)) == [True] * 20 + [False]
-    payers = b.pool._views.payer[[b.pool.find(key_of(n)) for n in range(20)]]
-    assert payers.tolist() == [32] * 20, "the payer comes with the block"
+    here = [b.pool.content(b.pool.find(key_of(n))) for n in range(20)]
+    there = [a.pool.content(slot) for slot in slots]
+    assert [one._replace(slot=0) for one in here] == [one._replace(slot=0) for one in there]
+    assert {one.payer for one in here} == {32} and all(one.routing_hash for one in here)
     again = b.transport.import_blocks(a.transport.source, wanted(*range(20)), 10)
     assert (again.num_blocks, again.reason) == (0, ""), "nothing is sent twice"
 
@@ -141,18 +144,19 @@ class HostileExport(block_export.BlockExport):
             names = keys[begin : begin + 4]
             blocks = [bytes_of(key, LAYOUT.slot_bytes) for key in names]
             sums = np.array([checksum(block) for block in blocks], np.uint32)
-            headers = [b"".join(names), np.zeros(len(names), np.uint64), sums]
+            zeros = np.zeros(len(names), np.uint64)
+            headers = [b"".join(names), zeros, sums, zeros]
             messages += [headers, b"".join(block.tobytes() for block in blocks)]
         i = self._chance.randrange(len(messages))
         fault = self._chance.randrange(5)
         if isinstance(messages[i], list):
-            keys_of, payers, sums_of = messages[i]
+            keys_of, payers, sums_of, hashes = messages[i]
             messages[i] = [
-                [key_of(10**6) + keys_of[32:], payers, sums_of],
-                [keys_of[32:] + keys_of[:32], payers, sums_of],
-                [keys_of[:-1], payers, sums_of],
-                [keys_of, payers, sums_of ^ np.uint32(1)],
-                [keys_of, payers[:-1], sums_of],
+                [key_of(10**6) + keys_of[32:], payers, sums_of, hashes],
+                [keys_of[32:] + keys_of[:32], payers, sums_of, hashes],
+                [keys_of[:-1], payers, sums_of, hashes],
+                [keys_of, payers, sums_of ^ np.uint32(1), hashes],
+                [keys_of, payers, sums_of, hashes[:-1]],
             ][fault]
         elif fault == 0:
             messages[i] = messages[i][:-1]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
 from pool_process import LAYOUT, adopt, bytes_of, fill, key_of, open_pool, put
 
 from quire.replica.node_pool import pool_file
-from quire.replica.node_pool.pool_file import NodePoolError, pool_name
+from quire.replica.node_pool.node_pool import NodePool, open_node_pool
+from quire.replica.node_pool.pool_file import NodePoolError, pool_name, remove_pools
 from quire.replica.node_pool.pool_layout import MAX_MEMBERS, Fact, PoolLayout, State
+from quire.replica.node_pool.pool_locks import PoolLocks
 from quire.replica.node_pool.slot_content import Content
 from quire.replica.node_pool.slot_eviction import choose_victims
 
@@ -165,6 +168,49 @@ def test_stale_files_are_removed_at_the_start(tmp_path, monkeypatch):
     pool = open_pool(tmp_path)
     assert not other_kind.exists() and not old_app.exists()
     assert other_app.exists() and used.path.exists() and pool.path.exists()
+
+
+def test_the_pools_of_an_ended_session_are_removed_and_those_in_use_kept(tmp_path):
+    def path_of(application: str, *, is_used: bool, session: str = "session_1-2") -> Path:
+        name = pool_name(session, application)
+        pool = open_node_pool(name, LAYOUT, folder=tmp_path)
+        put(pool, 1)
+        if is_used:
+            used.append(pool)
+        else:
+            pool._file.close(remove=False)
+        return pool.path
+
+    used: list[NodePool] = []
+    killed = path_of("a", is_used=False)
+    kept = [path_of("b", is_used=True), path_of("a", is_used=False, session="session_1-20")]
+    remove_pools("session_1-2", tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept) and killed not in kept
+    used[0].refresh()
+    assert adopt(used[0], 1)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_member_that_starts_while_its_file_is_removed_has_a_pool(tmp_path, monkeypatch, moment):
+    """The removal comes before the start has the mutex, or between the mutex and the membership."""
+    name = pool_name("session")
+    open_node_pool(name, LAYOUT, folder=tmp_path)._file.close(remove=False)
+    owner, method = {"before": (PoolLocks, "lock"), "after": (NodePool, "_join")}[moment]
+    original, removals = getattr(owner, method), []
+
+    def with_removal(self: object, *arguments: float) -> object:
+        if not removals:
+            removals.append(moment)
+            remove_pools("session", tmp_path)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(owner, method, with_removal)
+    first = open_node_pool(name, LAYOUT, folder=tmp_path)
+    monkeypatch.undo()
+    assert removals and first.is_new == (moment == "before")
+    put(first, 1)
+    second = open_node_pool(name, LAYOUT, folder=tmp_path)
+    assert adopt(second, 1), "both use one file"
 
 
 def test_the_size_of_an_existing_pool_is_kept_while_somebody_uses_it(tmp_path):

@@ -1,7 +1,7 @@
 """Clients that disconnect at any moment leave no state behind, in the router or on a replica.
 
-Two real engines with a small cache and a host tier, so that requests are also offloaded; bus, table and lifecycle are
-real. `CHAOS_SIZE=long` is the long run (`make chaos`).
+Two real engines with a small cache and one pool of the node, so that requests are also offloaded; bus, table and
+lifecycle are real. `CHAOS_SIZE=long` is the long run (`make chaos`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from quire.protos.sampling_params import Grammar
 from quire.protos.wire import TokenDelta
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.request import Phase
+from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.scheduler.scheduler import Scheduler
+from quire.replica.serving import actor as actor_module
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
@@ -64,7 +66,10 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def replicas(runner, patch) -> Iterator[list[LocalReplica]]:
+def replicas(runner, patch, tmp_path_factory) -> Iterator[list[LocalReplica]]:
+    place = PoolPlace("visited", folder=tmp_path_factory.mktemp("pool"))
+    patch.setattr(actor_module, "_pool_place", lambda application: place)
+
     async def start() -> list[LocalReplica]:
         limits = dict(num_blocks=NUM_BLOCKS, block_size=16, max_batch_tokens=64, max_model_len=512)
         limits |= dict(node_pool_gib=0.02, num_threads=1, max_prefill_ms=None)
@@ -75,6 +80,7 @@ def replicas(runner, patch) -> Iterator[list[LocalReplica]]:
     yield replicas
     for replica in replicas:
         replica.engine.close()
+    assert not list(place.folder.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +200,7 @@ def leaks(cluster: LocalCluster) -> Counter[str]:
         load, actor = replica.engine.load(), replica.actor
         left["blocks"] += load.blocks_total - load.blocks_free - load.blocks_cached
         left["host blocks"] += load.host_blocks_in_use
+        left["slots of the pool"] += replica.engine._node_pool.num_leased()
         left["rows"] += load.num_running + load.num_waiting
         left["leases"] += len(actor._leases._streams)
         left["open calls"] += len(actor._finished)
