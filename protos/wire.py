@@ -21,6 +21,7 @@ from quire.protos.adapter_ref import AdapterRef
 from quire.protos.errors import QuireError
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire_codec import (
+    Codec,
     Message,
     Record,
     WireError,
@@ -38,6 +39,32 @@ LEASE_S = 10.0
 _HASHES = array("<u8")
 Hashes = Annotated[np.ndarray, _HASHES]
 Int32Array = Annotated[np.ndarray, array("<i4")]
+
+
+class BlockSource(NamedTuple):
+    """Where other nodes get the KV blocks of a replica's node (`replica/kv_transport`). Its text has no token."""
+
+    address: str = ""  # host:port; empty: nowhere
+    token: str = ""  # what importers must show; it travels on the bus only
+
+    def __repr__(self) -> str:
+        return f"BlockSource({self.address!r})"
+
+
+NO_SOURCE = BlockSource()
+
+
+class PullHint(NamedTuple):
+    """A prefix of a request's tokens that another node holds, and that takes less time to copy than to compute."""
+
+    source: BlockSource
+    start: int  # leading tokens that the receiver holds already
+    end: int  # leading tokens that the source holds
+    max_wait_s: float  # seconds after which the receiver computes what has not come
+
+    @classmethod
+    def from_wire(cls, values: list[Any]) -> PullHint:
+        return cls(BlockSource(*values[0]), *values[1:])
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -78,6 +105,8 @@ class Submit(Message):
     adapter: Annotated[AdapterRef | None, optional(record(AdapterRef))] = None
     # [tokens] int32: the client's guess of the answer, a source of drafts.
     prediction_ids: Annotated[np.ndarray | None, optional(array("<i4"))] = None
+    # Where the replica pulls a part of the prompt's KV from, before it admits the request; None: nowhere.
+    pull: Annotated[PullHint | None, optional(Codec(None, PullHint.from_wire))] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +121,8 @@ class Completion(Message):
     prefill_s: float = 0.0  # first scheduled to first token
     error: dict[str, Any] | None = None  # `QuireError.to_wire`
     num_host_cached_tokens: int = 0  # the part of `num_cached_tokens` restored from the host tier
+    pulled_bytes: int = 0  # KV that `Submit.pull` brought
+    pull_s: float = 0.0  # seconds that this took
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -127,6 +158,9 @@ class Hello(Message):
     )
     has_states: bool = False  # whether hits end at snapshots of recurrent states
     hidden_size: int = 0  # values of an embedding
+    # Where other nodes get its blocks; without an address nowhere, and the replica pulls none.
+    exports: Annotated[BlockSource, named_tuple(BlockSource)] = NO_SOURCE
+    kv_token_bytes: int = 0  # bytes of a token's KV in a block of every layer group
 
     @property
     def weights(self) -> str:

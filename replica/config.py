@@ -87,6 +87,12 @@ class EngineOptions:
         "GPU, at most a quarter of the available memory, and 0 on a CPU.",
         ge=0,
     )
+    peer_transport: Literal["off", "grpc", "nixl"] = option(
+        "off",
+        "How KV blocks travel from the node's pool to that of another node. grpc: over TCP, to replicas of the same "
+        "application, on a port that the system chooses; a router then lets a replica pull a prefix that another node "
+        "holds, where copying takes less time than computing. off: every node computes. nixl is reserved.",
+    )
     restore: Literal["auto", "always"] = option(
         "auto",
         "When blocks are restored from the host tier. auto: where copying them is faster than computing them again, "

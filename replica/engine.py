@@ -159,6 +159,8 @@ class Engine:
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)
+        # Other threads only read the pool's layout and the names of its blocks.
+        self.pool_blocks = scheduler.memory.host.pool_blocks
         self._offline: OfflineFront | None = None
         if on_output is None:
             self._offline = OfflineFront(self)

@@ -51,6 +51,7 @@ LAYERS = (
     "replica.builtin_model",
     "replica.grammar",
     "replica.node_pool",
+    "replica.kv_transport",
     "replica.kv_cache",
     "replica.option_fields",
     "replica.speculation_options",

@@ -275,6 +275,8 @@ class ReplicaCost(_Answer):
     )
     cached_tokens: int = Field(description="Prompt tokens predicted in the replica's device cache.")
     host_cached_tokens: int = Field(description="Further tokens predicted in its host memory.")
+    pulled_tokens: int = Field(description="Further tokens that it would copy from another node.")
+    pull_from: str = Field(description="The replica that holds these tokens; empty: none does.")
 
 
 class Outcome(_Answer):

@@ -25,7 +25,8 @@ from typing import NamedTuple
 from quire.replica.kv_cache.blocks import IntegrityError, Occupancy
 from quire.replica.kv_cache.cache_events import EventLog
 from quire.replica.kv_cache.pool_hashes import PoolHashes
-from quire.replica.node_pool.node_pool import Content, NodePool
+from quire.replica.node_pool.node_pool import NodePool
+from quire.replica.node_pool.slot_content import Content
 from quire.replica.node_pool.slot_counts import PoolCounts
 
 _PART_BYTES = 16
@@ -125,14 +126,18 @@ class PoolBlocks:
         if changed and self.hashes is not None:
             self.hashes.follow(changed, self._keys, self._group_names)
 
+    def key(self, digest: bytes, g: int) -> bytes:
+        """The name in the pool of a block of group g."""
+        return digest + self._group_names[g]
+
     def find(self, digest: bytes, g: int) -> int | None:
         """The slot of a published block that the prefix index does not know yet, for `adopt`."""
-        slot = self.pool.find(digest + self._group_names[g])
+        slot = self.pool.find(self.key(digest, g))
         return None if slot is None or slot in self._keys else slot
 
     def adopt(self, slot: int, digest: bytes, g: int) -> bool:
         """Let this engine know a published block. Returns False if it has been evicted meanwhile."""
-        key = digest + self._group_names[g]
+        key = self.key(digest, g)
         epoch = self.pool.epoch_of(slot, key)
         if epoch is None:
             return False
@@ -247,7 +252,7 @@ class PoolBlocks:
         """Record that the prefix index knows the content of these blocks, which a planned copy will bring."""
         for block in blocks:
             name = self._name_of(block)
-            self._keys[block] = name.digest + self._group_names[name.group]
+            self._keys[block] = self.key(name.digest, name.group)
             self._unsealed[block] = name
 
     def forget_content(self, block: int) -> None:

@@ -26,13 +26,20 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from quire.replica.node_pool.pool_file import SHM, NodePoolError, PoolFile, make_pool_file
-from quire.replica.node_pool.pool_layout import MAX_MEMBERS, Fact, PoolLayout, State
+from quire.replica.node_pool.pool_layout import (
+    ENGINE,
+    MAX_MEMBERS,
+    NO_ENGINE,
+    Fact,
+    PoolLayout,
+    State,
+)
 from quire.replica.node_pool.slot_checks import checksum, header_sum
+from quire.replica.node_pool.slot_content import Content
 from quire.replica.node_pool.slot_counts import PoolCounts, count_slots, is_used_by
 from quire.replica.node_pool.slot_eviction import choose_victims
 from quire.replica.node_pool.slot_index import SlotIndex
@@ -50,17 +57,6 @@ _EVICTED_PART = 1 / 64
 _CHANGE, _CLOCK = int(Fact.CHANGE), int(Fact.CLOCK)
 
 
-class Content(NamedTuple):
-    """The content of a slot that is ready to be published."""
-
-    slot: int
-    key: bytes
-    payer: int
-    checksum: int
-    # Routers' name of the block (`routing_hash.py`); 0: it has none.
-    routing_hash: int = 0
-
-
 class NodePool:
     """A member of a node's pool. One thread uses it; `counts` is for any thread.
 
@@ -70,6 +66,8 @@ class NodePool:
         Result of `make_pool_file`; this opening holds its mutex.
     clock
         Monotonic seconds.
+    is_engine
+        Whether this member is counted as an engine and may report the node's occupancy.
 
     Raises
     ------
@@ -77,13 +75,20 @@ class NodePool:
         `MAX_MEMBERS` members use the pool already.
     """
 
-    def __init__(self, file: PoolFile, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        file: PoolFile,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        is_engine: bool = True,
+    ):
         self.layout = file.layout
         self.path = file.path
         self.is_new = file.is_new
         self._file = file
         self._views = file.views
         self._clock = clock
+        self._is_engine = is_engine
         self._locks = file.locks
         self._index = SlotIndex(file.views)
         # The pool is not used before this time, because its mutex was not free.
@@ -105,7 +110,7 @@ class NodePool:
         for member in range(MAX_MEMBERS):
             if self._locks.join(member):
                 self._forget_member(member)
-                self._views.joined[member] = 1
+                self._views.joined[member] = ENGINE if self._is_engine else NO_ENGINE
                 self._sweep(besides=member)
                 return member
         raise NodePoolError(f"{self.path}: {MAX_MEMBERS} engines use the node pool already")
@@ -283,6 +288,13 @@ class NodePool:
                 self._release_now()
             return True
 
+    def content(self, slot: int) -> Content:
+        """The header of a leased slot."""
+        views = self._views
+        key, payer = views.key[slot].tobytes(), int(views.payer[slot])
+        checksum_, routing_hash = int(views.checksum[slot]), int(views.routing_hash[slot])
+        return Content(slot, key, payer, checksum_, routing_hash)
+
     def checksum(self, slot: int) -> int:
         """The checksum of a slot's bytes, for `Content`. Safe in any thread."""
         return checksum(self._views.slots[slot])
@@ -311,8 +323,8 @@ class NodePool:
         return count_slots(self._views)
 
     def is_reporter(self) -> bool:
-        """Whether this member reports the node's occupancy: the living member with the lowest number does."""
-        lower = np.flatnonzero(self._views.joined[: self._member]).tolist()
+        """Whether this member reports the node's occupancy: the living engine with the lowest number does."""
+        lower = np.flatnonzero(self._views.joined[: self._member] == ENGINE).tolist()
         return not any(self._locks.is_alive(member) for member in lower)
 
     def num_leased(self) -> int:
@@ -462,8 +474,9 @@ def open_node_pool(
     set_aside: int = 0,
     folder: Path = SHM,
     clock: Callable[[], float] = time.monotonic,
+    is_engine: bool = True,
 ) -> NodePool:
-    """Join the node's pool of this name, or make it; parameters as of `make_pool_file`.
+    """Join the node's pool of this name, or make it; parameters as of `make_pool_file` and `NodePool`.
 
     Raises
     ------
@@ -472,7 +485,7 @@ def open_node_pool(
     """
     file = make_pool_file(name, wanted, is_exact=is_exact, set_aside=set_aside, folder=folder)
     try:
-        return NodePool(file, clock=clock)
+        return NodePool(file, clock=clock, is_engine=is_engine)
     except BaseException:
         file.close(remove=False)
         raise

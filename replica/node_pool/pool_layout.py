@@ -24,9 +24,11 @@ import numpy as np
 MAGIC = 0x51756972654B5631
 # Raised with every change of this layout, of the checksum or of a block's name.
 LAYOUT_VERSION = 2
-# Engines of one node at a time. A member is an engine that uses the pool.
+# Members of one node at a time. A member is an engine that uses the pool, or the transport of its blocks.
 MAX_MEMBERS = 64
 KEY_BYTES = 32
+# What has joined as a member: an engine, or threads that only copy blocks (`replica/kv_transport`).
+ENGINE, NO_ENGINE = 1, 2
 
 _FACTS_OFFSET = 0
 _JOINED_OFFSET = 1024
@@ -119,7 +121,7 @@ class PoolViews:
             return np.frombuffer(memory, dtype, count, offsets[name]).reshape(shape)
 
         self.facts = np.frombuffer(memory, np.uint64, len(Fact), _FACTS_OFFSET)
-        # [members] uint8: 1 from a member's start until it has left, or was found dead.
+        # [members] uint8: `ENGINE` or `NO_ENGINE` from a member's start until it has left, or was found dead; else 0.
         self.joined = np.frombuffer(memory, np.uint8, MAX_MEMBERS, _JOINED_OFFSET)
         self.state = view("state", _COLUMNS["state"], n)
         # Number of times that the slot was claimed or evicted: tells contents of one slot apart.

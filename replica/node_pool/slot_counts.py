@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.replica.node_pool.pool_layout import Fact, PoolViews, State
+from quire.replica.node_pool.pool_layout import ENGINE, Fact, PoolViews, State
 
 
 class PoolCounts(NamedTuple):
@@ -17,7 +17,7 @@ class PoolCounts(NamedTuple):
     retained: int
     in_use: int
     total: int
-    # Living and recently died members.
+    # Living and recently died engines.
     members: int
     evicted: int
     damaged: int
@@ -42,7 +42,7 @@ def count_slots(views: PoolViews) -> PoolCounts:
         int(is_retained.sum()),
         total - free - cached,
         total,
-        len(members),
+        int(np.count_nonzero(views.joined == ENGINE)),
         views.fact(Fact.NUM_EVICTED),
         views.fact(Fact.NUM_DAMAGED),
     )

@@ -16,6 +16,7 @@ ends or, if all of these fail, its lease (renewed periodically by the router) ex
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import faulthandler
 import gc
 import logging
@@ -33,12 +34,13 @@ from quire.protos.adapter_ref import AdapterRef
 from quire.protos.engine_facts import describe, describe_phases, engine_facts
 from quire.protos.errors import Aborted, QuireError, Unavailable
 from quire.protos.metric_families import Page
-from quire.protos.wire import LEASE_S, Completion, Facts, Submit
+from quire.protos.wire import LEASE_S, Completion, Facts, Hello, PullHint, Submit
 from quire.protos.wire_codec import Part, parts_of
 from quire.replica.config import EngineArgs
 from quire.replica.core.adapter import Adapter
 from quire.replica.core.request import Request
 from quire.replica.engine import Engine
+from quire.replica.kv_transport.block_import import ImportResult
 from quire.replica.loop import LoopOutput
 from quire.replica.node_pool.pool_file import PoolPlace, pool_name
 from quire.replica.ranks.rank_links import RankEnd
@@ -46,12 +48,15 @@ from quire.replica.serving.arrivals import Arrivals
 from quire.replica.serving.attached_routers import AttachedRouters
 from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.leases import Leases, StreamKey
+from quire.replica.serving.peer_pulls import PeerPulls
 from quire.replica.serving.rank_actor import actor_starter
 from quire.replica.serving.ray_metrics import RayMetrics
 from quire.replica.serving.replica_metrics import ReplicaMetrics
 
 logger = logging.getLogger("ray.serve")
 _LEASE_CHECKS = 10  # per `LEASE_S`
+# A replica that drains ends its exports after this time at most.
+_LINGER_S = 5.0
 
 
 class Replica:
@@ -74,15 +79,18 @@ class Replica:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._event_loop = asyncio.get_running_loop()
         self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
+        # Requests that were aborted during their pull.
+        self._aborted: set[StreamKey] = set()
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         args = EngineArgs(**engine_args)
+        place = _pool_place(serve.get_replica_context().app_name)
         with final_errors("replica"):
             self._engine = await asyncio.to_thread(
                 self.engine_class,
                 args,
                 on_output=self._on_output,
                 flight_path=_flight_folder() / self._replica_id,
-                node_pool=_pool_place(serve.get_replica_context().app_name),
+                node_pool=place,
                 start_rank=actor_starter() if args.tensor_parallel > 1 else None,
             )
         assert self._engine.recorder is not None
@@ -93,6 +101,7 @@ class Replica:
         gc.freeze()
         # Collect again: CPython starts a full collection only after new objects exceed 25% of the last survivors.
         gc.collect()
+        self._pulls = _peer_pulls(self._engine, place)
         self._attachments = AttachedRouters(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )
@@ -104,9 +113,11 @@ class Replica:
         ] = {}  # router id to this replica's share of its queued prefill, seconds
         self._leases = Leases(LEASE_S)
         self._reaper = asyncio.create_task(self._reap())
-        self._metrics = ReplicaMetrics(self._engine)
+        self._metrics = ReplicaMetrics(
+            self._engine, None if self._pulls is None else self._pulls.transport
+        )
         self._ray_metrics = RayMetrics(self._metrics.metrics)
-        hello = self._engine.hello(self._replica_id, self._node)
+        hello = self._hello()
         phases = describe_phases(hello.startup_s)
         logger.info("ready: %s; loaded in %s", describe(engine_facts(hello)), phases)
 
@@ -118,7 +129,7 @@ class Replica:
         The request router (`serve_router`) uses `route`, the id of the intended replica. Serve may still send the call
         to another replica. That one sends `Hello` only, because a second attachment would end the router's first one.
         """
-        yield self._engine.hello(self._replica_id, self._node).encode()
+        yield self._hello().encode()
         if route != [self._replica_id]:
             return
         frames = self._frames(router_id)
@@ -131,6 +142,15 @@ class Replica:
         finally:
             snapshot.cancel()
             await frames.aclose()
+
+    def _hello(self) -> Hello:
+        """The constant facts about this replica."""
+        hello = self._engine.hello(self._replica_id, self._node)
+        if self._pulls is None:
+            return hello
+        return dataclasses.replace(
+            hello, exports=self._pulls.source, kv_token_bytes=self._pulls.kv_token_bytes
+        )
 
     def _frames(self, router_id: str) -> AsyncGenerator[bytes, None]:
         """Frames of a router's attach stream. `faulty_actor.py` overrides this method to inject faults."""
@@ -161,20 +181,58 @@ class Replica:
         self._leases.begin(key, time.monotonic())
         try:
             source = self._attachments.source(request.router_id)
-            self._arrivals.tell(key)
-            if request.fork_of is not None:
-                await self._arrivals.wait((request.router_id, request.fork_of))
             adapter = await self._adapter(request.adapter)
-            self._engine.submit(_engine_request(key, source, request, adapter))
-            return (await finished).encode()
+            engine_request = _engine_request(key, source, request, adapter)
+            # Serve may have sent the request to another replica than the one that lacks these tokens.
+            is_meant = route[:1] == [self._replica_id]
+            pulled = await self._pull(engine_request, request.pull if is_meant else None)
+            if request.fork_of is not None:
+                await self._wait_for_parent((request.router_id, request.fork_of))
+            self._arrivals.tell(key)
+            self._engine.submit(engine_request)
+            completion = await finished
+            if pulled is not None:
+                completion = dataclasses.replace(
+                    completion, pulled_bytes=pulled.num_bytes, pull_s=pulled.seconds
+                )
+            return completion.encode()
         except QuireError as error:
             return _failed(error, request).encode()
         except asyncio.CancelledError:
-            self._engine.abort(key)
+            self._abort(key)
             raise
         finally:
             self._finished.pop(key, None)
             self._leases.end(key)
+            self._aborted.discard(key)
+
+    async def _pull(self, request: Request, hint: PullHint | None) -> ImportResult | None:
+        """Pull a prefix of the request from another node.
+
+        Raises
+        ------
+        Aborted
+            The request was aborted meanwhile; the engine does not know it.
+        """
+        if self._pulls is None or hint is None:
+            return None
+        token_ids = request.token_ids
+        pulled = await self._pulls.run(request.key, token_ids, request.chain.tenant, hint)
+        if request.key in self._aborted:
+            self._aborted.discard(request.key)
+            raise Aborted("the request was aborted before it started")
+        return pulled
+
+    async def _wait_for_parent(self, parent: StreamKey) -> None:
+        if self._pulls is not None:
+            await self._pulls.wait_for(parent)
+        await self._arrivals.wait(parent)
+
+    def _abort(self, key: StreamKey) -> None:
+        if self._pulls is not None and self._pulls.abort(key):
+            self._aborted.add(key)
+        else:
+            self._engine.abort(key)
 
     async def _adapter(self, ref: AdapterRef | None) -> Adapter | None:
         """The adapter of a request; a thread reads it if it is not in memory."""
@@ -231,7 +289,7 @@ class Replica:
     async def abort(self, router_id: str, stream_ids: list[int], *, route: list[str]) -> None:
         """Abort these requests if they have not ended."""
         for stream_id in stream_ids:
-            self._engine.abort((router_id, stream_id))
+            self._abort((router_id, stream_id))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Change options that need no restart (`LIGHT_FIELDS`); Serve calls this with their new values."""
@@ -261,7 +319,9 @@ class Replica:
         self._engine.check_health()
 
     def __del__(self) -> None:
-        engine = getattr(self, "_engine", None)
+        engine, pulls = getattr(self, "_engine", None), getattr(self, "_pulls", None)
+        if pulls is not None:
+            pulls.close(_LINGER_S)
         if engine is not None:
             engine.close()
 
@@ -327,7 +387,7 @@ class Replica:
         self._router_queues.pop(router_id, None)
         for key in list(self._finished):
             if key[0] == router_id:
-                self._engine.abort(key)
+                self._abort(key)
 
     async def _reap(self) -> None:
         """Detach silent routers and abort streams with expired leases."""
@@ -341,7 +401,7 @@ class Replica:
                 logger.warning(
                     "aborted stream %s: its lease has not been renewed for %.0f s", key, LEASE_S
                 )
-                self._engine.abort(key)
+                self._abort(key)
 
     async def _send_snapshot(self, router_id: str) -> None:
         snapshot = await asyncio.wrap_future(
@@ -362,6 +422,13 @@ def _pool_place(app_name: str) -> PoolPlace | None:
     (node,) = (node for node in ray.nodes() if node["NodeID"] == node_id)
     store_bytes = int(node["Resources"].get("object_store_memory", 0))
     return PoolPlace(pool_name(session, app_name, node_id[:16]), store_bytes)
+
+
+def _peer_pulls(engine: Engine, place: PoolPlace | None) -> PeerPulls | None:
+    """The replica's transport to other nodes; None: the option is off, or the engine has no pool of the node."""
+    if engine.config.peer_transport == "off" or place is None or engine.pool_blocks is None:
+        return None
+    return PeerPulls(engine, place, ray.util.get_node_ip_address())
 
 
 def _flight_folder() -> Path:

@@ -22,6 +22,7 @@ from quire.replica.loop import STEP_BOUNDARIES_S, LoopOutput
 
 if TYPE_CHECKING:
     from quire.replica.engine import Engine
+    from quire.replica.kv_transport.kv_transport import KvTransport
 
 _CACHE_FACTS = ("block_size", "num_blocks", "num_host_blocks", "max_tokens", "number_format")
 _GAUGES = (  # name, field of `Load`, help
@@ -100,6 +101,12 @@ _COUNTERS = (
         "quire_host_evictions_total",
         "Cached blocks of the host tier that were evicted.",
     ),
+    ("quire_peer_exported_blocks_total", "Blocks that were sent to other nodes."),
+    ("quire_peer_imported_blocks_total", "Blocks that were copied from other nodes."),
+    (
+        "quire_peer_refused_blocks_total",
+        "Blocks from other nodes that were damaged, not asked for, or had no room.",
+    ),
 )
 TIERS = ("device", "host")
 REPLICA_FAMILIES = (
@@ -139,8 +146,9 @@ REPLICA_FAMILIES = (
 class ReplicaMetrics:
     """Counts tokens from the engine's outputs, and reads all other values from the engine at each scrape."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, transport: KvTransport | None = None) -> None:
         self._engine = engine
+        self._transport = transport
         self.metrics = MetricSet(REPLICA_FAMILIES, self._read)
         value = self.metrics.value
         self._output, self._prompt = (
@@ -191,4 +199,12 @@ class ReplicaMetrics:
         values[CPU_SECONDS.name] = time.process_time()
         values["quire_kv_usage_ratio"] = load.blocks_in_use / max(1, load.blocks_total)
         device, host = self._engine.num_evictions()
-        return values | {"quire_kv_evictions_total": device, "quire_host_evictions_total": host}
+        values |= {"quire_kv_evictions_total": device, "quire_host_evictions_total": host}
+        if self._transport is not None:
+            exporter, importer = self._transport.exporter, self._transport.importer
+            values |= {
+                "quire_peer_exported_blocks_total": exporter.num_exported,
+                "quire_peer_imported_blocks_total": importer.num_imported,
+                "quire_peer_refused_blocks_total": importer.num_refused,
+            }
+        return values

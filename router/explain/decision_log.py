@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, FleetView
+from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, FleetView, PeerPrefixes
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.types import Explain
 
@@ -228,10 +228,13 @@ def _decision(entry: dict[str, Any], header: dict[str, Any]) -> LoggedDecision:
 def _copy(fleet: FleetView) -> dict[str, Any]:
     """Copy the values of a view: the replica table keeps writing to the arrays while the line is queued."""
     facts = {name: getattr(fleet, name) for name in _FACTS}
+    if fleet.peers is not None:
+        facts["peers"] = dataclasses.asdict(fleet.peers)
     return facts | {"demand": fleet.demand._asdict()} | fleet.named()
 
 
 def _fleet(values: dict[str, Any]) -> FleetView:
+    peers = values.pop("peers", None)
     known = {*_FACTS, *COLUMN_NAMES}
     if values.keys() != known:
         raise ValueError(f"fleet must have {sorted(known)}, got {sorted(values)}")
@@ -241,6 +244,9 @@ def _fleet(values: dict[str, Any]) -> FleetView:
         name: np.array([math.inf if v is None else v for v in values[name]], np.float64)
         for name in COLUMN_NAMES
     }
+    if peers is not None:
+        tokens, rows = np.array(peers["tokens"], np.float64), np.array(peers["rows"], np.int64)
+        facts["peers"] = PeerPrefixes(tokens, rows, peers["s_per_token"])
     return FleetView.of(facts.pop("replicas"), named, **facts)
 
 

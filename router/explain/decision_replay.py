@@ -20,7 +20,7 @@ from quire.router.policy.cost import CostPolicy
 from quire.router.policy.fleet_view import FleetView
 from quire.router.policy.policy import Policy, RouteRequest
 
-_TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s")
+_TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s", "pull_s")
 # Costs that differ by at most this many seconds count as equal; the default of `CostPolicy.tie_s`.
 _TIE = 1e-6
 
@@ -174,7 +174,7 @@ def _placement(pricing: CostPolicy, request: RouteRequest, fleet: FleetView, row
     (score,) = pricing.choose(request, fleet.only(row), fleet.now_s, random.Random(0))
     return Placement(
         score.replica,
-        score.cached_tokens + score.host_tokens,
+        score.held_tokens,
         sum(score.terms[name] for name in _TTFT_TERMS),
     )
 

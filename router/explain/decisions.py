@@ -178,6 +178,8 @@ def _describe_score(score: Score) -> dict[str, Any]:
         "terms": {name: float(seconds) for name, seconds in score.terms.items()},
         "cached_tokens": score.cached_tokens,
         "host_cached_tokens": score.host_tokens,
+        "pulled_tokens": score.pulled_tokens,
+        "pull_from": score.pull_from,
     }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
 from quire.protos.wire import Frame, Load
+from quire.router.fleet.block_peers import BlockPeers
 from quire.router.fleet.demand import DemandMeter, Followers
 from quire.router.fleet.event_replay import EventReplay
 from quire.router.fleet.prefill_speeds import FleetSpeeds
@@ -106,6 +107,7 @@ class ReplicaTable:
         self._num_ours = 0
         self._demand = DemandMeter()
         self._followers = Followers()
+        self.peers = BlockPeers()
         self.sessions = Sessions(max_sessions)
 
     def __contains__(self, replica: str) -> bool:
@@ -161,6 +163,7 @@ class ReplicaTable:
         if entry is None:
             return
         self._forget_weights(entry)
+        self.peers.remove(replica)
         self.index.remove_replica(replica)
         self._num_ours -= entry.bookings.num_in_flight
         name = self._columns.remove(entry.row)
@@ -266,7 +269,7 @@ class ReplicaTable:
         cached = best.cached_tokens + best.host_tokens
         # Book only the blocks that the replica does not hold yet.
         to_come = hashes[cached // self._routing_block_tokens :]
-        booking = self._book(best.replica, to_come, num_prompt_tokens, cached, now_s)
+        booking = self._book(best.replica, to_come, num_prompt_tokens, best.held_tokens, now_s)
         missing, work = booking.prefill_tokens, booking.work
         self._demand.on_decision(best.prefill_s, missing, work, self._share_of_requests(), now_s)
         if fleet.longest_prefix is not None:
@@ -401,6 +404,7 @@ class ReplicaTable:
             longest_prefix=prefix,
             followers=0.0 if prefix is None else self._followers.count(prefix, now_s),
             session_row=self._session_row(session, names) if session else -1,
+            peers=self.peers.prefixes(names, held, now_s),
         )
 
     def _kept_rows(self, now_s: float, avoid: Set[str], weights: str | None) -> np.ndarray | None:
@@ -487,14 +491,10 @@ class ReplicaTable:
                 replica=entry.name,
                 epoch=entry.epoch,
                 load=entry.load,
-                report_age_s=_age(entry.report_s, now_s) or 0.0,
+                report_age_s=entry.report_age_s(now_s),
                 attached=entry.is_ready() and not entry.is_silent(now_s, self.lost_after_s),
                 indexed_blocks=self.index.num_blocks(entry.name),
                 state=entry.shown_state(now_s, self.lost_after_s).value,
             )
             for entry in self._replicas.values()
         ]
-
-
-def _age(then_s: float | None, now_s: float) -> float | None:
-    return None if then_s is None else max(0.0, now_s - then_s)

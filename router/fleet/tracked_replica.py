@@ -118,6 +118,10 @@ class TrackedReplica:
     def is_silent(self, now_s: float, lost_after_s: float) -> bool:
         return self.seen_s is not None and now_s - self.seen_s > lost_after_s
 
+    def report_age_s(self, now_s: float) -> float:
+        """Return the age of the last report; 0 if there is none."""
+        return 0.0 if self.report_s is None else max(0.0, now_s - self.report_s)
+
     def shown_state(self, now_s: float, lost_after_s: float) -> ReplicaState:
         """Return its state; LOST for a silent one that is not marked as lost yet."""
         return ReplicaState.LOST if self.is_silent(now_s, lost_after_s) else self.state

@@ -1,12 +1,14 @@
 """The cost of a request on each replica: the seconds by which it delays itself and all other requests together.
 
-    cost = W + P + H + eta n P + Q(P, W + P) + delta D + E + M - V
+    cost = W + P + H + C + eta n P + Q(P, W + P) + delta D + E + M - V
 
     W        wait for the prefill queued before the request: the queue of the replica's last report, less the time
              since the report, plus our requests sent too late for the report to contain them. At least the prefill
              that our own requests without a first token still need
     P        prefill of the prompt tokens that the replica does not hold, at its measured speed
     H        copy of the prompt tokens that it holds in host memory only
+    C        copy of the prompt tokens that a replica of another node holds, at the speed of earlier copies, where that
+             takes less time than the prefill of these tokens. P is then the prefill of the rest
     eta n P  wait of the n requests in flight while the new prompt is prefilled
     Q        delay of later arrivals, below
     delta D  slow-down of decoding, below

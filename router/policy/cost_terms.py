@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.router.policy.fleet_view import FleetView, prefill_work
+from quire.router.policy.fleet_view import FleetView, PeerPrefixes, prefill_work
 
+# Seconds of a pull besides its bytes: the call, the first answer, the adoption of what has come.
+PULL_OVERHEAD_S = 0.005
 # Largest fraction of the oldest request's prefill that may count as done. The prefill has not ended, however long the
 # request has been the oldest, because its first token has not arrived.
 _HEAD_DONE = 0.9
@@ -72,6 +74,7 @@ class Terms(NamedTuple):
     eviction_s: np.ndarray | None
     memory_s: np.ndarray | None
     copy_value_s: np.ndarray | None
+    pull_s: np.ndarray | None
 
     def total_s(self) -> np.ndarray:
         """Return the sum of all terms, [n] float64."""
@@ -105,6 +108,9 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
     missing = prices.prompt_tokens - cached
     prefill = prefill_work(missing, cached, fleet.attention_context_tokens)
     prefill *= s_per_work
+    pull = None
+    if fleet.peers is not None:
+        prefill, pull = _pull(fleet, fleet.peers, prices.prompt_tokens, cached, prefill, s_per_work)
     wait = _wait(fleet, s_per_work, prices)
     interference = prices.interference * prefill
     interference *= fleet.columns.num_requests
@@ -118,6 +124,7 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
         eviction_s=_eviction(fleet, missing, s_per_work, prices),
         memory_s=_memory(fleet, missing, prices),
         copy_value_s=_copy_value(cached, prices),
+        pull_s=pull,
     )
 
 
@@ -136,6 +143,26 @@ def _wait(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> np.ndarra
     ours -= head_done
     wait: np.ndarray = np.maximum(reported, ours, out=ours)
     return wait
+
+
+def _pull(
+    fleet: FleetView,
+    peers: PeerPrefixes,
+    prompt_tokens: int,
+    cached: np.ndarray,
+    prefill: np.ndarray,
+    s_per_work: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return P and the copies from other nodes, on replicas where these take less time than the prefill they save."""
+    if largest(peers.tokens) <= 0:
+        return prefill, None
+    held = cached + peers.tokens
+    rest = prefill_work(prompt_tokens - held, held, fleet.attention_context_tokens)
+    rest *= s_per_work
+    pull = peers.tokens * (peers.s_per_token + fleet.columns.host_copy_s_per_token)
+    pull += PULL_OVERHEAD_S
+    pays = (peers.tokens > 0) & (rest + pull < prefill)
+    return np.where(pays, rest, prefill), np.where(pays, pull, 0.0)
 
 
 def _later(wait: np.ndarray, prefill: np.ndarray, prices: Prices) -> np.ndarray:

@@ -53,6 +53,25 @@ class Demand(NamedTuple):
     decode_s_per_kv_token: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class PeerPrefixes:
+    """What each replica could pull from a replica of another node.
+
+    Attributes
+    ----------
+    tokens
+        [n] float64, prompt tokens that the peer holds beyond what the replica holds itself.
+    rows
+        [n] int64, the peer's row.
+    s_per_token
+        Seconds to copy a token's KV to another node, by the pulls so far.
+    """
+
+    tokens: np.ndarray
+    rows: np.ndarray
+    s_per_token: float
+
+
 @dataclass(slots=True)
 class FleetView:
     """The replicas that can take a request, one row each, and the averages that a policy may use.
@@ -85,6 +104,8 @@ class FleetView:
         Number of recent requests with that prefix.
     session_row
         Row of the replica that served the session's last request; -1: none.
+    peers
+        What the replicas could pull from other nodes; None: they can't.
     """
 
     replicas: Sequence[str]
@@ -100,6 +121,7 @@ class FleetView:
     longest_prefix: int | None = None
     followers: float = 0.0
     session_row: int = -1
+    peers: PeerPrefixes | None = None
 
     def __len__(self) -> int:
         return len(self.replicas)
@@ -145,6 +167,8 @@ class FleetView:
             host_tokens=self.host_tokens[one].copy(),
             prefill_s_per_work=self.prefill_s_per_work[one],
             session_row=0 if is_session else -1,
+            peers=self.peers
+            and replace(self.peers, tokens=self.peers.tokens[one], rows=self.peers.rows[one]),
         )
 
     def named(self) -> dict[str, np.ndarray]:

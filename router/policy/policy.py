@@ -41,6 +41,8 @@ class Score:
         The terms of the cost by name, in seconds.
     cached_tokens, host_tokens
         Prompt tokens predicted to be on the device, and further ones in host memory.
+    pulled_tokens, pull_from
+        Further ones that the replica would pull, and the replica of another node that holds them; 0 and empty: none.
     """
 
     replica: str
@@ -48,6 +50,8 @@ class Score:
     terms: dict[str, float]
     cached_tokens: int
     host_tokens: int = 0
+    pulled_tokens: int = 0
+    pull_from: str = ""
 
     @property
     def wait_s(self) -> float:
@@ -57,6 +61,11 @@ class Score:
     @property
     def prefill_s(self) -> float:
         return self.terms.get("prefill_s", 0.0)
+
+    @property
+    def held_tokens(self) -> int:
+        """Prompt tokens that need not be computed."""
+        return self.cached_tokens + self.host_tokens + self.pulled_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -90,12 +99,16 @@ class Ranking:
     def __getitem__(self, rank: int) -> Score:
         row, terms = self.rows[rank], self.terms
         seconds = [] if terms is None else terms[rank].tolist()
+        named = dict(zip(self.term_names, seconds, strict=True))
+        peers = self.fleet.peers if named.get("pull_s") else None
         return Score(
             replica=self.fleet.replicas[row],
             cost_s=float(self.cost_s[row]),
-            terms=dict(zip(self.term_names, seconds, strict=True)),
+            terms=named,
             cached_tokens=int(self.fleet.gpu_tokens[row]),
             host_tokens=int(self.fleet.host_tokens[row]),
+            pulled_tokens=0 if peers is None else int(peers.tokens[row]),
+            pull_from="" if peers is None else self.fleet.replicas[peers.rows[row]],
         )
 
     def __iter__(self) -> Iterator[Score]:

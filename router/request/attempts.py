@@ -22,7 +22,7 @@ from quire.protos.errors import (
     Unavailable,
     from_wire,
 )
-from quire.protos.wire import Completion, Submit
+from quire.protos.wire import Completion, PullHint, Submit
 from quire.router.admission.gate import AdmittedRequest, Arrival
 from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.policy.policy import Ranking, RouteRequest
@@ -93,6 +93,8 @@ class Attempts:
         self._admitted: AdmittedRequest | None = None
         self._crash_record = CrashRecord()
         self._failed_on: set[str] = set()
+        # The replica of the attempt before; empty: this is the first.
+        self._left_replica = ""
         # Replicas that refused the request because they were full, and the last refusal.
         self._full: set[str] = set()
         self._refusal: Overloaded | None = None
@@ -347,11 +349,16 @@ class Attempts:
         self.booking = self._router.table.book(
             ranking, self._hashes, num_tokens, now_s, self._request.session
         )
-        num_cached = best.cached_tokens + best.host_tokens
+        num_cached = best.held_tokens
         self._accounting.on_submit(
             self.route, ranking, num_tokens, num_cached, self._decided_s, now_s
         )
-        self._submit(num_cached, deadline_s, fork_of=None)
+        peers = self._router.table.peers
+        pull = peers.hint(ranking)
+        if self._left_replica:
+            num_known = num_tokens + len(self._answer.token_ids)
+            pull = peers.handover(self._left_replica, ranking, num_known, now_s) or pull
+        self._submit(num_cached, deadline_s, fork_of=None, pull=pull)
 
     def _submit_fork(self, parent: Attempt, booking: RequestBooking) -> None:
         """Book and submit the first attempt of a fork to its parent's replica."""
@@ -374,7 +381,13 @@ class Attempts:
             raise DeadlineExceeded("the request's deadline passed before it was sent")
         return remaining_s
 
-    def _submit(self, num_cached: int, deadline_s: float | None, fork_of: int | None) -> None:
+    def _submit(
+        self,
+        num_cached: int,
+        deadline_s: float | None,
+        fork_of: int | None,
+        pull: PullHint | None = None,
+    ) -> None:
         router, answer = self._router, self._answer
         self.num_begun += 1
         num_emitted = len(answer.token_ids)
@@ -396,6 +409,7 @@ class Attempts:
             retain_s=router.retain_s if self._request.may_be_retained else 0.0,
             adapter=self._request.adapter,
             prediction_ids=self._prediction_ids,
+            pull=pull,
         )
         self.current = router.transport.submit(submit, self.route)
         self.submitted.set()
@@ -415,6 +429,7 @@ class Attempts:
     def _leave_replica(self, reason: str) -> None:
         """End the attempt. The next one avoids this replica if there is another."""
         if self.current is not None:
+            self._left_replica = self.current.replica
             self._failed_on.add(self.current.replica)
         if self._lost_s is None:
             self._lost_s = self._router.clock()

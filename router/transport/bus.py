@@ -188,7 +188,7 @@ class Bus:
 
     async def snapshot(self, replica: str) -> dict[str, Any]:
         """Return the replica's tables after its integrity check; for debugging and tests."""
-        return await self._in_fresh_context(self._call("snapshot", route=[replica]))
+        return await self._spawn(self._call("snapshot", route=[replica]))
 
     async def metrics_pages(
         self, labels: dict[str, str], vllm_names: bool, timeout_s: float
@@ -246,7 +246,9 @@ class Bus:
         method = self._by_reference.generate if is_long else self._generate_method
         response = method.remote(submit, route=route)
         try:
-            attempt.put(Completion.decode(await answer_of(response)))
+            completion = Completion.decode(await answer_of(response))
+            self._table.peers.measured(completion, time.monotonic())
+            attempt.put(completion)
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -398,6 +400,7 @@ class Bus:
             self._hellos[replica] = hello
             self._replica_deaths.remember(hello)
             self._table.add(replica, hello.epoch, hello.block_size, hello.weights, hello.has_states)
+            self._table.peers.add(replica, hello)
             while True:
                 frame = Frame.decode(await next_message(stream))
                 if frame.snapshot is None:
@@ -495,6 +498,3 @@ class Bus:
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.INFO if isinstance(error, QuireError) else logging.ERROR
             logger.log(level, "bus task failed: %r", error)
-
-    async def _in_fresh_context(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return await self._spawn(coroutine)

@@ -3,6 +3,9 @@
 Real Ray: a head and three workers on this machine, with Ray's token. `quire drain-node`, the command of the pods'
 `preStop`, takes a node away that has a router and a replica, while sixty streams of every kind run. `CHAOS_SIZE=long`
 takes three nodes, one after the other.
+
+On the same nodes: a prefix that one node has computed is pulled by the others, a stream takes its blocks along when it
+leaves a node, and no token changes.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +30,8 @@ from live import CHANGE_TIMEOUT_S, ROOT, SIZE, Cluster, take_ports, wait_until, 
 
 from quire.cluster.bench.results.report import Bar
 from quire.cluster.local.ports import free_ports
+from quire.protos.sampling_params import SamplingParams
+from quire.replica.engine import Engine
 
 NUM_DRAINS = {"ci": 1, "long": 3}[SIZE]
 # A stream cannot leave its router. On two cores with sixty of them, and a third of the replicas moving, it may take
@@ -31,6 +39,7 @@ NUM_DRAINS = {"ci": 1, "long": 3}[SIZE]
 ROUTER_S = 120
 DEADLINE_S = ROUTER_S + 120
 MAX_TOLD = 20  # failures
+NUM_LONG, LONG_TOKENS = 6, 1000
 
 pytestmark = [
     pytest.mark.system,
@@ -113,7 +122,8 @@ def deployed(dashboard: str, output: Path) -> Cluster:
     config["proxy_location"] = "HeadOnly"  # proxies of several nodes cannot share a machine's ports
     config["http_options"]["host"] = "0.0.0.0"
     args = config["applications"][0]["args"]
-    args |= {"replicas": 3, "routers": 2, "engine": {"deterministic": True}}
+    args |= {"replicas": 3, "routers": 2}
+    args["engine"] = {"deterministic": True, "peer_transport": "grpc"}
     args["replica_resources"] = {"num_cpus": 1.5}
     # Streams of a replica that ends must move; those of a router have `ROUTER_S`.
     args["router"] = {"max_move_s": 120.0, "drain_timeout_s": 0.0}
@@ -128,6 +138,65 @@ def deployed(dashboard: str, output: Path) -> Cluster:
     wait_until(cluster.is_running, CHANGE_TIMEOUT_S, "Serve has started the application")
     wait_until(cluster.every_router_knows_every_replica, CHANGE_TIMEOUT_S, "routers know replicas")
     return cluster
+
+
+def explained(cluster: Cluster, answer_id: str) -> dict:
+    """The last decision of an answer."""
+    url = f"{cluster.url}/v1/router/explain?request_id={answer_id}"
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return json.loads(response.read())["data"][-1]
+
+
+def test_a_prefix_of_another_node_is_pulled_and_no_token_changes(nodes: Nodes) -> None:
+    cluster, client = nodes.cluster, nodes.cluster.openai()
+
+    def text_of(begin: int, count: int) -> str:
+        return "".join(
+            f"The {i}th clerk binds sheet {i * i}. " for i in range(begin, begin + count)
+        )
+
+    # About 1,800 tokens in common and 1,300 of its own each, so that the holder alone would be busy for long.
+    shared = text_of(0, 100)
+    prompts = [shared + text_of(100 * (i + 1), 70) for i in range(12)]
+
+    def ask(prompt: str) -> tuple[str, str, int]:
+        answer = client.completions.create(
+            model="embedded", prompt=prompt, max_tokens=16, temperature=0
+        )
+        return answer.id, answer.choices[0].text, answer.usage.prompt_tokens
+
+    _, _, num_tokens = ask(shared)
+    # The holder publishes what it has computed once it is idle.
+    published = lambda: cluster.metric("quire_host_blocks_cached") * 32 >= num_tokens - 64  # noqa: E731
+    wait_until(published, CHANGE_TIMEOUT_S, f"{num_tokens} tokens are in the holder's pool")
+    # All at once: the holder is busy, so others get most of them.
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(ask, prompts))
+    node_of = {
+        replica["replica_id"]: replica["node_id"]
+        for replica in cluster.serve_status()["applications"]["quire"]["deployments"]["Replica"][
+            "replicas"
+        ]
+    }
+    decisions = [explained(cluster, answer_id.removeprefix("cmpl-")) for answer_id, _, _ in answers]
+    pulled = [d for d in decisions if d["ranking"][0]["pulled_tokens"]]
+    assert pulled, [d["ranking"][0] for d in decisions]
+    for decision in pulled:
+        best = decision["ranking"][0]
+        assert best["terms"]["pull_s"] > 0
+        assert node_of[best["pull_from"]] != node_of[best["replica"]]
+    whole = [
+        d
+        for d in pulled
+        if d["outcome"]["replica"] == d["ranking"][0]["replica"]
+        and d["outcome"]["cached_tokens"] >= d["ranking"][0]["pulled_tokens"] - 64
+    ]
+    assert whole, [(d["ranking"][0], d["outcome"]) for d in pulled]
+    # Computed by an engine that knows nothing of pools.
+    with Engine(model="embedded", device="cpu", deterministic=True, num_threads=1) as engine:
+        params = SamplingParams(max_tokens=16, temperature=0)
+        outputs = engine.generate(prompts, params, progress=False)
+    assert [text for _, text, _ in answers] == [output.text for output in outputs]
 
 
 def test_no_stream_fails_while_nodes_are_drained(nodes: Nodes) -> None:
@@ -169,6 +238,50 @@ def test_no_stream_fails_while_nodes_are_drained(nodes: Nodes) -> None:
     assert not load.bad, f"{len(load.bad)} of {load.num_streams}: {told}"
     assert not load.not_ready, load.not_ready[:MAX_TOLD]
     assert load.num_moved, "no stream outlived the drain of its replica"
+
+
+def long_streams(cluster: Cluster, number: int, ends: threading.Event) -> list[tuple[str, str]]:
+    """Stream answers to prompts of about 2,400 tokens, one after the other; returns prompts and texts."""
+    client, answers = cluster.openai(), []
+    while not ends.is_set():
+        name = f"{number}.{len(answers)}"
+        prompt = "".join(f"Clerk {name} binds sheet {i * i} of {i}. " for i in range(120))
+        answer = client.completions.create(
+            model="embedded",
+            prompt=prompt,
+            max_tokens=LONG_TOKENS,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+        answers.append((prompt, answer.choices[0].text))
+    return answers
+
+
+def test_long_streams_of_a_drained_node_take_their_blocks_along(nodes: Nodes) -> None:
+    """Nothing else runs, so every replica has some of the streams, and the drained one has published their blocks."""
+    cluster, ends = nodes.cluster, threading.Event()
+    imported = cluster.metric("quire_peer_imported_blocks_total")
+    with ThreadPoolExecutor(NUM_LONG) as threads:
+        streams = [threads.submit(long_streams, cluster, n, ends) for n in range(NUM_LONG)]
+        try:
+            placed = nodes.placed()
+            # One with few routers, whose streams cannot leave them.
+            node_id = min(placed, key=lambda node: (placed[node]["Router"], node))
+            assert placed[node_id]["Replica"], placed
+            nodes.add()
+            result = nodes.drain(node_id)
+            assert result.returncode == 0, result.stdout + result.stderr
+        finally:
+            ends.set()
+        answers = [answer for stream in streams for answer in stream.result()]
+    until_changed(nodes.is_complete, "3 replicas and 2 routers run")
+    pulled = cluster.metric("quire_peer_imported_blocks_total") - imported
+    print(f"{pulled:.0f} blocks were pulled by {len(answers)} streams", flush=True)
+    assert pulled * 32 >= 2000, "at least one stream has taken its prompt along"
+    with Engine(model="embedded", device="cpu", deterministic=True, num_threads=1) as engine:
+        params = SamplingParams(max_tokens=LONG_TOKENS, temperature=0, ignore_eos=True)
+        outputs = engine.generate([prompt for prompt, _ in answers], params, progress=False)
+    assert [text for _, text in answers] == [output.text for output in outputs]
 
 
 def test_the_command_says_why_it_cannot_drain(nodes: Nodes) -> None:

@@ -26,6 +26,7 @@ BENCHMARKS = {
         "scaling": "time of a step against tokens, waiting requests, cached blocks, tokens generated",
         "node_pool": "the node's pool: publishing, SIGKILL, eight engines with one pool, damaged blocks",
         "lora": "throughput of a hundred adapters over one model, against the model alone",
+        "kv_transport": "KV blocks from node to node: bytes per second, and a pulled prefix against a computed one",
         "deterministic": "tokens per second with and without bit-equal results",
         "tensor_parallel": "two ranks against one on the same cores",
         "families": "which of transformers' model types are served, against `generate`",

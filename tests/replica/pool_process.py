@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.replica.node_pool.node_pool import Content, NodePool, open_node_pool
+from quire.replica.node_pool.node_pool import NodePool, open_node_pool
 from quire.replica.node_pool.pool_layout import PoolLayout
+from quire.replica.node_pool.slot_content import Content
 
 LAYOUT = PoolLayout(24, 512)
 _FOLDER = "node_pool"

@@ -11,10 +11,11 @@ import pytest
 from pool_process import LAYOUT, adopt, bytes_of, fill, key_of, open_pool, put
 
 from quire.replica.node_pool import pool_file
-from quire.replica.node_pool.node_pool import Content, NodePool, open_node_pool
+from quire.replica.node_pool.node_pool import NodePool, open_node_pool
 from quire.replica.node_pool.pool_file import NodePoolError, pool_name, remove_pools
 from quire.replica.node_pool.pool_layout import MAX_MEMBERS, Fact, PoolLayout, State
 from quire.replica.node_pool.pool_locks import PoolLocks
+from quire.replica.node_pool.slot_content import Content
 from quire.replica.node_pool.slot_eviction import choose_victims
 
 

@@ -16,7 +16,7 @@ from quire.cluster.cli import main
 from quire.router.explain.decision_log import DecisionLog, DecisionLogError, read
 from quire.router.explain.decision_replay import replay, report
 from quire.router.policy.by_name import POLICY_NAMES, make_policy
-from quire.router.policy.fleet_view import COLUMN_NAMES, Demand
+from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, PeerPrefixes
 from quire.router.policy.policy import RouteRequest
 from quire.router.types import Explain
 
@@ -62,6 +62,18 @@ def test_a_log_returns_the_inputs_of_the_decisions(tmp_path_factory, rows, polic
     again = replay(decisions, make_policy(policy), policy)
     assert [one.replayed.replica for one in again.redecisions] == chosen
     assert again.num_changed == again.num_ties == 0
+
+
+def test_a_log_keeps_what_could_be_pulled(tmp_path):
+    peers = PeerPrefixes(np.array([0.0, 960.0]), np.array([1, 0]), 1e-7)
+    fleet = fleet_of([idle(gpu_tokens=960, reported_work=50_000), idle()], peers=peers)
+    assert record(tmp_path, [fleet]) == ["1"]
+    (decision,) = read(tmp_path / "router-1.jsonl")
+    read_back = decision.fleet.peers
+    assert read_back.tokens.tolist() == [0.0, 960.0] and read_back.rows.tolist() == [1, 0]
+    assert read_back.s_per_token == 1e-7
+    (again,) = replay([decision], make_policy("slo"), "slo").redecisions
+    assert (again.replayed.replica, again.replayed.cached_tokens) == ("1", 960)
 
 
 def test_another_policy_shows_what_it_would_have_cost(tmp_path):

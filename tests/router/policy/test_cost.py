@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from routing_fleets import COLUMNS, FLEETS, ROWS, fleet_of, idle
 
 from quire.router.policy.cost import CostPolicy, e2e_policy
-from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, FleetView, prefill_work
+from quire.router.policy.cost_terms import PULL_OVERHEAD_S
+from quire.router.policy.fleet_view import (
+    COLUMN_NAMES,
+    Demand,
+    FleetView,
+    PeerPrefixes,
+    prefill_work,
+)
 from quire.router.policy.policy import RouteRequest
 
 BUSY = Demand(2.0, 0.5, 0.25, 0.1, 200.0, 1e-7)
@@ -233,6 +240,24 @@ def test_a_session_stays_among_near_equals():
     assert winners([idle(reported_work=200), idle()], session_row=0) == {"1": 400}
 
 
+def test_a_busy_holder_of_a_prefix_lends_it_to_an_idle_replica_of_another_node():
+    holder, other = idle(gpu_tokens=8000, reported_work=50_000), idle()
+    peers = PeerPrefixes(np.array([0.0, 8000.0]), np.array([1, 0]), 1e-6)
+    best, second = choose([holder, other], 8200, peers=peers)
+    assert (best.replica, best.pulled_tokens, best.pull_from) == ("1", 8000, "0")
+    assert best.terms["pull_s"] == pytest.approx(8000 * (1e-6 + 1e-5) + PULL_OVERHEAD_S)
+    assert best.prefill_s == pytest.approx(200 * 1e-4, rel=1e-4) and best.held_tokens == 8000
+    assert (second.pulled_tokens, second.pull_from) == (0, "")
+    # A copy that takes longer than the prefill is not made.
+    slow = replace(peers, s_per_token=2e-4)
+    ranking = choose([holder, other], 8200, peers=slow)
+    assert all(score.pulled_tokens == 0 and score.terms["pull_s"] == 0 for score in ranking)
+    # With the holder idle, nothing is copied either.
+    assert choose([idle(gpu_tokens=8000), other], 8200, peers=peers)[0].replica == "0"
+    alone = fleet_of([holder, other], 8200, peers=peers).only(1)
+    assert alone.peers.tokens.tolist() == [8000.0]
+
+
 def test_of_stale_reports_two_at_random_compete():
     rows = [idle(report_age_s=5.0, reported_work=20_000 + i) for i in range(6)]
     counts = winners(rows, draws=1500)
@@ -253,6 +278,15 @@ def plain_terms(policy, fleet, num_tokens):
     cached = fleet.gpu_tokens + fleet.host_tokens
     missing = num_tokens - cached
     prefill = prefill_work(missing, cached, fleet.attention_context_tokens) * speed
+    pull = np.zeros(len(fleet))
+    if fleet.peers is not None:
+        tokens = fleet.peers.tokens
+        held = cached + tokens
+        rest = prefill_work(num_tokens - held, held, fleet.attention_context_tokens) * speed
+        copy_s = fleet.peers.s_per_token + fleet.columns.host_copy_s_per_token
+        copied = tokens * copy_s + PULL_OVERHEAD_S
+        pays = (tokens > 0) & (rest + copied < prefill)
+        prefill, pull = np.where(pays, rest, prefill), np.where(pays, copied, 0.0)
     decayed = fleet.reported_work * speed - np.minimum(fleet.report_age_s, policy.max_decay_s)
     head_done = np.minimum(fleet.columns.head_work * speed * 0.9, fleet.head_age_s)
     wait = np.maximum(
@@ -288,6 +322,7 @@ def plain_terms(policy, fleet, num_tokens):
         * policy.eviction,
         "memory_s": policy.memory * short / freed * (output_s * fleet.columns.kv_tokens),
         "copy_value_s": copy_value,
+        "pull_s": pull,
     }
 
 
@@ -312,14 +347,20 @@ DEMANDS = st.one_of(
     st.one_of(st.just(0.0), st.floats(0, 50)),
     st.integers(-1, 39),
     st.sampled_from([CostPolicy(), e2e_policy(speed_noise=0.0)]),
+    st.one_of(st.none(), st.tuples(st.floats(0, 1e-3), st.floats(0, 1))),
 )
 def test_costs_are_those_of_the_plain_formulas_bit_for_bit(
-    rows, num_tokens, demand, followers, session_row, policy
+    rows, num_tokens, demand, followers, session_row, policy, pulls
 ):
     rows = [idle(**row) for row in rows]
     facts = {"attention_context_tokens": 3e4, "demand": demand, "followers": followers}
     fleet = fleet_of(rows, num_tokens, **facts)
     fleet.session_row = session_row if session_row < len(rows) else -1
+    if pulls is not None:
+        s_per_token, part = pulls
+        lacking = num_tokens - 1 - fleet.gpu_tokens - fleet.host_tokens
+        rows_of = np.zeros(len(rows), np.int64)
+        fleet.peers = PeerPrefixes(np.floor(lacking * part), rows_of, s_per_token)
     expected = plain_terms(policy, fleet, num_tokens)
     ranking = policy.choose(RouteRequest(num_tokens), fleet, 0.0, random.Random(0))
     assert list(ranking.term_names) == list(expected)

@@ -1,0 +1,75 @@
+"""The transport of KV blocks between nodes: export and import, pool to pool.
+
+```
+ node A                                             node B
+ engine ─publish─▶ pool ─▶ BlockExport ══gRPC══▶ BlockImport ─▶ pool ─adopt, verify─▶ engine
+```
+
+The engines know nothing of it: what has come is found by the ordinary adoption (`kv_cache/adoption.py`), as if an
+engine of this node had published it. Each replica serves its node's whole pool, so any of them will do as a source.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.protos.wire import BlockSource
+from quire.replica.kv_transport.block_export import BlockExport
+from quire.replica.kv_transport.block_import import BlockImport, ImportResult
+from quire.replica.kv_transport.block_messages import WantedBlock
+from quire.replica.kv_transport.shared_pool import SharedPool
+from quire.replica.node_pool.node_pool import open_node_pool
+from quire.replica.node_pool.pool_layout import PoolLayout
+
+
+class KvTransport:
+    """Exports the blocks of a node's pool, and imports blocks into it.
+
+    Parameters
+    ----------
+    name, folder
+        Of the pool (`PoolPlace`). An engine of this process uses it already.
+    layout
+        The pool's layout.
+    host
+        The address of this node.
+    """
+
+    def __init__(self, name: str, folder: Path, layout: PoolLayout, host: str):
+        self.layout = layout
+        self._pool = SharedPool(
+            open_node_pool(name, layout, is_exact=False, folder=folder, is_engine=False)
+        )
+        try:
+            self.exporter = BlockExport(self._pool, host)
+        except BaseException:
+            self._pool.close()
+            raise
+        self.importer = BlockImport(self._pool)
+
+    @property
+    def source(self) -> BlockSource:
+        """What a peer needs to import from this node."""
+        return BlockSource(self.exporter.address, self.exporter.token)
+
+    def import_blocks(
+        self,
+        source: BlockSource,
+        wanted: Sequence[WantedBlock],
+        timeout_s: float,
+        cancelled: threading.Event | None = None,
+    ) -> ImportResult:
+        """Import blocks of one sequence; parameters as of `BlockImport.run`."""
+        return self.importer.run(source, wanted, timeout_s, cancelled)
+
+    def check(self) -> None:
+        """Raise AssertionError if a slot of the pool is lost, or still leased for a copy."""
+        self._pool.check()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """End all imports and exports, these after `linger_s` at most, and leave the pool."""
+        self.importer.close()
+        self.exporter.close(linger_s)
+        self._pool.close()

@@ -1,0 +1,140 @@
+"""Pulls prefixes from other nodes before their requests are admitted.
+
+```
+ generate(Submit with a hint) ─▶ import from the peer ─▶ engine.submit ─▶ admission adopts what has come
+                                  └ late, failed: the engine computes the rest
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.protos.wire import BlockSource, PullHint
+from quire.replica.kv_cache.peer_blocks import wanted_blocks
+from quire.replica.kv_transport.block_import import ImportResult
+from quire.replica.kv_transport.kv_transport import KvTransport
+from quire.replica.node_pool.pool_file import PoolPlace
+
+if TYPE_CHECKING:
+    from quire.replica.engine import Engine
+
+logger = logging.getLogger("ray.serve")
+# No request waits longer, whatever its router believes.
+_MAX_WAIT_S = 10.0
+
+
+class PeerPulls:
+    """The pulls of one replica; lives in its event loop.
+
+    Parameters
+    ----------
+    engine
+        An engine in the node's pool.
+    place
+        Where this pool is.
+    host
+        The node's address.
+    """
+
+    def __init__(self, engine: Engine, place: PoolPlace, host: str):
+        assert engine.pool_blocks is not None
+        self._blocks = engine.pool_blocks
+        self._config = engine.config
+        layout = self._blocks.pool.layout
+        self.transport = KvTransport(place.name, place.folder, layout, host)
+        # One at a time, in the order of arrival: two requests with one prefix pull it once.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-import")
+        self._running: dict[Hashable, tuple[threading.Event, asyncio.Future[ImportResult]]] = {}
+
+    @property
+    def source(self) -> BlockSource:
+        return self.transport.source
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of a token's KV in a block of every layer group."""
+        num_bytes = self._blocks.pool.layout.slot_bytes * len(self._config.groups)
+        return num_bytes // self._config.block_size
+
+    async def run(
+        self, key: Hashable, token_ids: np.ndarray, namespace: str, hint: PullHint
+    ) -> ImportResult:
+        """Pull what a hint names, for at most its time. Never raises an error: what has not come is computed."""
+        cancelled, wait_s = threading.Event(), min(hint.max_wait_s, _MAX_WAIT_S)
+        end_s = time.monotonic() + wait_s
+        future = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._pull, token_ids, namespace, hint, end_s, cancelled
+        )
+        self._running[key] = cancelled, future
+        try:
+            await asyncio.wait({future}, timeout=wait_s)
+            if not future.done() or future.cancelled():
+                return ImportResult(0, 0, wait_s, "it is late")
+            return future.result()
+        finally:
+            # The thread may still write a block; it does not touch the request.
+            cancelled.set()
+            future.cancel()
+            del self._running[key]
+
+    async def wait_for(self, key: Hashable) -> None:
+        """Wait for the end of a request's pull, if it has one."""
+        if key in self._running:
+            await asyncio.wait({self._running[key][1]})
+
+    def abort(self, key: Hashable) -> bool:
+        """End the pull of a request. Returns whether it had one."""
+        if key not in self._running:
+            return False
+        cancelled, future = self._running[key]
+        cancelled.set()
+        future.cancel()
+        return True
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """End all pulls, and exports after `linger_s` at most."""
+        for key in list(self._running):
+            self.abort(key)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.transport.close(linger_s)
+
+    def _pull(
+        self,
+        token_ids: np.ndarray,
+        namespace: str,
+        hint: PullHint,
+        end_s: float,
+        cancelled: threading.Event,
+    ) -> ImportResult:
+        try:
+            config = self._config
+            wanted = wanted_blocks(
+                token_ids,
+                namespace,
+                hint.start,
+                hint.end,
+                config.block_size,
+                config.groups,
+                self._blocks.key,
+            )
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or cancelled.is_set():
+                return ImportResult(0, 0, 0.0, "it is late")
+            result = self.transport.import_blocks(hint.source, wanted, left_s, cancelled)
+        except Exception as error:
+            logger.warning("a pull from %s failed", hint.source.address, exc_info=error)
+            return ImportResult(0, 0, 0.0, str(error))
+        if result.reason:
+            logger.info(
+                "pulled %d blocks from %s: %s", result.num_blocks, hint.source, result.reason
+            )
+        return result
