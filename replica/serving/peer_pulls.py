@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.protos.wire import BlockSource, PullHint
-from quire.replica.kv_cache.peer_blocks import wanted_blocks
 from quire.replica.kv_transport.block_import import ImportResult
 from quire.replica.kv_transport.kv_transport import KvTransport
+from quire.replica.kv_transport.peer_blocks import wanted_blocks
 from quire.replica.node_pool.pool_file import PoolPlace
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ BENCHMARKS = {
         "cpu_recurrent": "recurrent layers on the CPU in Quire's kernels against transformers' modules, in turns",
         "cpu_step": "a step of a 0.6B model on the CPU, fused and not; --dtype float32 for deterministic",
         "cpu_workloads": "W1 to W5 on the 0.6B shape against other engines, from recorded turns",
+        "kv_transport": "KV blocks from node to node: bytes per second, and a pulled prefix against a computed one",
         "step_profile": "where the time of an engine's step goes",
     },
     "engine": {
@@ -26,7 +27,6 @@ BENCHMARKS = {
         "scaling": "time of a step against tokens, waiting requests, cached blocks, tokens generated",
         "node_pool": "the node's pool: publishing, SIGKILL, eight engines with one pool, damaged blocks",
         "lora": "throughput of a hundred adapters over one model, against the model alone",
-        "kv_transport": "KV blocks from node to node: bytes per second, and a pulled prefix against a computed one",
         "deterministic": "tokens per second with and without bit-equal results",
         "tensor_parallel": "two ranks against one on the same cores",
         "families": "which of transformers' model types are served, against `generate`",

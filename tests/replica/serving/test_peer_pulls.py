@@ -16,9 +16,9 @@ from quire.protos.wire import BlockSource, PullHint
 from quire.replica.config import EngineArgs, SizingError, check_args
 from quire.replica.engine import Engine
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
-from quire.replica.kv_cache.peer_blocks import wanted_blocks
 from quire.replica.kv_cache.prefix_entries import ContentChain
 from quire.replica.kv_transport.block_messages import WantedBlock
+from quire.replica.kv_transport.peer_blocks import wanted_blocks
 from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.serving.peer_pulls import PeerPulls
 
