@@ -29,6 +29,7 @@ NEEDS = {
     "network": "downloads",
     "Ray": "a Ray cluster of several nodes",
     "minutes": "a command that takes minutes",
+    "own replica": "a replica to kill: the command ends the oldest one on the machine, whoever started it",
 }
 _FENCE = re.compile(
     r"(?:^<!-- needs: (?P<needs>[^>]*?) -->\n\n?)?"
