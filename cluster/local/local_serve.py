@@ -198,7 +198,7 @@ class LocalServe:
                     print(line, file=out, flush=True)
             self._poll(dashboard_url, bodies)
         seconds = {"Ray": ray_s or 0.0, "total": time.monotonic() - started_s}
-        found = listeners(self._serve_run.pid)
+        found = listeners(session_pids(self._serve_run.pid))
         for line in start_report.ready_lines(self.config, bodies, seconds, found):
             print(line, file=out, flush=True)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.config.config_problems import ConfigError, Problem
-from quire.cluster.local.process_session import session_pids
 from quire.cluster.proxies.ray_settings import HAPROXY_VARIABLE, effective_variables
 
 if TYPE_CHECKING:
@@ -112,10 +111,10 @@ def free_ports(count: int) -> list[int]:
     raise OSError(f"found {len(ports)} free ports from 20000 to 32767, wanted {count}")
 
 
-def listeners(session: int) -> set[tuple[str, int]]:
-    """Addresses and TCP ports on which a session's processes listen, from Linux' /proc; empty on other systems."""
+def listeners(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """Addresses and TCP ports on which processes listen, from Linux' /proc; empty on other systems."""
     sockets = set()
-    for pid in session_pids(session):
+    for pid in pids:
         with contextlib.suppress(OSError):  # the process has ended
             for link in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):

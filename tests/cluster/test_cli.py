@@ -457,8 +457,8 @@ def test_listeners_are_those_of_the_session(host: str):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as server:
         port = server.getsockname()[1]
-        assert (host, port) in ports.listeners(os.getsid(0))
-    assert (host, port) not in ports.listeners(os.getsid(0))
+        assert (host, port) in ports.listeners(process_session.session_pids(os.getsid(0)))
+    assert (host, port) not in ports.listeners(process_session.session_pids(os.getsid(0)))
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path, ready_server, monkeypatch):

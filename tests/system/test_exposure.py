@@ -13,6 +13,7 @@ import pytest
 from live import processes, wait_until
 
 from quire.cluster.local.ports import listeners
+from quire.cluster.local.process_session import session_pids
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
@@ -20,7 +21,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 
 def test_everything_listens_on_the_loopback(cluster):
-    found = listeners(os.getsid(cluster.pids("Router")[0]))
+    found = listeners(session_pids(os.getsid(cluster.pids("Router")[0])))
     assert {("127.0.0.1", cluster.http_port), ("127.0.0.1", cluster.grpc_port)} <= found
     assert len(found) > 15  # HAProxy, routers, replicas, Ray's own
     assert [(address, port) for address, port in found if address not in LOOPBACK] == []

@@ -32,6 +32,7 @@ from quire.cluster.auth.access_rules import GRPC_RULES, HTTP_RULES, Right
 from quire.cluster.auth.key_file import new_key
 from quire.cluster.http.http_api import build_app
 from quire.cluster.local.ports import free_ports, listeners
+from quire.cluster.local.process_session import session_pids
 from quire.protos import control_pb2, generation_pb2, generation_pb2_grpc
 from tests.k8s.expressions import concerns_tenants, expressions, problems, series_of
 
@@ -118,7 +119,7 @@ def doors(cluster: Cluster, protocol: str) -> list[int]:
     """Ports through which clients can call: HAProxy's, a router's own, and Ray's proxy behind HAProxy."""
     variables = cluster.config["controller_options"]["runtime_env"]["env_vars"]
     own = int(variables[f"RAY_SERVE_DIRECT_INGRESS_MIN_{protocol}_PORT"])
-    found = listeners(os.getsid(cluster.pids("Router")[0]))
+    found = listeners(session_pids(os.getsid(cluster.pids("Router")[0])))
     routers = [port for _, port in sorted(found) if own <= port < own + 50]
     assert len(routers) >= 2
     return [

@@ -42,6 +42,8 @@ def eventful(tmp_path_factory) -> Iterator[Cluster]:
     def change(config: dict) -> None:
         args = config["applications"][0]["args"]
         args["engine"] = {"fault_injection": True, "num_blocks": 2048, "step_timeout_s": 60.0}
+        # With a pool each replica also reports what the other one has published.
+        args["engine"]["node_pool_gib"] = 0.0
 
     yield from start_cluster(tmp_path_factory.mktemp("eventful"), change)
 

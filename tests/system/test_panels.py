@@ -112,7 +112,9 @@ def test_prometheus_draws_every_panel_and_evaluates_every_alert(cluster, tmp_pat
     """Of a cluster that is well no alert fires."""
 
     def result(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
-        reply = client.get("/query", params={"query": expression}).json()
+        response = client.get("/query", params={"query": expression})
+        response.raise_for_status()  # while it starts, it is unavailable
+        reply = response.json()
         assert reply["status"] == "success", (expression, reply)
         return reply["data"]["result"]
 
@@ -122,7 +124,7 @@ def test_prometheus_draws_every_panel_and_evaluates_every_alert(cluster, tmp_pat
             answer(cluster, user="talk")
             try:
                 counts = result(client, "min(count_over_time(quire_build_info[1m]))")
-            except httpx.TransportError:
+            except httpx.HTTPError:
                 return False
             is_scraped = bool(counts) and int(counts[0]["value"][1]) >= 4
             return is_scraped and bool(result(client, "quire_routing_regret_seconds"))

@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from raw_http2 import RawClient
 
 from quire.cluster.local.ports import listeners
+from quire.cluster.local.process_session import session_pids
 from quire.protos import generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
@@ -34,14 +35,15 @@ GENERATE = "/quire.v1.Generation/Generate"
 
 
 def ports_of(cluster: Cluster) -> set[int]:
-    return {port for _, port in listeners(os.getsid(cluster.pids("Router")[0]))}
+    return {port for _, port in listeners(session_pids(os.getsid(cluster.pids("Router")[0])))}
 
 
 def own_grpc_ports(cluster: Cluster) -> list[int]:
     """The routers' own gRPC ports, which are not behind HAProxy."""
     variables = cluster.config["controller_options"]["runtime_env"]["env_vars"]
     first = int(variables["RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT"])
-    found = sorted(port for port in ports_of(cluster) if first <= port < first + 50)
+    ports = {port for _, port in listeners(cluster.pids("Router"))}
+    found = sorted(port for port in ports if first <= port < first + 50)
     assert len(found) == 2
     return found
 

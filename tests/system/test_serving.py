@@ -396,19 +396,17 @@ def test_ray_metrics_and_names(cluster):
     counters += ["quire_prefix_hit_tokens_total", "quire_prefix_queried_tokens_total"]
     counters += ["quire_requests_received_total", "quire_requests_finished_total"]
 
-    def missing() -> set[str]:
-        text = cluster.ray_metrics()
-        return {name for name in (*gauges, *counters) if f"ray_{name}{{" not in text}
+    def are_there() -> bool:
+        """In one scrape: a process that is new has not reported its gauges yet."""
+        lines = cluster.ray_metrics().splitlines()
 
-    wait_until(lambda: not missing(), 60, "all metrics are there")
-    lines = cluster.ray_metrics().splitlines()
-    for gauge in gauges:
-        replicas = {
-            re.search(r'replica="([^"]+)"', line)[1]
-            for line in lines
-            if line.startswith(f"ray_{gauge}{{")
-        }
-        assert len(replicas) == 2, gauge
+        def processes(name: str) -> set[str]:
+            own = [line for line in lines if line.startswith(f"ray_{name}{{")]
+            return {re.search(r'replica="([^"]+)"', line)[1] for line in own}
+
+        return all(map(processes, counters)) and all(len(processes(name)) == 2 for name in gauges)
+
+    wait_until(are_there, 60, "all counters, and the gauges of both processes, are there")
     details = cluster.serve_status()["applications"]["quire"]["deployments"]
     assert {name: len(d["replicas"]) for name, d in details.items()} == {"Replica": 2, "Router": 2}
 

@@ -31,6 +31,7 @@ from ray.serve._private.controller import ServeController
 from ray.serve.config import gRPCOptions
 
 from quire.cluster.local.ports import free_ports, listeners
+from quire.cluster.local.process_session import session_pids
 from quire.cluster.proxies import haproxy_template, ray_proxies
 from quire.cluster.proxies.ray_settings import SERVE_DEFAULTS
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -341,13 +342,17 @@ def test_haproxy_has_no_known_hole(rendered):
 
 def test_haproxy_listens_on_the_loopback_alone(proxy):
     ports = {proxy.http_port, proxy.grpc_port, proxy.stats_port, proxy.metrics_port}
-    assert listeners(os.getsid(proxy.process.pid)) == {("127.0.0.1", port) for port in ports}
+    assert listeners(session_pids(os.getsid(proxy.process.pid))) == {
+        ("127.0.0.1", port) for port in ports
+    }
 
 
 def test_in_a_pod_statistics_and_metrics_are_reachable(rendered):
     with running(rendered, "pod") as proxy:
         ports = {proxy.http_port, proxy.grpc_port, proxy.stats_port, proxy.metrics_port}
-        assert listeners(os.getsid(proxy.process.pid)) == {("0.0.0.0", port) for port in ports}
+        assert listeners(session_pids(os.getsid(proxy.process.pid))) == {
+            ("0.0.0.0", port) for port in ports
+        }
 
 
 def test_unknown_methods_are_one_label(proxy):
