@@ -7,7 +7,7 @@ from tests.perf.router import router_rebuild
 
 def test_a_new_router_learns_all_caches_and_serves_meanwhile(tmp_path, monkeypatch):
     out = tmp_path / "result.json"
-    sizes = ["--blocks", "60000", "--replicas", "4", "--rate", "2000"]
+    sizes = ["--blocks", "60000", "--replicas", "4", "--rate", "300"]
     monkeypatch.setattr("sys.argv", ["router_rebuild", *sizes, "--out", str(out)])
     assert router_rebuild.main() == 0
     bars = {bar["name"]: bar for bar in json.loads(out.read_text())["bars"]}
