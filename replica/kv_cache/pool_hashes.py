@@ -5,7 +5,7 @@
  engine B   refresh: b1's slot has changed ──▶ its hash is held in tier `host` ──▶ B's next cache events
 ```
 
-So a request goes to whichever replica of the node is free, and a replica that has just started is known to have what
+So a request goes to any replica of the node that is free, and a replica that has just started is known to have what
 the node has. Each replica reports the pool in its own events, so the routers' index, digests and replays need no notion
 of a node. A hash is in the header of the slot with its last block; its earlier blocks may have been evicted. Like every
 other hint it is checked when a request is admitted.

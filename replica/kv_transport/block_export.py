@@ -33,7 +33,7 @@ from quire.replica.node_pool.pool_layout import KEY_BYTES, LAYOUT_VERSION
 # buffers for one stream.
 MAX_EXPORTS = 2
 _TOKEN_BYTES = 32
-# Without a block for so long, no export is in progress.
+# After this time without a block no export is in progress.
 _QUIET_S = 0.5
 
 
