@@ -35,7 +35,7 @@ def session_daemons(session: int) -> dict[int, str]:
 
 
 def ray_session(session: int) -> str | None:
-    """Name of the Ray session that has processes in this session; None if no such process runs."""
+    """Name of the Ray session with processes in a session of the operating system; None: no such process runs."""
     for pid in session_pids(session):
         with contextlib.suppress(OSError):  # the process has ended
             for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
