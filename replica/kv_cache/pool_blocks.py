@@ -85,6 +85,7 @@ class PoolBlocks:
             hashlib.blake2b(f"{layout_name}/{g}".encode(), digest_size=_PART_BYTES).digest()
             for g in range(num_groups)
         ]
+        self._group_of = {name: g for g, name in enumerate(self._group_names)}
         self._name_of = name_of
         self._on_lost = on_lost
         self._owners: dict[int, int] = {}
@@ -129,6 +130,10 @@ class PoolBlocks:
     def key(self, digest: bytes, g: int) -> bytes:
         """The name in the pool of a block of group g."""
         return digest + self._group_names[g]
+
+    def place_of(self, key: bytes) -> tuple[bytes, int | None]:
+        """The digest and the layer group of a name in the pool; None: it is another layout's."""
+        return key[:_PART_BYTES], self._group_of.get(key[_PART_BYTES:])
 
     def find(self, digest: bytes, g: int) -> int | None:
         """The slot of a published block that the prefix index does not know yet, for `adopt`."""

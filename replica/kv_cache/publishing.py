@@ -10,7 +10,8 @@ So when this process is killed, another engine of the node finds all of a stream
 
 The budget is a share of the engine's time, larger for steps with prefill, and is charged with the measured time of each
 batch. Batches are cheap: on a CPU a block of 64 KiB costs 170 us alone and 60 us in a batch of 16, because the locks
-and the headers cost as much for 16.
+and the headers cost as much for 16. What a peer asks for is published at once, because its stream has left this engine
+or is about to.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from quire.replica.kv_cache.prefix_entries import Entry
 
 _BATCH = 16
 _MAX_WAIT_S = 0.05
-# A step is delayed by at most this, or by one block if blocks are large. A step without prefill has a smaller budget.
+# A step is delayed by at most this, or by one block if blocks are large, or by a batch if a peer waits. A step without
+# prefill has a smaller budget.
 _MAX_BATCH_S = 0.005
 # Budget of a step with prefill, as a share of its time: computing a block takes 20 times as long as publishing it.
 _PREFILL_SHARE = 0.05
@@ -85,10 +87,12 @@ class Publishing:
         self._num_sealed = blocks.num_sealed
         # (entry, group, device block), in the order in which they were filled.
         self._filled: deque[tuple[Entry, int, int]] = deque()
+        # The same, of blocks that a peer waits for.
+        self._asked: deque[tuple[Entry, int, int]] = deque()
         self.num_published = 0
 
     def __len__(self) -> int:
-        return len(self._filled)
+        return len(self._filled) + len(self._asked)
 
     def add(self, blocks: Iterable[int], prefill_s: float = 0.0) -> None:
         """Queue indexed device blocks that a committed step has filled.
@@ -109,8 +113,37 @@ class Publishing:
                 if entry.host_blocks[g] is None:
                     self._filled.append((entry, g, block))
 
+    def ask(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Publish those of these blocks that the device has before all others, and without regard to the budget.
+
+        Parameters
+        ----------
+        keys
+            Names in the pool (`PoolBlocks.key`), in the order of a sequence.
+
+        Returns
+        -------
+        The blocks that will be in the pool soon.
+        """
+        coming = set()
+        for key in keys:
+            digest, g = self._blocks.place_of(key)
+            entry = None if g is None else self._prefix.get(digest)
+            if entry is None or g is None:
+                continue
+            block = entry.blocks[g]
+            if entry.host_blocks[g] is not None:
+                # Its copy may not have ended yet.
+                coming.add(key)
+            elif block is not None and len(self._asked) < _MAX_FILLED:
+                self._asked.append((entry, g, block))
+                coming.add(key)
+        return coming
+
     def is_due(self, now_s: float) -> bool:
-        """Whether a batch waits and the budget allows it."""
+        """Whether a batch waits and the budget allows it, or a peer waits."""
+        if self._asked:
+            return True
         if not self._filled:
             return False
         if self._waiting_since_s is None:
@@ -126,7 +159,7 @@ class Publishing:
         return self._budget_s >= min(min(len(self._filled), _BATCH) * self._cost_s, most)
 
     def plan(self, being_filled: Collection[int], *, is_idle: bool = False) -> None:
-        """Plan the copies of a batch, within the budget unless the engine is idle.
+        """Plan the copies of a batch, within the budget unless the engine is idle or a peer waits.
 
         Parameters
         ----------
@@ -134,16 +167,20 @@ class Publishing:
             Device blocks that steps in flight, or the step being planned, fill. A block of an old sequence may be one.
         """
         began_s = self._clock()
-        budget_s = _MAX_BATCH_S if is_idle else min(self._budget_s, _MAX_BATCH_S)
+        queue, least = (self._asked, _BATCH) if self._asked else (self._filled, 1)
+        budget_s = _MAX_BATCH_S if self._asked or is_idle else min(self._budget_s, _MAX_BATCH_S)
         # At least one block fits, however large blocks are.
-        most = max(1, int(budget_s / self._cost_s))
+        most = max(least, int(budget_s / self._cost_s))
         filling = set(being_filled)
         chosen: list[tuple[Entry, int, int]] = []
-        while self._filled and len(chosen) < most:
-            entry, g, block = self._filled.popleft()
-            is_there = entry.alive and entry.blocks[g] == block and entry.host_blocks[g] is None
-            if is_there and block not in filling:
-                chosen.append((entry, g, block))
+        early: list[tuple[Entry, int, int]] = []
+        while queue and len(chosen) < most:
+            entry, g, block = place = queue.popleft()
+            if entry.alive and entry.blocks[g] == block and entry.host_blocks[g] is None:
+                (early if block in filling else chosen).append(place)
+        if queue is self._asked:
+            # The others are queued again when their step is committed.
+            queue.extendleft(reversed(early))
         if not self._filled:
             self._waiting_since_s = None
         if chosen:

@@ -3,6 +3,9 @@
 It listens on the node's address, as the ports of Ray do. Only holders of its token get an answer. The token is random,
 lives as long as the process, and travels in the bus' `Hello`, so the bus' own protection is the token's. It has no
 method for clients, and no reflection.
+
+A block that the engine of this process has on its device, but not in the pool, is published first: the running streams
+of a replica that drains have such blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import hmac
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -31,8 +34,10 @@ from quire.replica.node_pool.pool_layout import KEY_BYTES, LAYOUT_VERSION
 
 # Exports at a time; further ones are refused, and their importers compute. Each holds `PIECE_BYTES` and what gRPC
 # buffers for one stream.
-MAX_EXPORTS = 2
+MAX_EXPORTS = 8
 _TOKEN_BYTES = 32
+# Longest wait for the next block that the engine publishes, and the time between two looks.
+_MAX_PUBLISH_S, _POLL_S = 1.0, 0.002
 # After this time without a block no export is in progress.
 _QUIET_S = 0.5
 
@@ -46,6 +51,8 @@ class BlockExport:
         Where the blocks are.
     host
         The address to listen on.
+    publish
+        Makes the engine publish what it has of these blocks; returns those that will be in the pool soon.
 
     Attributes
     ----------
@@ -57,11 +64,17 @@ class BlockExport:
         Blocks sent so far.
     """
 
-    def __init__(self, pool: SharedPool, host: str):
+    def __init__(
+        self,
+        pool: SharedPool,
+        host: str,
+        publish: Callable[[list[bytes]], set[bytes]] = lambda keys: set(),
+    ):
         self.token = secrets.token_hex(_TOKEN_BYTES)
         self.num_exported = 0
         self._exported_s = -math.inf
         self._pool = pool
+        self._publish = publish
         self._wanted = f"Bearer {self.token}".encode()
         service, method = METHOD.strip("/").split("/")
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(
@@ -90,8 +103,13 @@ class BlockExport:
         self._check_token(context)
         keys = self._keys(data, context)
         count = num_in_piece(self._pool.layout.slot_bytes)
+        missing = self._pool.missing(keys)
+        coming = self._publish(missing) if missing else set()
         for begin in range(0, len(keys), count):
-            headers, contents = self._pool.read(keys[begin : begin + count])
+            piece = keys[begin : begin + count]
+            if not self._have_come(coming.intersection(piece), context):
+                coming = set()
+            headers, contents = self._pool.read(piece)
             if not headers:
                 continue
             yield BlockHeaders(
@@ -104,6 +122,20 @@ class BlockExport:
             yield contents
             self._exported_s = time.monotonic()
             self.num_exported += len(headers)
+
+    def _have_come(self, coming: Collection[bytes], context: grpc.ServicerContext) -> bool:
+        """Wait until the engine has published these blocks. Returns False if it does not: its pool may have no room."""
+        left: Sequence[bytes] = list(coming)
+        num_left, end_s = len(left), 0.0
+        while left and (left := self._pool.missing(left)):
+            if len(left) < num_left or not end_s:
+                num_left, end_s = len(left), time.monotonic() + _MAX_PUBLISH_S
+            if time.monotonic() > end_s or not context.is_active():
+                return False
+            # A replica that drains lingers for this export.
+            self._exported_s = time.monotonic()
+            time.sleep(_POLL_S)
+        return True
 
     def _check_token(self, context: grpc.ServicerContext) -> None:
         shown = dict(context.invocation_metadata()).get("authorization", "")

@@ -5,14 +5,15 @@
  engine ─publish─▶ pool ─▶ BlockExport ══gRPC══▶ BlockImport ─▶ pool ─adopt, verify─▶ engine
 ```
 
-The engines know nothing of it: what has come is found by the ordinary adoption (`kv_cache/adoption.py`), as if an
-engine of this node had published it. Each replica serves its node's whole pool, so any of them will do as a source.
+The importing engine knows nothing of it: what has come is found by adoption (`kv_cache/adoption.py`), as if
+an engine of this node had published it. Each replica serves its node's whole pool, so any of them will do as a source.
+Only the one that computed a block can give it before it is in the pool.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from quire.protos.wire import BlockSource
@@ -35,19 +36,30 @@ class KvTransport:
         The pool's layout.
     host
         The address of this node.
+    publish
+        Makes the engine of this process publish what its device has of these blocks; returns those that will be in the
+        pool soon.
     """
 
-    def __init__(self, name: str, folder: Path, layout: PoolLayout, host: str):
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        layout: PoolLayout,
+        host: str,
+        publish: Callable[[list[bytes]], set[bytes]] = lambda keys: set(),
+    ):
         self.layout = layout
         self._pool = SharedPool(
             open_node_pool(name, layout, is_exact=False, folder=folder, is_engine=False)
         )
         try:
-            self.exporter = BlockExport(self._pool, host)
+            self.exporter = BlockExport(self._pool, host, publish)
         except BaseException:
             self._pool.close()
             raise
-        self.importer = BlockImport(self._pool)
+        # Streams that will move here later hold up no request that waits.
+        self._importer, self._ahead = BlockImport(self._pool), BlockImport(self._pool)
 
     @property
     def source(self) -> BlockSource:
@@ -60,9 +72,30 @@ class KvTransport:
         wanted: Sequence[WantedBlock],
         timeout_s: float,
         cancelled: threading.Event | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> ImportResult:
-        """Import blocks of one sequence; parameters as of `BlockImport.run`."""
-        return self.importer.run(source, wanted, timeout_s, cancelled)
+        """Import blocks of one sequence.
+
+        Parameters
+        ----------
+        source, wanted, timeout_s, cancelled
+            As of `BlockImport.run`.
+        is_ahead
+            No request waits for the blocks yet.
+        """
+        importer = self._ahead if is_ahead else self._importer
+        return importer.run(source, wanted, timeout_s, cancelled)
+
+    @property
+    def num_imported(self) -> int:
+        """Blocks published so far."""
+        return self._importer.num_imported + self._ahead.num_imported
+
+    @property
+    def num_refused(self) -> int:
+        """Blocks that came and were not published, because they are wrong or there is no room."""
+        return self._importer.num_refused + self._ahead.num_refused
 
     def check(self) -> None:
         """Raise AssertionError if a slot of the pool is lost, or still leased for a copy."""
@@ -70,6 +103,7 @@ class KvTransport:
 
     def close(self, linger_s: float = 0.0) -> None:
         """End all imports and exports, these after `linger_s` at most, and leave the pool."""
-        self.importer.close()
+        self._importer.close()
+        self._ahead.close()
         self.exporter.close(linger_s)
         self._pool.close()

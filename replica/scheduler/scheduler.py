@@ -25,7 +25,7 @@ words), the plan is marked `awaits_tokens`, and `complete` adds the rest of its 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -265,6 +265,11 @@ class Scheduler:
             plan = plan._replace(block_tables=BlockTables.of(plan.block_tables.gather()))
             self._indexer.adopt(step)
         return plan
+
+    def publish_soon(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Publish blocks that a peer waits for (`Publishing.ask`). Returns those that will be in the pool soon."""
+        publishing = self.memory.publishing
+        return set() if publishing is None else publishing.ask(keys)
 
     def plan_idle_copies(self) -> np.ndarray:
         """Plan to publish blocks while the engine is idle. Returns [k, 2] int64 (device block, host block).

@@ -30,7 +30,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from quire.protos.adapter_ref import AdapterRef
+from quire.protos.adapter_ref import AdapterRef, cache_namespace
 from quire.protos.engine_facts import describe, describe_phases, engine_facts
 from quire.protos.errors import Aborted, QuireError, Unavailable
 from quire.protos.metric_families import Page
@@ -222,6 +222,21 @@ class Replica:
             self._aborted.discard(request.key)
             raise Aborted("the request was aborted before it started")
         return pulled
+
+    async def pull(self, submit: bytes, *, route: list[str]) -> bytes:
+        """Pull what `Submit.pull` names, for a request that will come later. Returns a `Completion`."""
+        request = Submit.decode(submit)
+        pulled = ImportResult(0, 0, 0.0)
+        if self._pulls is not None and request.pull is not None and route == [self._replica_id]:
+            namespace = cache_namespace(request.tenant, request.adapter)
+            key = (request.router_id, request.stream_id)
+            pulled = await self._pulls.run(
+                key, request.prompt_ids, namespace, request.pull, is_ahead=True
+            )
+        ended = Completion("abort", len(request.prompt_ids), 0, 0)
+        return dataclasses.replace(
+            ended, pulled_bytes=pulled.num_bytes, pull_s=pulled.seconds
+        ).encode()
 
     async def _wait_for_parent(self, parent: StreamKey) -> None:
         if self._pulls is not None:

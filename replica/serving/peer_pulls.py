@@ -4,11 +4,14 @@
  generate(Submit with a hint) ─▶ import from the peer ─▶ engine.submit ─▶ admission adopts what has come
                                   └ late, failed: the engine computes the rest
 ```
+
+A stream that will move here is pulled ahead of its request, while its replica still runs it (`Replica.pull`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.protos.errors import QuireError
 from quire.protos.wire import BlockSource, PullHint
 from quire.replica.kv_transport.block_import import ImportResult
 from quire.replica.kv_transport.kv_transport import KvTransport
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 # No request waits longer, whatever its router believes.
 _MAX_WAIT_S = 10.0
+# Longest wait for the engine's answer, which comes between two steps.
+_MAX_ENGINE_S = 2.0
 
 
 class PeerPulls:
@@ -50,9 +56,11 @@ class PeerPulls:
         self._blocks = engine.pool_blocks
         self._config = engine.config
         layout = self._blocks.pool.layout
-        self.transport = KvTransport(place.name, place.folder, layout, host)
+        self._engine = engine
+        self.transport = KvTransport(place.name, place.folder, layout, host, self._publish)
         # One at a time, in the order of arrival: two requests with one prefix pull it once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-import")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="quire-import-ahead")
         self._running: dict[Hashable, tuple[threading.Event, asyncio.Future[ImportResult]]] = {}
 
     @property
@@ -66,14 +74,26 @@ class PeerPulls:
         return num_bytes // self._config.block_size
 
     async def run(
-        self, key: Hashable, token_ids: np.ndarray, namespace: str, hint: PullHint
+        self,
+        key: Hashable,
+        token_ids: np.ndarray,
+        namespace: str,
+        hint: PullHint,
+        *,
+        is_ahead: bool = False,
     ) -> ImportResult:
-        """Pull what a hint names, for at most its time. Never raises an error: what has not come is computed."""
+        """Pull what a hint names, for at most its time. Never raises an error: what has not come is computed.
+
+        Parameters
+        ----------
+        is_ahead
+            No request waits for it yet.
+        """
         cancelled, wait_s = threading.Event(), min(hint.max_wait_s, _MAX_WAIT_S)
         end_s = time.monotonic() + wait_s
-        future = asyncio.get_running_loop().run_in_executor(
-            self._thread, self._pull, token_ids, namespace, hint, end_s, cancelled
-        )
+        pull = functools.partial(self._pull, token_ids, namespace, hint, end_s, cancelled, is_ahead)
+        thread = self._ahead if is_ahead else self._thread
+        future = asyncio.get_running_loop().run_in_executor(thread, pull)
         self._running[key] = cancelled, future
         try:
             await asyncio.wait({future}, timeout=wait_s)
@@ -104,8 +124,17 @@ class PeerPulls:
         """End all pulls, and exports after `linger_s` at most."""
         for key in list(self._running):
             self.abort(key)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._ahead):
+            thread.shutdown(wait=False, cancel_futures=True)
         self.transport.close(linger_s)
+
+    def _publish(self, keys: list[bytes]) -> set[bytes]:
+        """Let the engine publish what its device has of these blocks. Returns those that will come."""
+        try:
+            return self._engine.call(lambda s: s.publish_soon(keys)).result(_MAX_ENGINE_S)
+        except (QuireError, TimeoutError):
+            # The engine is at its end, or does not answer.
+            return set()
 
     def _pull(
         self,
@@ -114,6 +143,7 @@ class PeerPulls:
         hint: PullHint,
         end_s: float,
         cancelled: threading.Event,
+        is_ahead: bool,
     ) -> ImportResult:
         try:
             config = self._config
@@ -129,7 +159,12 @@ class PeerPulls:
             left_s = end_s - time.monotonic()
             if left_s <= 0 or cancelled.is_set():
                 return ImportResult(0, 0, 0.0, "it is late")
-            result = self.transport.import_blocks(hint.source, wanted, left_s, cancelled)
+            result = self.transport.import_blocks(
+                hint.source, wanted, left_s, cancelled, is_ahead=is_ahead
+            )
+            if is_ahead:
+                # Routers learn of the blocks now, also from an idle engine.
+                self._engine.call(lambda scheduler: None)
         except Exception as error:
             logger.warning("a pull from %s failed", hint.source.address, exc_info=error)
             return ImportResult(0, 0, 0.0, str(error))

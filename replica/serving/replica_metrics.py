@@ -201,10 +201,9 @@ class ReplicaMetrics:
         device, host = self._engine.num_evictions()
         values |= {"quire_kv_evictions_total": device, "quire_host_evictions_total": host}
         if self._transport is not None:
-            exporter, importer = self._transport.exporter, self._transport.importer
             values |= {
-                "quire_peer_exported_blocks_total": exporter.num_exported,
-                "quire_peer_imported_blocks_total": importer.num_imported,
-                "quire_peer_refused_blocks_total": importer.num_refused,
+                "quire_peer_exported_blocks_total": self._transport.exporter.num_exported,
+                "quire_peer_imported_blocks_total": self._transport.num_imported,
+                "quire_peer_refused_blocks_total": self._transport.num_refused,
             }
         return values

@@ -110,17 +110,20 @@ class BlockPeers:
         return PullHint(peer.source, start, end, wait_s)
 
     def handover(
-        self, left: str, ranking: Ranking, num_tokens: int, now_s: float
+        self, left: str, ranking: Ranking, num_tokens: int, now_s: float, *, is_alive: bool
     ) -> PullHint | None:
         """Where the best replica of a ranking pulls a stream's blocks from that another replica ran before.
 
-        Any replica of that one's node will do, also after its death, because they export the same pool. None: the best
-        replica is on that node, so it finds the blocks itself; or copying takes longer than computing.
+        That one has blocks that it has not published yet. After its death any replica of its node will do, because they
+        export the same pool. None: the best replica is on that node, so it finds the blocks itself; or copying takes
+        longer than computing.
 
         Parameters
         ----------
         left
             The replica that ran it.
+        is_alive
+            Whether it drains; if not, it may be dead.
         num_tokens
             Tokens of the prompt and of the answer so far.
         """
@@ -131,8 +134,7 @@ class BlockPeers:
         found = [name for name, peer in self._peers.items() if peer.node == node]
         if not found:
             return None
-        # The one that it has left drains, or is dead.
-        source = self._peers[min(found, key=lambda name: name == left)].source
+        source = self._peers[min(found, key=lambda name: (name == left) != is_alive)].source
         start = best.cached_tokens + best.host_tokens
         compute_s = self._compute_s(ranking.fleet, row, start, num_tokens)
         copy_s = PULL_OVERHEAD_S + (num_tokens - start) * self.s_per_token(now_s)

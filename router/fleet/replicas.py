@@ -278,13 +278,11 @@ class ReplicaTable:
             self.sessions.set_replica(session, best.replica)
         return booking
 
-    def book_fork(self, parent: RequestBooking, now_s: float) -> RequestBooking:
-        """Count a fork of a booked request, sent to the same replica with the same prompt.
-
-        A fork shares the parent's blocks and computes only the prompt's last token.
-        """
-        num_tokens = parent.prompt_tokens
-        return self._book(parent.replica, (), num_tokens, num_tokens - 1, now_s)
+    def book_cached(
+        self, replica: str, hashes: Sequence[int] | np.ndarray, num_tokens: int, now_s: float
+    ) -> RequestBooking:
+        """Count a request on a replica that shares or gets all blocks but the last; `hashes` names those to come."""
+        return self._book(replica, hashes, num_tokens, num_tokens - 1, now_s)
 
     def _book(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from quire.router.policy.policy import Ranking
+
 
 class Sessions:
     """Maps a session to the replica of its last request. Beyond `max_sessions`, the oldest ones are dropped."""
@@ -24,3 +26,11 @@ class Sessions:
         self._replicas.move_to_end(session)
         if len(self._replicas) > self._max_sessions:
             self._replicas.popitem(last=False)
+
+
+def session_outcome(ranking: Ranking) -> str:
+    """Return where a session's request goes, one of `SESSION_OUTCOMES`."""
+    last = ranking.fleet.session_row
+    if last < 0:
+        return "unknown"
+    return "same" if last == ranking.rows[0] else "other"

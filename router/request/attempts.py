@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import numpy as np
 
@@ -22,9 +23,11 @@ from quire.protos.errors import (
     Unavailable,
     from_wire,
 )
+from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import Completion, PullHint, Submit
 from quire.router.admission.gate import AdmittedRequest, Arrival
 from quire.router.fleet.request_bookings import RequestBooking
+from quire.router.fleet.sessions import session_outcome
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.request.accounting import Accounting
 from quire.router.request.answer_text import AnswerText
@@ -36,6 +39,9 @@ from quire.router.types import GenerationRequest
 NO_REPLICA_RETRY_S = 1.0
 # Time between two looks for a replica by a stream that has none.
 REPLICA_POLL_S = 0.05
+# A stream leaves a replica that drains after this time, though its KV is not copied. `cluster/app.py` leaves more for
+# moving.
+MAX_AHEAD_S = 8.0
 
 
 class Attempts:
@@ -93,8 +99,10 @@ class Attempts:
         self._admitted: AdmittedRequest | None = None
         self._crash_record = CrashRecord()
         self._failed_on: set[str] = set()
-        # The replica of the attempt before; empty: this is the first.
-        self._left_replica = ""
+        # A booking where the blocks are copied ahead, until the attempt there begins.
+        self._ahead: RequestBooking | None = None
+        # The replica of the attempt before, and whether it drains; empty: this is the first.
+        self._left_replica, self._left_drains = "", False
         # Replicas that refused the request because they were full, and the last refusal.
         self._full: set[str] = set()
         self._refusal: Overloaded | None = None
@@ -197,7 +205,7 @@ class Attempts:
         """
         attempt = self.current
         if lost.planned or attempt is None:
-            self._leave_replica(lost.reason)
+            self._leave_replica(lost.reason, drains=lost.planned)
             return
         self._unexplained.append((lost.replica, attempt.stream_id))
         if self._answer.token_ids and not attempt.placed:
@@ -233,9 +241,7 @@ class Attempts:
             attempt.cancel()
             self._accounting.on_release(attempt)
         booking, self.booking = self.booking, None
-        if booking is not None:
-            now_s, num_emitted = self._router.clock(), len(self._answer.token_ids)
-            self._router.table.end(booking, now_s, num_emitted)
+        self._end(booking, len(self._answer.token_ids))
 
     def close(self, finish_reason: str) -> None:
         """End the request. Its blocks stay retained if another turn of the conversation will follow soon."""
@@ -243,6 +249,7 @@ class Attempts:
         if self.current is not None and is_retained:
             self.current.drops_retained = False
         self.release()
+        self._end(self._ahead)
         self.submitted.set()
         if self._admitted is not None:
             self._admitted.left()
@@ -344,21 +351,30 @@ class Attempts:
         best, num_tokens = ranking[0], self._answer.num_prompt_tokens
         self._accounting.on_decision(self._route_request(), ranking, now_s)
         if self._request.session and self.num_begun == 0:
-            self._router.observer.on_session_request(_session_outcome(ranking))
+            self._router.observer.on_session_request(session_outcome(ranking))
         self.route = ranking.names()
         self.booking = self._router.table.book(
             ranking, self._hashes, num_tokens, now_s, self._request.session
         )
+        self._end(self._ahead)
         num_cached = best.held_tokens
         self._accounting.on_submit(
             self.route, ranking, num_tokens, num_cached, self._decided_s, now_s
         )
-        peers = self._router.table.peers
-        pull = peers.hint(ranking)
-        if self._left_replica:
-            num_known = num_tokens + len(self._answer.token_ids)
-            pull = peers.handover(self._left_replica, ranking, num_known, now_s) or pull
+        left, pull = self._left_replica, self._router.table.peers.hint(ranking)
+        if left:
+            pull = self._pull_from(left, ranking, now_s, is_alive=self._left_drains) or pull
         self._submit(num_cached, deadline_s, fork_of=None, pull=pull)
+
+    def _end(self, booking: RequestBooking | None, num_output_tokens: int = 0) -> None:
+        if booking is not None:
+            self._router.table.end(booking, self._router.clock(), num_output_tokens)
+
+    def _pull_from(
+        self, left: str, ranking: Ranking, now_s: float, *, is_alive: bool
+    ) -> PullHint | None:
+        num_tokens, peers = self._answer.num_prompt_tokens, self._router.table.peers
+        return peers.handover(left, ranking, num_tokens, now_s, is_alive=is_alive)
 
     def _submit_fork(self, parent: Attempt, booking: RequestBooking) -> None:
         """Book and submit the first attempt of a fork to its parent's replica."""
@@ -368,7 +384,8 @@ class Attempts:
         num_tokens = self._answer.num_prompt_tokens
         num_cached = num_tokens - 1
         self.route = self._lead.route
-        self.booking = self._router.table.book_fork(booking, now_s)
+        table, num_prompt_tokens = self._router.table, booking.prompt_tokens
+        self.booking = table.book_cached(booking.replica, (), num_prompt_tokens, now_s)
         self._accounting.on_submit(self.route, None, num_tokens, num_cached, now_s, now_s)
         self._submit(num_cached, deadline_s, fork_of=parent.stream_id)
 
@@ -412,7 +429,34 @@ class Attempts:
             pull=pull,
         )
         self.current = router.transport.submit(submit, self.route)
+        self.current.before_move = self._copy_ahead
         self.submitted.set()
+
+    async def _copy_ahead(self) -> None:
+        """Copy the KV to the replica where the request will go on, while its own one still runs it."""
+        attempt, router = self.current, self._router
+        if attempt is None:
+            return
+        with contextlib.suppress(QuireError):
+            ranking, now_s = self._rank(), router.clock()
+            hint = self._pull_from(attempt.replica, ranking, now_s, is_alive=True)
+            if hint is None:
+                return
+            submit = Submit(
+                router.router_id,
+                router.transport.next_stream_id(),
+                self._request.request_id,
+                self._answer.prompt_ids(),
+                SamplingParams(),
+                tenant=self._request.tenant,
+                adapter=self._request.adapter,
+                pull=hint._replace(max_wait_s=MAX_AHEAD_S),
+            )
+            # Other streams that leave the replica see that this one will go there.
+            target = ranking[0].replica
+            # The next decision, and those of other streams that leave the replica, count on the blocks there.
+            self._ahead = router.table.book_cached(target, self._hashes, hint.end, now_s)
+            await router.transport.pull(submit, target)
 
     # -- losing a replica --------------------------------------------------------------------------------
 
@@ -426,10 +470,10 @@ class Attempts:
             raise error
         await asyncio.sleep(REPLICA_POLL_S)
 
-    def _leave_replica(self, reason: str) -> None:
+    def _leave_replica(self, reason: str, *, drains: bool = False) -> None:
         """End the attempt. The next one avoids this replica if there is another."""
         if self.current is not None:
-            self._left_replica = self.current.replica
+            self._left_replica, self._left_drains = self.current.replica, drains
             self._failed_on.add(self.current.replica)
         if self._lost_s is None:
             self._lost_s = self._router.clock()
@@ -452,11 +496,3 @@ class Attempts:
                 f"the engine failed {self._crash_record.num_incidents} times with this request, the last time with "
                 f"nothing else in its step: {reason}"
             )
-
-
-def _session_outcome(ranking: Ranking) -> str:
-    """Return where a session's request goes, one of `SESSION_OUTCOMES`."""
-    last = ranking.fleet.session_row
-    if last < 0:
-        return "unknown"
-    return "same" if last == ranking.rows[0] else "other"

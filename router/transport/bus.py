@@ -41,7 +41,7 @@ from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
 from quire.protos.wire_codec import MAX_MESSAGE_BYTES
 from quire.router.fleet import membership
 from quire.router.fleet.replicas import ReplicaTable
-from quire.router.transport.calls import CallEnded, answer_of, next_message
+from quire.router.transport.calls import OVER_GRPC, CallEnded, answer_of, next_message
 from quire.router.transport.flow import Credit, by_replica
 from quire.router.transport.page_turns import PageTurns
 from quire.router.transport.replica_deaths import ReplicaDeaths
@@ -55,17 +55,8 @@ GRANT_DELAY_S = 0.02
 GRANT_RETRY_S = 0.2
 # Number of renewals within the duration of a lease.
 LEASE_RENEWALS = 4
-# Methods whose replies may be longer than a gRPC message.
-_LONG_ANSWERS = frozenset({"snapshot"})
-# Serve's options for calls over gRPC instead of Ray's object store. Arguments and replies are plain data, but the
-# serializer must be pickle: Serve sends exceptions as replies, which msgpack cannot encode. The replica's port
-# unpickles everything that a caller sends, so it is protected by Ray's token and by the address that it listens on
-# (`cluster/proxies/ray_proxies.py`).
-_OVER_GRPC = {
-    "_by_reference": False,
-    "request_serialization": "pickle",
-    "response_serialization": "pickle",
-}
+# Methods whose arguments or replies may be longer than a gRPC message.
+_LONG = frozenset({"pull", "snapshot"})
 # Longest wait for the last frame after the completion: a replica sends both at once, over different connections.
 LAST_FRAME_TIMEOUT_S = 10.0
 
@@ -111,8 +102,8 @@ class Bus:
         self.drain_timeout_s = drain_timeout_s
         # For arguments and replies that are longer than a gRPC message.
         self._by_reference = handle
-        self._unary = handle.options(**_OVER_GRPC)
-        self._streaming = handle.options(stream=True, **_OVER_GRPC)
+        self._unary = handle.options(**OVER_GRPC)
+        self._streaming = handle.options(stream=True, **OVER_GRPC)
         # Kept, because Serve makes a new handle for each access to a method.
         self._generate_method = self._unary.generate
         self._membership = membership.channel(channel)
@@ -178,6 +169,11 @@ class Bus:
         self._attempts[submit.stream_id] = attempt
         attempt.call = self._spawn(self._generate(attempt, submit.encode(), route))
         return attempt
+
+    async def pull(self, submit: Submit, replica: str) -> None:
+        """Let a replica pull what `submit.pull` names, before the request moves there."""
+        answer = await self._call("pull", submit.encode(), route=[replica])
+        self._table.peers.measured(Completion.decode(answer), time.monotonic())
 
     def next_stream_id(self) -> int:
         return next(self._stream_ids)
@@ -359,7 +355,7 @@ class Bus:
         if left:
             logger.info("%s drains: its last %d streams migrate", replica, len(left))
         for attempt in left:
-            attempt.put(Lost(replica, "the replica drains", planned=True))
+            self._spawn(attempt.move("the replica drains"))
 
     def _detach_if_unused(self, replica: str) -> None:
         if not any(attempt.replica == replica for attempt in self._attempts.values()):
@@ -375,9 +371,8 @@ class Bus:
                     await self._attach(replica)
                 except (RayError, RpcError, CallEnded) as error:
                     logger.info("attach stream of %s ended: %r", replica, error)
-                except (
-                    Exception
-                ):  # For example a frame of another version, which cannot be decoded.
+                # For example a frame of another version, which cannot be decoded.
+                except Exception:
                     logger.exception("attach stream of %s failed", replica)
                 finally:
                     self._on_lost(replica)
@@ -479,7 +474,7 @@ class Bus:
         await self._call("ping", route=[])
 
     async def _call(self, method: str, *args: Any, route: list[str]) -> Any:
-        handle = self._by_reference if method in _LONG_ANSWERS else self._unary
+        handle = self._by_reference if method in _LONG else self._unary
         try:
             return await answer_of(getattr(handle, method).remote(*args, route=route))
         # Over gRPC, an exception of the method is raised here with its own type.

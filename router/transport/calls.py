@@ -9,6 +9,15 @@ from typing import Protocol, TypeVar
 from quire.protos.wire_codec import Part, whole
 
 T = TypeVar("T")
+# Serve's options for calls over gRPC instead of Ray's object store. Arguments and replies are plain data, but the
+# serializer must be pickle: Serve sends exceptions as replies, which msgpack cannot encode. The replica's port
+# unpickles everything that a caller sends, so it is protected by Ray's token and by the address that it listens on
+# (`cluster/proxies/ray_proxies.py`).
+OVER_GRPC = {
+    "_by_reference": False,
+    "request_serialization": "pickle",
+    "response_serialization": "pickle",
+}
 
 
 class StreamingCall(Protocol):

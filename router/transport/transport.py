@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,8 @@ class Attempt:
         Further events are dropped.
     needs_abort
         The replica may still work on the request.
+    before_move
+        Prepares the attempt's end on a replica that drains; does not raise an error.
     drops_retained
         The replica retains the request's blocks after its end (`Submit.retain_s`), and `cancel` ends this.
     completed_s
@@ -84,6 +86,7 @@ class Attempt:
         self.call: asyncio.Task[None] | None = None
         self.finished = False
         self.needs_abort = True
+        self.before_move: Callable[[], Awaitable[None]] | None = None
         self.drops_retained = False
         self.completed_s: float | None = None
         self.ended_s: float | None = None
@@ -124,6 +127,12 @@ class Attempt:
             self._unread_since_s = time.monotonic()
         self._events.append(event)
         self._wake()
+
+    async def move(self, reason: str) -> None:
+        """Let the request go on elsewhere, since its replica drains."""
+        if self.before_move is not None and not self.finished:
+            await self.before_move()
+        self.put(Lost(self.replica, reason, planned=True))
 
     async def next(self) -> AttemptEvent:
         """Wait for the next event. The call implies that the reader is done with the earlier events."""
@@ -194,3 +203,5 @@ class Transport(Protocol):
     async def crashed_with(self, replica: str, stream_id: int) -> bool: ...
 
     def submit(self, submit: Submit, route: list[str]) -> Attempt: ...
+
+    async def pull(self, submit: Submit, replica: str) -> None: ...

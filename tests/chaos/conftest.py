@@ -32,8 +32,9 @@ def chaos_cluster(tmp_path_factory) -> Iterator[Cluster]:
         }
         # A router's streams cannot move, so they have the time that a move may take.
         application["deployments"] = [{"name": "Router", "graceful_shutdown_timeout_s": 120.0}]
-        # Serve holds a router for so long before it stops listening, 30 s by default.
+        # Serve holds a router for so long before it stops listening, 30 s by default. HAProxy's old process still sends
+        # it the request that follows a stream on the same connection, so this is longer than any stream here.
         env = config["controller_options"]["runtime_env"]["env_vars"]
-        env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
+        env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "20"
 
     yield from start_cluster(tmp_path_factory.mktemp("chaos"), change)

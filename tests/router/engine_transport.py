@@ -42,6 +42,7 @@ class EngineTransport:
         self.table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)
         self.names = names
         self.submits: list[Submit] = []
+        self.pulls: list[tuple[Submit, str]] = []
         self.lose_after: list[int] = []  # of the next attempts: tokens until the stream is lost
         self._attempts: dict[int, tuple[Attempt, int | None]] = {}
         self._ids = itertools.count(1)
@@ -86,6 +87,14 @@ class EngineTransport:
             )
         )
         return attempt
+
+    async def pull(self, submit: Submit, replica: str) -> None:
+        self.pulls.append((Submit.decode(submit.encode()), replica))
+
+    async def drain(self) -> None:
+        """Move all streams to other replicas, as a drain of theirs does."""
+        for attempt, _ in list(self._attempts.values()):
+            await attempt.move("it drains")
 
     def _cancel(self, attempt: Attempt) -> None:
         self._attempts.pop(attempt.stream_id, None)

@@ -32,6 +32,7 @@ from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 SIZE = os.environ.get("CHAOS_SIZE", "ci")  # of the suites that count: `ci` or `long`
+KV_CACHE_GIB = 0.25
 # Within which Serve has started, replaced or ended processes, however slow the machine is: a limit for what hangs.
 CHANGE_TIMEOUT_S = 240.0
 _COMMIT = commit()  # that is tested: a long run outlives a commit
@@ -205,6 +206,10 @@ def start_cluster(
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     take_ports(config)
     change(config)
+    engine = config["applications"][0]["args"].setdefault("engine", {})
+    if "num_blocks" not in engine:
+        # An idle engine backs its cache with memory, which takes a processor for up to ten seconds for each GiB.
+        engine.setdefault("kv_cache_gib", KV_CACHE_GIB)
     path = directory / "cluster.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     output = directory / "serve.out"

@@ -57,9 +57,8 @@ def test_no_regression_against_the_committed_floors():
     assert done.stdout.count(": holds") == len(json.loads(FLOORS.read_text())["floors"])
 
 
-@pytest.mark.alone
 def test_an_engine_that_lost_its_batch_fails(tmp_path):
-    """A real regression: the same engine, one request at a time."""
+    """A real regression: the same engine, one request at a time. It is found on a busy machine as well."""
     floors = tmp_path / "floors.json"
     committed = json.loads(FLOORS.read_text())["floors"]
     name = next(iter(committed))  # a decode workload

@@ -220,3 +220,26 @@ def test_one_engine_of_a_node_reports_the_pool(engines):
     first.pool.close()
     assert second.pool.is_reporter()
     first.pool = open_pool(second.pool.path.parent, LAYOUT)
+
+
+def test_what_a_peer_asks_for_is_published_before_all_others_and_without_budget(engines):
+    engine, other = engines
+    engine.fill(0, 12)
+    asked = engine.fill(5000, 6)
+    places = [engine.prefix.place_of(block) for block in asked]
+    keys = [engine.host.pool_blocks.key(entry.digest, g) for entry, g in places]
+    engine.publishing.max_share = 0.001
+    unknown = [bytes(16) + keys[0][16:], keys[0][:16] + bytes(16)]
+    assert engine.publishing.ask([*unknown, *keys]) == set(keys)
+    # A step that still fills the first of them keeps it waiting, not its followers.
+    published, steps = 0, 0
+    while published < 5:
+        published += engine.step(0.0, (asked[0],))
+        steps += 1
+        assert steps < 20
+    assert engine.host.pool_blocks.pool.find(keys[0]) is None
+    assert engine.step(0.0) == 1
+    other.pool.refresh()
+    assert all(other.pool.find(key) is not None for key in keys)
+    assert engine.publishing.ask(keys) == set(keys), "their copies may not have ended"
+    assert engine.step(0.0) == 0, "nobody asks for the others"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import BlockSource, PullHint
 from quire.replica.config import EngineArgs, SizingError, check_args
 from quire.replica.engine import Engine
+from quire.replica.kv_cache import publishing
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.kv_cache.prefix_entries import ContentChain
 from quire.replica.kv_transport.block_messages import WantedBlock
@@ -83,6 +85,31 @@ def test_a_pulled_prefix_is_restored_and_the_tokens_are_equal(nodes):
         before = b.num_hit_on_host
         assert generate(b.engine, ids)[1] == expected
         assert b.num_hit_on_host - before == pulled.num_blocks * BLOCK_SIZE
+
+
+def test_blocks_of_a_running_request_are_published_when_a_peer_asks_for_them(nodes, monkeypatch):
+    a, b = nodes
+    monkeypatch.setattr(publishing, "_PREFILL_SHARE", 0.0)
+    share = a.engine.call(lambda s: s.memory.publishing.max_share).result()
+    # About a block in half a second, were it not for the peer.
+    a.engine.call(lambda s: setattr(s.memory.publishing, "max_share", 1e-9)).result()
+    ids = [7 * i % 997 for i in range(1000)]
+    stream = a.engine.stream(ids, dataclasses.replace(GREEDY, max_tokens=2000))
+    try:
+        next(stream)
+        waiting = a.engine.call(lambda s: len(s.memory.publishing)).result()
+        num_blocks = (len(ids) - 1) // BLOCK_SIZE
+        assert waiting > num_blocks / 2, "the budget has published them already"
+        pulled = b.pull(ids, PullHint(a.pulls.source, 0, len(ids), 10.0))
+        assert next(stream).finish_reason is None, "it still runs"
+        assert (pulled.num_blocks, pulled.reason) == (num_blocks, "")
+    finally:
+        stream.close()
+        a.engine.call(lambda s: setattr(s.memory.publishing, "max_share", share)).result()
+    before = b.num_hit_on_host
+    expected = generate(a.engine, ids)[1]
+    assert generate(b.engine, ids)[1] == expected
+    assert b.num_hit_on_host - before == num_blocks * BLOCK_SIZE
 
 
 def test_a_pull_that_fails_or_is_late_only_costs_its_time(nodes):

@@ -87,16 +87,17 @@ def test_a_stream_that_has_left_a_replica_pulls_its_blocks_from_that_node():
     peers = peers_of(a="1", a2="1", b="2")
     rows = [idle(gpu_tokens=640), idle()]
 
-    def handed_over(left: str, target: str, num_tokens: int = 4000):
+    def handed_over(left: str, target: str, num_tokens: int = 4000, is_alive: bool = False):
         fleet = fleet_of(rows, 3000)
         fleet.replicas = [target, "other"]
         ranking = CostPolicy().choose(RouteRequest(3000), fleet.only(0), 0.0, random.Random(0))
-        return peers.handover(left, ranking, num_tokens, 0.0)
+        return peers.handover(left, ranking, num_tokens, 0.0, is_alive=is_alive)
 
     hint = handed_over("a", "b")
-    # Not from the one that drains or is dead, while its node has another.
+    # Not from the one that may be dead, while its node has another.
     assert (hint.source.address, hint.start, hint.end) == ("a2:1", 640, 4000)
     assert hint.max_wait_s == pytest.approx(3360 * 1e-4, rel=1e-3)
+    assert handed_over("a", "b", is_alive=True).source.address == "a:1", "it has the newest blocks"
     peers.remove("a2")
     assert handed_over("a", "b").source.address == "a:1", "it drains"
     assert handed_over("b", "b") is handed_over("unknown", "b") is None

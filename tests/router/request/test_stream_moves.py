@@ -1,0 +1,130 @@
+"""A stream that leaves a draining replica of one node for one of another takes its KV along.
+
+Real actors, engines, pools and transports, and the real bus, without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import ray
+from local_serve import LocalReplica, start_replica
+
+from quire.protos.wire import Submit
+from quire.replica.core.request import Request
+from quire.replica.kv_cache import publishing
+from quire.replica.kv_transport import block_export
+from quire.replica.node_pool.pool_file import PoolPlace
+from quire.replica.request_table.rows import RowTable
+from quire.replica.serving import actor as actor_module
+from quire.replica.serving import peer_pulls
+from quire.router.fleet import block_peers
+from quire.router.request import attempts
+from tests.router.request.test_service import (
+    GREEDY,
+    SAMPLED,
+    expected,
+    read,
+    reference,
+    stack_of,
+)
+
+__all__ = ["reference"]  # a fixture
+BLOCK_SIZE = 16
+OPTIONS = dict(
+    model="embedded",
+    device="cpu",
+    num_blocks=256,
+    block_size=BLOCK_SIZE,
+    max_batch_tokens=256,
+    max_model_len=1024,
+    num_threads=1,
+    node_pool_gib=0.03,
+    restore="always",
+    peer_transport="grpc",
+)
+
+
+def story(number: int) -> str:
+    """About 500 tokens."""
+    return "".join(f"Clerk {number} binds sheet {i * i} of {i}. " for i in range(28))
+
+
+@pytest.fixture
+def nodes(runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]]:
+    """Two replicas, each with the pool of its own node. Their engines publish nothing by themselves."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(publishing, "_PREFILL_SHARE", 0.0)
+    # However slow the machine is, a request waits for its blocks.
+    monkeypatch.setattr(block_peers, "_LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr(attempts, "MAX_AHEAD_S", 60.0)
+    # Else it computes a block and a half again, because that is faster than a call.
+    monkeypatch.setattr(block_peers, "PULL_OVERHEAD_S", 0.0)
+    monkeypatch.setattr(peer_pulls, "_MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(block_export, "_MAX_PUBLISH_S", 60.0)
+
+    async def start(name: str) -> LocalReplica:
+        (tmp_path / name).mkdir()
+        place = PoolPlace("node", folder=tmp_path / name)
+        monkeypatch.setattr(actor_module, "_pool_place", lambda app_name: place)
+        replica = await start_replica(name, monkeypatch, **OPTIONS)
+        replica.actor._node = name
+        replica.engine.call(lambda s: setattr(s.memory.publishing, "max_share", 1e-9)).result()
+        return replica
+
+    async def start_all() -> list[LocalReplica]:
+        return [await start(name) for name in "ab"]
+
+    replicas = runner.run(start_all())
+    yield replicas
+    for replica in replicas:
+        replica.actor._pulls.transport.check()
+        replica.actor._pulls.close()
+        replica.engine.close()
+
+
+def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, reference, monkeypatch):
+    # Key of a request to the tokens that an engine computes at its begin.
+    computed: dict[object, int] = {}
+    claim = RowTable.claim
+
+    def recorded_claim(rows: RowTable, request: Request, *args) -> int:
+        row = claim(rows, request, *args)
+        computed[request.key] = request.num_tokens - int(rows.num_computed[row])
+        return row
+
+    monkeypatch.setattr(RowTable, "claim", recorded_claim)
+    prompts, params = [story(number) for number in range(4)], [GREEDY, SAMPLED]
+    params = [params[i % 2] | dict(max_tokens=300) for i in range(4)]
+
+    async def run() -> None:
+        async with stack_of(nodes) as stack:
+            bus, submits = stack.cluster.bus, []
+            bus.drain_timeout_s = 0.0
+
+            def submit(request: Submit, route: list[str]):
+                submits.append((request, route[0]))
+                return type(bus).submit(bus, request, route)
+
+            stack.cluster.bus.submit = submit
+            opened = await asyncio.gather(
+                *(stack.open(p, **fields) for p, fields in zip(prompts, params, strict=True))
+            )
+            left = submits[0][1]
+            target = next(replica for replica in nodes if replica.name != left)
+            moving = [i for i, (_, name) in enumerate(submits) if name == left]
+            stack.cluster.membership.update(frozenset({target.name}))
+            answers = await asyncio.gather(*(read(stream) for stream in opened))
+            for prompt, fields, answer in zip(prompts, params, answers, strict=True):
+                assert answer.token_ids == expected(reference, prompt, **fields).token_ids
+            moved = [request for request, name in submits[4:] if name == target.name]
+            assert len(moved) == len(moving) > 0
+            again = [computed[stack.cluster.router_id, r.stream_id] for r in moved]
+            assert max(again) <= BLOCK_SIZE
+            # The prompt was copied while it ran.
+            assert min(request.pull.start for request in moved) >= 448
+            assert len(stack.observer.moves) == len(moved)
+
+    runner.run(run())
