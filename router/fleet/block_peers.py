@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.protos.wire import BlockSource, Completion, Hello, PullHint
+from quire.router.fleet.popular_prefixes import PopularPrefixes
 from quire.router.policy.cost_terms import PULL_OVERHEAD_S
 from quire.router.policy.fleet_view import FleetView, PeerPrefixes, prefill_work
 from quire.router.policy.policy import Ranking
@@ -31,7 +32,13 @@ class _Peer(NamedTuple):
 
 
 class BlockPeers:
-    """The replicas that export blocks, by node."""
+    """The replicas that export blocks, by node.
+
+    Attributes
+    ----------
+    popular
+        What recent requests have shared, for replicas that join.
+    """
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
@@ -41,6 +48,12 @@ class BlockPeers:
         self._names: Sequence[str] | None = None
         self._nodes = np.empty(0, np.int64)
         self._bytes, self._seconds, self._last_s = 0.0, 0.0, 0.0
+        self.popular = PopularPrefixes()
+
+    @property
+    def are_there(self) -> bool:
+        """Whether any replica exports blocks."""
+        return bool(self._peers)
 
     def add(self, replica: str, hello: Hello) -> None:
         """Take in a replica's facts."""
@@ -141,6 +154,17 @@ class BlockPeers:
         if copy_s >= compute_s:
             return None
         return PullHint(source, start, num_tokens, max(compute_s, _LEAST_WAIT_S))
+
+    def offer(self, fleet: FleetView, replica: str, wait_s: float) -> PullHint | None:
+        """Where a replica pulls a prompt's prefix from before any request needs it; None: it would pull nothing."""
+        if fleet.peers is None or replica not in fleet.replicas:
+            return None
+        row = fleet.replicas.index(replica)
+        peer = self._peers.get(fleet.replicas[fleet.peers.rows[row]])
+        if peer is None or not fleet.peers.tokens[row]:
+            return None
+        start = int(fleet.gpu_tokens[row] + fleet.host_tokens[row])
+        return PullHint(peer.source, start, start + int(fleet.peers.tokens[row]), wait_s)
 
     @staticmethod
     def _compute_s(fleet: FleetView, row: int, start: int, end: int) -> float:

@@ -75,6 +75,8 @@ class RequestStream:
         # Whether the client of a resumed stream has the whole answer already, so that nothing is left to do.
         self.was_complete = mark.finished
         self._router = router
+        self._request, self._weights = request, hello.weights
+        self._prompt_ids, self._hashes = prompt_ids, hashes
         self._answer = AnswerText(
             request,
             prompt_ids,
@@ -207,6 +209,7 @@ class RequestStream:
             is_first_choice = self.attempts.is_at_first_choice
             self._accounting.on_first_token(event.facts, attempt.replica, is_first_choice, now_s)
             self.attempts.on_first_token()
+            self._note_hit(event.facts.num_cached_tokens, now_s)
         self.attempts.on_tokens(len(self._answer.token_ids) + len(new_ids), now_s)
         delta = self._answer.take(event, new_ids)
         self._accounting.on_output(len(self._answer.token_ids))
@@ -221,6 +224,13 @@ class RequestStream:
         elif self._answer.is_plain and not self.attempts.is_isolated:
             self._plain_attempt = attempt
         return delta
+
+    def _note_hit(self, num_cached: int, now_s: float) -> None:
+        """Count the cached prefix for replicas that join later, if blocks can travel."""
+        request, peers = self._request, self._router.table.peers
+        if peers.are_there:
+            prompt = self._hashes, self._prompt_ids, num_cached
+            peers.popular.add(*prompt, request.tenant, request.adapter, self._weights, now_s)
 
     def _close_on(self, error: BaseException) -> None:
         """End the stream with an exception. One that is no `Exception` cancels it: the client has left."""

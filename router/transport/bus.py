@@ -43,6 +43,7 @@ from quire.router.fleet import membership
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.transport.calls import OVER_GRPC, CallEnded, answer_of, next_message
 from quire.router.transport.flow import Credit, by_replica
+from quire.router.transport.newcomers import Newcomers
 from quire.router.transport.page_turns import PageTurns
 from quire.router.transport.replica_deaths import ReplicaDeaths
 from quire.router.transport.transport import Attempt, Lost
@@ -122,6 +123,7 @@ class Bus:
         # Keeps the tasks alive, because the event loop has only weak references to them.
         self._background: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._newcomers = Newcomers(router_id, table, self.next_stream_id, self.pull)
         # Set when the first replica is ready.
         self._has_attached = asyncio.Event()
         # Returns the prefill seconds in the router's queue; replicas report them to Serve's autoscaler.
@@ -448,6 +450,8 @@ class Bus:
         action = self._table.on_frame(replica, frame, time.monotonic())
         if not self._has_attached.is_set() and self._table.num_ready():
             self._has_attached.set()
+        if action.became_ready:
+            self._spawn(self._newcomers.greet(replica))
         if action.resync_from is not None:
             logger.info("resync of %s: %s", replica, action.reason)
             from_seq = action.resync_from

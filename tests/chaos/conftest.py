@@ -22,7 +22,9 @@ def chaos_cluster(tmp_path_factory) -> Iterator[Cluster]:
     def change(config: dict) -> None:
         application = config["applications"][0]
         args = application["args"]
-        args |= {"replicas": 3, "routers": 2, "engine": {"deterministic": True}}
+        # Drafts of every request and of earlier answers: several tokens of a stream are lost, and found again, at once.
+        engine = {"deterministic": True, "speculation": {"method": "suffix", "max_draft_tokens": 4}}
+        args |= {"replicas": 3, "routers": 2, "engine": engine}
         args["router"] = {
             # All replicas may be dead until the first is back: on two cores, with three of them starting, that
             # is more than the 30 s of the default.

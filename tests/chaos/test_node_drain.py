@@ -5,13 +5,15 @@ Real Ray: a head and three workers on this machine, with Ray's token. `quire dra
 takes three nodes, one after the other.
 
 On the same nodes: a prefix that one node has computed is pulled by the others, a stream takes its blocks along when it
-leaves a node, and no token changes.
+leaves a node, a replica that joins gets what requests share, and no token changes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
+import random
 import subprocess
 import sys
 import threading
@@ -39,7 +41,9 @@ NUM_DRAINS = {"ci": 1, "long": 3}[SIZE]
 ROUTER_S = 120
 DEADLINE_S = ROUTER_S + 120
 MAX_TOLD = 20  # failures
-NUM_LONG, LONG_TOKENS = 6, 1000
+NUM_LONG, LONG_TOKENS = {"ci": 6, "long": 64}[SIZE], 1000
+# System prompts that requests share, streams that use them, and the time in which a replica that joins is watched.
+NUM_SYSTEMS, NUM_USERS, JOINED_S = 12, 6, 10.0
 
 pytestmark = [
     pytest.mark.system,
@@ -261,6 +265,7 @@ def test_long_streams_of_a_drained_node_take_their_blocks_along(nodes: Nodes) ->
     """Nothing else runs, so every replica has some of the streams, and the drained one has published their blocks."""
     cluster, ends = nodes.cluster, threading.Event()
     imported = cluster.metric("quire_peer_imported_blocks_total")
+    stalls = cluster.buckets("quire_migration_seconds")
     with ThreadPoolExecutor(NUM_LONG) as threads:
         streams = [threads.submit(long_streams, cluster, n, ends) for n in range(NUM_LONG)]
         try:
@@ -276,12 +281,89 @@ def test_long_streams_of_a_drained_node_take_their_blocks_along(nodes: Nodes) ->
         answers = [answer for stream in streams for answer in stream.result()]
     until_changed(nodes.is_complete, "3 replicas and 2 routers run")
     pulled = cluster.metric("quire_peer_imported_blocks_total") - imported
-    print(f"{pulled:.0f} blocks were pulled by {len(answers)} streams", flush=True)
+    stalls = cluster.buckets("quire_migration_seconds") - stalls
+    # Others have ended while their blocks were copied.
+    num_moved = stalls[math.inf]
+    p99_s = min((b for b, count in stalls.items() if count >= 0.99 * num_moved), default=0.0)
+    print(f"{pulled:.0f} blocks were pulled by {num_moved} of {len(answers)} streams", flush=True)
+    write_bars(
+        "kv_drain.json",
+        [
+            Bar("kv/drain/pulled", pulled, "blocks", 63 * num_moved, at_most=False),
+            Bar("kv/drain/stall_p99", p99_s, "s, upper bound", 0.3, details=dict(stalls)),
+        ],
+    )
     assert pulled * 32 >= 2000, "at least one stream has taken its prompt along"
     with Engine(model="embedded", device="cpu", deterministic=True, num_threads=1) as engine:
         params = SamplingParams(max_tokens=LONG_TOKENS, temperature=0, ignore_eos=True)
         outputs = engine.generate([prompt for prompt, _ in answers], params, progress=False)
     assert [text for _, text in answers] == [output.text for output in outputs]
+
+
+@dataclass
+class Use:
+    """An answer to a prompt of which a part is shared."""
+
+    replica: str
+    at_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+def use_systems(cluster: Cluster, number: int, ends: threading.Event) -> list[Use]:
+    """Ask short questions after one of the system prompts, each of about 1,000 tokens, until told to stop."""
+    client, chance, uses = cluster.openai(), random.Random(number), []
+    while not ends.is_set():
+        system = chance.randrange(NUM_SYSTEMS)
+        prompt = "".join(f"Rule {i} of house {system} is {i * i + system}. " for i in range(55))
+        raw = client.completions.with_raw_response.create(
+            model="embedded", prompt=f"{prompt}Question {chance.random()}: ", max_tokens=8
+        )
+        answer, headers = raw.parse(), raw.headers
+        uses.append(
+            Use(
+                headers["x-quire-replica"],
+                time.monotonic(),
+                answer.usage.prompt_tokens,
+                int(headers["x-quire-cached-tokens"]),
+            )
+        )
+    return uses
+
+
+def hit_rate(uses: list[Use]) -> float:
+    return sum(u.num_cached_tokens for u in uses) / sum(u.num_prompt_tokens for u in uses)
+
+
+def test_a_replica_that_joins_hits_nearly_as_often_as_the_others(nodes: Nodes) -> None:
+    """In its first ten seconds, in which it would otherwise compute each shared prefix once."""
+    cluster, ends = nodes.cluster, threading.Event()
+    known = {load.replica for load in cluster.loads()}
+    with ThreadPoolExecutor(NUM_USERS) as threads:
+        users = [threads.submit(use_systems, cluster, n, ends) for n in range(NUM_USERS)]
+        try:
+            placed = nodes.placed()
+            node_id = min(placed, key=lambda node: (placed[node]["Router"], node))
+            nodes.add()
+            result = nodes.drain(node_id)
+            assert result.returncode == 0, result.stdout + result.stderr
+            has_joined = lambda: bool({load.replica for load in cluster.loads()} - known)  # noqa: E731
+            wait_until(has_joined, CHANGE_TIMEOUT_S, "a replica has joined")
+            time.sleep(2 * JOINED_S)
+        finally:
+            ends.set()
+        uses = [use for user in users for use in user.result()]
+    until_changed(nodes.is_complete, "3 replicas and 2 routers run")
+    joined = [use for use in uses if use.replica not in known]
+    # Else the others' hits would keep the requests away from it.
+    assert joined, "the replica that has joined got no request"
+    began_s = min(use.at_s for use in joined)
+    in_time = [use for use in uses if 0 <= use.at_s - began_s <= JOINED_S]
+    new = [use for use in in_time if use.replica not in known]
+    old = [use for use in in_time if use.replica in known]
+    rates = hit_rate(new), hit_rate(old)
+    print(f"hit rate {rates[0]:.3f} of {len(new)}, others {rates[1]:.3f} of {len(old)}", flush=True)
+    assert rates[0] >= 0.8 * rates[1]
 
 
 def test_the_command_says_why_it_cannot_drain(nodes: Nodes) -> None:

@@ -3,9 +3,10 @@
     python -m tests.perf speculation [--rounds N] [--tokens N] [--home FOLDER]
 
 Two engines of one process run the same greedy requests in turns, one with `speculation.method` auto and one with off.
-Each round gives one ratio; a bar is the median. `cpu_ratios` are those of the process's CPU time, on which other load
-of the machine has less effect. The tokens of both engines must be equal. The model is SmolLM2 135M
-(`packaged_checkpoints.py`).
+With 16 streams, each of them asks for three answers one after the other, as under load: were they one batch, the time
+would be that of the slowest answer, and what drafts save for the others would not count. Each round gives one ratio; a
+bar is the median. `cpu_ratios` are those of the process's CPU time, on which other load of the machine has less effect.
+The tokens of both engines must be equal. The model is SmolLM2 135M (`packaged_checkpoints.py`).
 
 | text | what a draft can use |
 |---|---|
@@ -31,6 +32,8 @@ from tests.perf.engine.packaged_checkpoints import make
 
 METHODS = ("off", "auto")
 BATCH = 16
+# Answers that each of several streams asks for in a round.
+ANSWERS = 3
 # At least this ratio where drafts are right and one stream runs; at least the other one elsewhere.
 GAIN, NO_LOSS = 1.6, 0.98
 _THINGS = (
@@ -98,8 +101,9 @@ def measure(engines: dict[str, Engine], text: str, batch: int, num_tokens: int, 
     name = f"{text}/{batch}"
     ratios, cpu_ratios, drafted, accepted, differing = [], [], 0, 0, 0
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    num_prompts = batch if batch == 1 else ANSWERS * batch
     for i in range(rounds):
-        prompts = [TEXTS[text](batch * i + number) for number in range(batch)]
+        prompts = [TEXTS[text](num_prompts * i + number) for number in range(num_prompts)]
         # Not counted: the prompts' prefill, whose blocks stay in the cache.
         for engine in engines.values():
             generate(engine, prompts, 1)
@@ -118,7 +122,7 @@ def measure(engines: dict[str, Engine], text: str, batch: int, num_tokens: int, 
     if differing:
         raise AssertionError(f"{name}: {differing} answers differ")
     pays = batch == 1 and text != "free"
-    num = batch * num_tokens
+    num = num_prompts * num_tokens
     return Bar(
         f"spec/{name}",
         median(ratios),

@@ -1,4 +1,4 @@
-"""A stream that leaves a draining replica of one node for one of another takes its KV along.
+"""KV goes where streams go: with a stream that leaves a draining replica, and to a replica that joins.
 
 Real actors, engines, pools and transports, and the real bus, without Ray.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import ray
-from local_serve import LocalReplica, start_replica
+from local_serve import LocalReplica, start_replica, until
 
 from quire.protos.wire import Submit
 from quire.replica.core.request import Request
@@ -25,6 +25,7 @@ from quire.router.request import attempts
 from tests.router.request.test_service import (
     GREEDY,
     SAMPLED,
+    TOKENIZER,
     expected,
     read,
     reference,
@@ -85,17 +86,22 @@ def nodes(runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]]:
         replica.engine.close()
 
 
-def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, reference, monkeypatch):
-    # Key of a request to the tokens that an engine computes at its begin.
-    computed: dict[object, int] = {}
+@pytest.fixture
+def computed(monkeypatch) -> dict[object, int]:
+    """Key of a request to the tokens that an engine computes at its begin."""
+    found: dict[object, int] = {}
     claim = RowTable.claim
 
     def recorded_claim(rows: RowTable, request: Request, *args) -> int:
         row = claim(rows, request, *args)
-        computed[request.key] = request.num_tokens - int(rows.num_computed[row])
+        found[request.key] = request.num_tokens - int(rows.num_computed[row])
         return row
 
     monkeypatch.setattr(RowTable, "claim", recorded_claim)
+    return found
+
+
+def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, reference, computed):
     prompts, params = [story(number) for number in range(4)], [GREEDY, SAMPLED]
     params = [params[i % 2] | dict(max_tokens=300) for i in range(4)]
 
@@ -126,5 +132,37 @@ def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, referenc
             # The prompt was copied while it ran.
             assert min(request.pull.start for request in moved) >= 448
             assert len(stack.observer.moves) == len(moved)
+
+    runner.run(run())
+
+
+def test_a_replica_that_joins_holds_what_others_share_before_its_first_request(
+    runner, nodes, reference, computed
+):
+    """A system prompt that several requests had; a prompt that only one had stays where it is."""
+    system, (first, second) = story(7), nodes
+
+    async def run() -> None:
+        async with stack_of(nodes) as stack:
+            membership, transport = stack.cluster.membership, second.actor._pulls.transport
+            membership.update(frozenset({first.name}))
+            await until(lambda: second.name not in stack.cluster.table)
+            for number in range(4):
+                await stack.answer(f"{system}Question {number}: ", max_tokens=4)
+            await stack.answer(story(8), max_tokens=4)
+            assert not transport.num_imported
+            membership.update(frozenset({first.name, second.name}))
+            shared = len(TOKENIZER.encode(system)) // 64 * 64
+            await until(lambda: transport.num_imported == shared // BLOCK_SIZE)
+            # The other one is busy with something else, or has gone.
+            membership.update(frozenset({second.name}))
+            await until(lambda: first.name not in stack.cluster.table)
+            for prompt, most in ((f"{system}A last question: ", 100), (story(8), 600)):
+                computed.clear()
+                answer = await stack.answer(prompt)
+                (num_computed,) = computed.values()
+                assert most / 6 < num_computed < most
+                assert answer.token_ids == expected(reference, prompt, **GREEDY).token_ids
+            assert transport.num_imported == shared // BLOCK_SIZE
 
     runner.run(run())
