@@ -156,10 +156,10 @@ def test_a_hostile_grammar_is_refused_by_name_and_others_are_answered(compiler, 
     assert isinstance(outcome, InvalidRequest), outcome
     assert outcome.field == FIELD
     assert outcome.message.startswith(f"the grammar is not valid or too complex; {FIELD}: ")
-    began = time.monotonic()
+    began = time.thread_time()
     again = ask(compiler, *HOSTILE[name], tenant="another attacker").get_nowait()
     assert again.message == outcome.message, "the verdict is remembered"
-    assert time.monotonic() - began < 0.1
+    assert time.thread_time() - began < 0.1
     assert resident_bytes() - before < 30 << 20
 
 
