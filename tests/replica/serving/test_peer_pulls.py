@@ -22,10 +22,19 @@ from quire.replica.kv_cache.prefix_entries import ContentChain
 from quire.replica.kv_transport.block_messages import WantedBlock
 from quire.replica.kv_transport.peer_blocks import wanted_blocks
 from quire.replica.node_pool.pool_file import PoolPlace
+from quire.replica.serving import peer_pulls
 from quire.replica.serving.peer_pulls import PeerPulls
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 BLOCK_SIZE = 32
+# Longer than a pull takes on a busy machine.
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch) -> None:
+    monkeypatch.setattr(peer_pulls, "_MAX_WAIT_S", WAIT_S)
+    monkeypatch.setattr(peer_pulls, "_MAX_ENGINE_S", WAIT_S)
 
 
 def generate(engine: Engine, prompt) -> tuple[list[int], list[int]]:
@@ -76,7 +85,7 @@ def test_a_pulled_prefix_is_restored_and_the_tokens_are_equal(nodes):
         while a.engine.call(lambda scheduler: len(scheduler.memory.publishing)).result():
             assert time.monotonic() < end_s
             time.sleep(0.01)
-        hint = PullHint(a.pulls.source, 0, len(ids), 10.0)
+        hint = PullHint(a.pulls.source, 0, len(ids), WAIT_S)
         # Another tenant's names are others, so nothing is found.
         assert b.pull(ids, hint, "another tenant").num_blocks == 0
         pulled = b.pull(ids, hint)
@@ -100,7 +109,7 @@ def test_blocks_of_a_running_request_are_published_when_a_peer_asks_for_them(nod
         waiting = a.engine.call(lambda s: len(s.memory.publishing)).result()
         num_blocks = (len(ids) - 1) // BLOCK_SIZE
         assert waiting > num_blocks / 2, "the budget has published them already"
-        pulled = b.pull(ids, PullHint(a.pulls.source, 0, len(ids), 10.0))
+        pulled = b.pull(ids, PullHint(a.pulls.source, 0, len(ids), WAIT_S))
         assert next(stream).finish_reason is None, "it still runs"
         assert (pulled.num_blocks, pulled.reason) == (num_blocks, "")
     finally:

@@ -22,6 +22,7 @@ from quire.replica.serving import actor as actor_module
 from quire.replica.serving import peer_pulls
 from quire.router.fleet import block_peers
 from quire.router.request import attempts
+from quire.router.transport import newcomers
 from tests.router.request.test_service import (
     GREEDY,
     SAMPLED,
@@ -61,9 +62,11 @@ def nodes(runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]]:
     # However slow the machine is, a request waits for its blocks.
     monkeypatch.setattr(block_peers, "_LEAST_WAIT_S", 60.0)
     monkeypatch.setattr(attempts, "MAX_AHEAD_S", 60.0)
+    monkeypatch.setattr(newcomers, "_MAX_S", 60.0)
     # Else it computes a block and a half again, because that is faster than a call.
     monkeypatch.setattr(block_peers, "PULL_OVERHEAD_S", 0.0)
     monkeypatch.setattr(peer_pulls, "_MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(peer_pulls, "_MAX_ENGINE_S", 60.0)
     monkeypatch.setattr(block_export, "_MAX_PUBLISH_S", 60.0)
 
     async def start(name: str) -> LocalReplica:
@@ -146,17 +149,17 @@ def test_a_replica_that_joins_holds_what_others_share_before_its_first_request(
         async with stack_of(nodes) as stack:
             membership, transport = stack.cluster.membership, second.actor._pulls.transport
             membership.update(frozenset({first.name}))
-            await until(lambda: second.name not in stack.cluster.table)
+            await until(lambda: second.name not in stack.cluster.table, 60)
             for number in range(4):
                 await stack.answer(f"{system}Question {number}: ", max_tokens=4)
             await stack.answer(story(8), max_tokens=4)
             assert not transport.num_imported
             membership.update(frozenset({first.name, second.name}))
             shared = len(TOKENIZER.encode(system)) // 64 * 64
-            await until(lambda: transport.num_imported == shared // BLOCK_SIZE)
+            await until(lambda: transport.num_imported == shared // BLOCK_SIZE, 60)
             # The other one is busy with something else, or has gone.
             membership.update(frozenset({second.name}))
-            await until(lambda: first.name not in stack.cluster.table)
+            await until(lambda: first.name not in stack.cluster.table, 60)
             for prompt, most in ((f"{system}A last question: ", 100), (story(8), 600)):
                 computed.clear()
                 answer = await stack.answer(prompt)
