@@ -126,15 +126,19 @@ class BlockExport:
     def _have_come(self, coming: Collection[bytes], context: grpc.ServicerContext) -> bool:
         """Wait until the engine has published these blocks. Returns False if it does not: its pool may have no room."""
         left: Sequence[bytes] = list(coming)
-        num_left, end_s = len(left), 0.0
-        while left and (left := self._pool.missing(left)):
-            if len(left) < num_left or not end_s:
-                num_left, end_s = len(left), time.monotonic() + _MAX_PUBLISH_S
-            if time.monotonic() > end_s or not context.is_active():
+        end_s = time.monotonic() + _MAX_PUBLISH_S
+        while left:
+            missing = self._pool.missing(left)
+            now_s = time.monotonic()
+            if len(missing) < len(left):
+                end_s = now_s + _MAX_PUBLISH_S
+            elif now_s > end_s or not context.is_active():
                 return False
+            left = missing
             # A replica that drains lingers for this export.
-            self._exported_s = time.monotonic()
-            time.sleep(_POLL_S)
+            self._exported_s = now_s
+            if left:
+                time.sleep(_POLL_S)
         return True
 
     def _check_token(self, context: grpc.ServicerContext) -> None:
