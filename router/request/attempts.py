@@ -437,7 +437,7 @@ class Attempts:
         attempt, router = self.current, self._router
         if attempt is None:
             return
-        with contextlib.suppress(QuireError):
+        with contextlib.suppress(QuireError, TimeoutError):
             ranking, now_s = self._rank(), router.clock()
             hint = self._pull_from(attempt.replica, ranking, now_s, is_alive=True)
             if hint is None:
@@ -456,7 +456,8 @@ class Attempts:
             target = ranking[0].replica
             # The next decision, and those of other streams that leave the replica, count on the blocks there.
             self._ahead = router.table.book_cached(target, self._hashes, hint.end, now_s)
-            await router.transport.pull(submit, target)
+            async with asyncio.timeout(MAX_AHEAD_S):  # It may hang.
+                await router.transport.pull(submit, target)
 
     # -- losing a replica --------------------------------------------------------------------------------
 

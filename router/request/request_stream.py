@@ -76,7 +76,7 @@ class RequestStream:
         self.was_complete = mark.finished
         self._router = router
         self._request, self._weights = request, hello.weights
-        self._prompt_ids, self._hashes = prompt_ids, hashes
+        self._prompt_ids, self._hashes, self._is_fork = prompt_ids, hashes, lead is not None
         self._answer = AnswerText(
             request,
             prompt_ids,
@@ -228,7 +228,7 @@ class RequestStream:
     def _note_hit(self, num_cached: int, now_s: float) -> None:
         """Count the cached prefix for replicas that join later, if blocks can travel."""
         request, peers = self._request, self._router.table.peers
-        if peers.are_there:
+        if peers.are_there and not self._is_fork:
             prompt = self._hashes, self._prompt_ids, num_cached
             peers.popular.add(*prompt, request.tenant, request.adapter, self._weights, now_s)
 

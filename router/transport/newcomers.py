@@ -72,7 +72,7 @@ class Newcomers:
                 await self._pull(submit, replica)
 
     def _hint(self, prefix: PopularPrefix, replica: str, wait_s: float) -> PullHint | None:
-        """Where the replica pulls a prefix from; None: it has it, has left, or nobody of another node has it."""
+        """Where the replica pulls a prefix from; None: it has it, has left, or no other node has it."""
         table, num_tokens = self._table, len(prefix.token_ids)
         fleet = table.fleet(prefix.hashes, num_tokens + 1, time.monotonic(), weights=prefix.weights)
         return table.peers.offer(fleet, replica, wait_s)

@@ -130,9 +130,11 @@ class Attempt:
 
     async def move(self, reason: str) -> None:
         """Let the request go on elsewhere, since its replica drains."""
-        if self.before_move is not None and not self.finished:
-            await self.before_move()
-        self.put(Lost(self.replica, reason, planned=True))
+        try:
+            if self.before_move is not None and not self.finished:
+                await self.before_move()
+        finally:
+            self.put(Lost(self.replica, reason, planned=True))
 
     async def next(self) -> AttemptEvent:
         """Wait for the next event. The call implies that the reader is done with the earlier events."""

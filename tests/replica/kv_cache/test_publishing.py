@@ -242,4 +242,4 @@ def test_what_a_peer_asks_for_is_published_before_all_others_and_without_budget(
     other.pool.refresh()
     assert all(other.pool.find(key) is not None for key in keys)
     assert engine.publishing.ask(keys) == set(keys), "their copies may not have ended"
-    assert engine.step(0.0) == 0, "nobody asks for the others"
+    assert engine.step(0.0) == 0, "no peer asks for the others"

@@ -139,6 +139,31 @@ def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, referenc
     runner.run(run())
 
 
+def test_a_target_that_does_not_answer_holds_no_stream(runner, nodes, reference, monkeypatch):
+    monkeypatch.setattr(attempts, "MAX_AHEAD_S", 0.2)
+
+    async def hang(submit: bytes, *, route: list[str]) -> bytes:
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+    async def run() -> None:
+        async with stack_of(nodes) as stack:
+            stack.cluster.bus.drain_timeout_s = 0.0
+            stream = await stack.open(story(3), max_tokens=400)
+            target = next(r for r in nodes if r.name != stream.explain.replica)
+            monkeypatch.setattr(target.actor, "pull", hang)
+            stack.cluster.membership.update(frozenset({target.name}))
+            answer = await read(stream)
+            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
+            assert answer.token_ids == whole.token_ids
+            assert answer.stream.explain.attempts == 2
+            # The bus gives the call up when its router does.
+            for call in [c for c in target.calls if c.get_name() == "pull"]:
+                call.cancel()
+
+    runner.run(run())
+
+
 def test_a_replica_that_joins_holds_what_others_share_before_its_first_request(
     runner, nodes, reference, computed
 ):

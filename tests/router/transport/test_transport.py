@@ -135,3 +135,18 @@ def test_output_that_arrived_together_is_unread_while_the_reader_is_away():
         assert attempt.unread_s() == unread_s, "nothing is unread"
 
     asyncio.run(run())
+
+
+def test_an_attempt_moves_though_its_preparation_fails():
+    async def main() -> None:
+        attempt = Attempt(1, "replica", on_cancel=lambda attempt: None)
+
+        async def fails() -> None:
+            raise RuntimeError("on purpose")
+
+        attempt.before_move = fails
+        with pytest.raises(RuntimeError):
+            await attempt.move("it drains")
+        assert await attempt.next() == Lost("replica", "it drains", planned=True)
+
+    asyncio.run(main())
