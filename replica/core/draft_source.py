@@ -13,10 +13,11 @@ from quire.replica.core.request import Request
 class DraftSource(Protocol):
     """Proposes the next tokens of decoding requests."""
 
-    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
+    def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
         """For each request the tokens that may follow it, [0 to max_draft_tokens] int32 each; empty: no draft.
 
-        Every token of each request is known: `request.token_ids` is complete.
+        Every token of each request is known: `request.token_ids` is complete. The step verifies `room` drafted tokens
+        at most, 1 or more, those of the first requests.
         """
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:

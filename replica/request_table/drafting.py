@@ -69,7 +69,8 @@ class Drafting:
             table.flush(row)
         requests = [table.request(row) for row in rows]
         drafts = []
-        for row, request, proposed in zip(rows, requests, source.propose(requests), strict=True):
+        proposals = source.propose(requests, room)
+        for row, request, proposed in zip(rows, requests, proposals, strict=True):
             if room and len(proposed):
                 token_ids = self._cut(row, request, np.asarray(proposed, np.int32), room)
                 if len(token_ids):

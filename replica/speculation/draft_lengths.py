@@ -13,7 +13,7 @@ import numpy as np
 from quire.replica.speculation.texts import NUM_KINDS
 
 # The predicted gain must be at least this share, or nothing is drafted.
-_LEAST_GAIN = 0.02
+_LEAST_GAIN = 0.03
 # Weight of the average of all requests in the acceptance of one request, in tokens.
 _PRIOR_TOKENS = 2.0
 
@@ -51,7 +51,6 @@ def choose_lengths(
     acceptance: np.ndarray,
     most: np.ndarray,
     extra: tuple[float, float],
-    num_priced: float,
     max_drafted: int,
 ) -> np.ndarray:
     """Choose the number of tokens to draft for some requests of a step, [n] integers.
@@ -64,9 +63,6 @@ def choose_lengths(
         [n] each: the chance of each drafted token, and how many there are.
     extra
         The cost of drafting at all and of each token, as a fraction of a plain step.
-    num_priced
-        Number of tokens up to which their cost is known. Further ones count as free, so that they are tried: by the
-        first steps, the cost of drafting at all looks like a cost of each token.
     max_drafted
         Most tokens for all requests together.
     """
@@ -75,8 +71,7 @@ def choose_lengths(
     worth = np.where(k <= most[:, None], acceptance[:, None] ** k, 0.0).ravel()
     order = np.argsort(-worth, kind="stable")[:max_drafted]
     gained = np.cumsum(worth[order])
-    priced = np.minimum(np.arange(1, len(order) + 1), num_priced)
-    rate = (1 + gained / num_rows) / (1 + fixed + per_token * priced)
+    rate = (1 + gained / num_rows) / (1 + fixed + per_token * np.arange(1, len(order) + 1))
     best = int(rate.argmax())
     if rate[best] < 1 + _LEAST_GAIN:
         return np.zeros(len(acceptance), np.int64)

@@ -41,11 +41,11 @@ class LookupSource:
         looks_up_answers = options.method != "ngram"
         self._answers = RecentAnswers(options.suffix_index_bytes) if looks_up_answers else None
 
-    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
+    def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
         drafts = []
         for request in requests:
             found = self._drafts_of(request).look(request.token_ids)
-            count = self._room(request)
+            count = self._most(request)
             drafts.append(found.draft(count) if found is not None and count > 0 else _NO_DRAFT)
         return drafts
 
@@ -70,7 +70,7 @@ class LookupSource:
             drafts = self._of_request[request.key] = RequestDrafts(request, self._answers)
         return drafts
 
-    def _room(self, request: Request) -> int:
+    def _most(self, request: Request) -> int:
         """Most tokens of a draft: one more token follows it in any case."""
         return min(self._max_tokens, request.run_length - request.num_tokens - 1)
 
@@ -151,20 +151,21 @@ class AutoSource(LookupSource):
         self._kinds = draft_lengths.kinds()
         self._costs = StepCosts()
         self._budget = LossBudget()
-        # Average seconds of a look, and seconds per row of the last plain step.
+        # Average seconds of a look, seconds per row of a plain step, and seconds that a drafted token adds.
         self._look_s = 0.0
         self._row_s = 0.0
+        self._token_s = 0.0
         # Time of the last `observe_step`; calls of `propose` since then, and the seconds that they took.
         self._observed_s = 0.0
         self._num_proposals = 0
         self._proposing_s = 0.0
 
-    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
+    def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
         began_s = self._clock()
         self._num_proposals += 1
         drafts = [_NO_DRAFT] * len(requests)
         if requests and not self._budget.is_resting():
-            num_looks = self._draft(requests, drafts)
+            num_looks = self._draft(requests, room, drafts)
             elapsed_s = self._clock() - began_s
             if num_looks:
                 self._look_s += self._WEIGHT * (elapsed_s / num_looks - self._look_s)
@@ -173,15 +174,15 @@ class AutoSource(LookupSource):
         return drafts
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        self._budget.spend(-num_accepted * self._row_s)
+        self._budget.spend(num_drafted * self._token_s - num_accepted * self._row_s)
 
     def observe_step(self, num_rows: int, num_drafted: int, duration_s: float) -> None:
         costs = self._costs
         predicted_s = costs.predicted_extra_s(num_rows, num_drafted)
         costs.observe(num_rows, num_drafted, self._since_last_step(duration_s))
         if num_drafted:
-            # `propose` has paid what was predicted before this step. One slow step counts as far as it changes the
-            # prediction, because other load on the machine makes steps slow, too.
+            # What was predicted is paid already. One slow step counts as far as it changes the prediction, because
+            # other load on the machine makes steps slow, too.
             self._budget.spend(costs.predicted_extra_s(num_rows, num_drafted) - predicted_s)
         else:
             self._budget.earn(costs.plain_s(num_rows))
@@ -202,13 +203,14 @@ class AutoSource(LookupSource):
         super().end(request)
         self._records.pop(request.key, None)
 
-    def _draft(self, requests: Sequence[Request], drafts: list[np.ndarray]) -> int:
+    def _draft(self, requests: Sequence[Request], room: int, drafts: list[np.ndarray]) -> int:
         """Write the drafts of some requests into `drafts`; returns how many requests were looked at."""
         num_rows, costs = len(requests), self._costs
         if costs.wants_plain(num_rows):
             return 0
         plain_s = costs.plain_s(num_rows)
-        self._row_s = plain_s / num_rows
+        fixed, per_token = costs.extra(num_rows)
+        self._row_s, self._token_s = plain_s / num_rows, plain_s * per_token
         least_gain = self._LOOK_WORTH * self._look_s / self._row_s
         found: list[tuple[int, Match]] = []
         acceptance, most = [], []
@@ -221,24 +223,26 @@ class AutoSource(LookupSource):
                 continue
             num_looks += 1
             match = self._look(request, record, least_gain)
-            room = self._room(request)
-            if match is not None and room > 0:
+            longest = self._most(request)
+            if match is not None and longest > 0:
                 found.append((i, match))
                 acceptance.append(record.acceptance.given(self._kinds[match.kind].rate()))
-                most.append(min(room, len(record.expected)))
+                most.append(min(longest, len(record.expected)))
         if found:
             lengths = choose_lengths(
                 num_rows,
                 np.array(acceptance),
                 np.array(most),
-                costs.extra(num_rows),
-                costs.num_priced(num_rows),
-                costs.max_drafted(num_rows),
+                # The first tokens count as free: they are what tells the cost.
+                (fixed, per_token) if costs.knows_extra(num_rows) else (0.0, 0.0),
+                min(room, costs.max_drafted(num_rows)),
             ).tolist()
             for (i, match), length in zip(found, lengths, strict=True):
                 if length:
                     drafts[i] = match.draft(length)
-            self._budget.spend(costs.predicted_extra_s(num_rows, sum(lengths)))
+            if any(lengths):
+                # `observe` pays for each token that the step has verified.
+                self._budget.spend(fixed * plain_s)
         return num_looks
 
     def _look(self, request: Request, record: _Record, least_gain: float) -> Match | None:

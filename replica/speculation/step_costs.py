@@ -4,28 +4,36 @@ The time of a step with R rows and D drafted tokens is fitted as a multiple of t
 
     seconds(R, D) = plain(R) * (1 + fixed + per_token * D / R)
 
-`plain` is an average for each R. `fixed` and `per_token` are fitted for each power of two of R, because they depend on
-the batch: on a CPU `per_token` is small for one row, whose step waits for memory, and near 1 for a large batch, whose
-step computes. On a GPU it is near 0 until the batch is large.
+The machine's speed changes with its other work, so a step with drafts is compared with plain steps just before it.
+`plain` is an average for each R, in which the newest steps count most. `fixed` and `per_token` are fitted for each size
+of batches, because they depend on it: on a CPU `per_token` is small for one row, whose step waits for memory, and near
+1 for a large batch, whose step computes. On a GPU it is near 0 until the batch is large.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-# Share of an average that one step replaces.
+# Share of an average that a plain step replaces, and that the first one after steps with drafts replaces.
 _WEIGHT = 0.1
+_WEIGHT_AFTER_DRAFTS = 0.5
 # A plain step that took more than this multiple of the average counts as this multiple: the machine was busy.
 _MAX_OUTLIER = 2.0
 # Plain steps that are needed to know a number of rows, and drafted steps after which another one is needed.
 _LEAST_PLAIN = 2
-_MAX_DRAFTED = 32
+_MAX_DRAFTED = 16
 # An unknown number of rows is taken for a known one if they differ by this share at most.
 _NEAR = 0.25
 _FIT_KEEP = 0.97
-# Steps of different lengths that tell the cost of drafting at all from the cost of each token.
-_LEAST_FIT = 3
+# Steps of different lengths that tell the cost of drafting at all from the cost of each token. Later ones count only if
+# they come right after a plain step.
+_LEAST_FIT = 4
+_NUM_FRESH = 2
+# Another point of the line, of small weight: a drafted token costs half a row. Without it, one slow step with few
+# tokens would set the cost of many.
+_GUESS, _GUESS_WEIGHT = 0.5, 0.05
+# After so many plain steps in a row, the cost of drafts is measured again: it was perhaps measured at a bad moment.
+_MAX_PLAIN = 256
 # The first step with drafts has at most one token, or this share of the rows; later ones at most twice as many as any
 # before. So a first guess cannot cost much where a drafted token is as expensive as a row.
 _FIRST_SHARE = 1 / 16
@@ -40,15 +48,16 @@ class _Plain:
     num_drafted_since: int = 0
 
     def observe(self, duration_s: float) -> None:
+        weight = _WEIGHT_AFTER_DRAFTS if self.num_drafted_since else _WEIGHT
         self.num_drafted_since = 0
         self.count += 1
         if self.count > _LEAST_PLAIN:
             duration_s = min(duration_s, _MAX_OUTLIER * self.seconds)
-        self.seconds += max(1 / self.count, _WEIGHT) * (duration_s - self.seconds)
+        self.seconds += max(1 / self.count, weight) * (duration_s - self.seconds)
 
 
 class _Fit:
-    """A least-squares line through weighted points; one point at the origin, of weight 1, stays."""
+    """A least-squares line through weighted points; the points (0, 0), of weight 1, and the guess stay."""
 
     def __init__(self) -> None:
         # Sums of the weights, of x, y, x * x and x * y.
@@ -56,6 +65,8 @@ class _Fit:
         # The largest x so far, and the number of points.
         self.largest_x = 0.0
         self.count = 0
+        # Plain steps since the last step with drafts.
+        self.num_plain_since = 0
 
     def observe(self, x: float, y: float) -> None:
         self.count += 1
@@ -68,15 +79,22 @@ class _Fit:
 
     def line(self) -> tuple[float, float]:
         """The value at 0 and the slope, both at least 0."""
-        if not self._xx:
-            return 0.0, 0.0
-        n = self._n + 1
-        spread = n * self._xx - self._x * self._x
-        slope = (n * self._xy - self._x * self._y) / spread
-        at_zero = (self._y - slope * self._x) / n
+        w = _GUESS_WEIGHT
+        n, x, xx = self._n + 1 + w, self._x + w, self._xx + w
+        y, xy = self._y + w * _GUESS, self._xy + w * _GUESS
+        slope = (n * xy - x * y) / (n * xx - x * x)
+        at_zero = (y - slope * x) / n
         if at_zero < 0:
-            return 0.0, max(0.0, self._xy / self._xx)
-        return (at_zero, slope) if slope > 0 else (max(0.0, self._y / n), 0.0)
+            return 0.0, max(0.0, xy / xx)
+        return (at_zero, slope) if slope > 0 else (max(0.0, y / n), 0.0)
+
+
+def _bucket(num_rows: int) -> int:
+    """About the power of two that is nearest: 11 to 21 rows are one bucket.
+
+    A full batch is often a power of two, and has one row less while a request joins it.
+    """
+    return (3 * num_rows).bit_length()
 
 
 class StepCosts:
@@ -100,24 +118,20 @@ class StepCosts:
 
     def extra(self, num_rows: int) -> tuple[float, float]:
         """`fixed`, and the cost of one drafted token, both as a fraction of a plain step."""
-        fit = self._fits.get(num_rows.bit_length())
+        fit = self._fits.get(_bucket(num_rows))
         fixed, per_token = (0.0, 0.0) if fit is None else fit.line()
         return fixed, per_token / num_rows
 
-    def num_priced(self, num_rows: int) -> float:
-        """Number of drafted tokens of a step up to which their cost is known."""
-        fit = self._fits.get(num_rows.bit_length())
-        if fit is not None and fit.count >= _LEAST_FIT:
-            return math.inf
-        return self._num_tried(num_rows)
+    def knows_extra(self, num_rows: int) -> bool:
+        """Whether enough steps with drafts were measured."""
+        fit = self._fits.get(_bucket(num_rows))
+        return fit is not None and fit.count >= _LEAST_FIT
 
     def max_drafted(self, num_rows: int) -> int:
         """Most drafted tokens of the next step."""
-        return max(1, round(max(2 * self._num_tried(num_rows), _FIRST_SHARE * num_rows)))
-
-    def _num_tried(self, num_rows: int) -> float:
-        fit = self._fits.get(num_rows.bit_length())
-        return 0.0 if fit is None else fit.largest_x * num_rows
+        fit = self._fits.get(_bucket(num_rows))
+        most = _FIRST_SHARE if fit is None else max(_FIRST_SHARE, 2 * fit.largest_x)
+        return max(1, round(most * num_rows))
 
     def predicted_extra_s(self, num_rows: int, num_drafted: int) -> float:
         """Seconds by which a step with drafts takes longer than one without."""
@@ -128,16 +142,29 @@ class StepCosts:
 
     def observe(self, num_rows: int, num_drafted: int, duration_s: float) -> None:
         """Measure a step of decoding rows only."""
+        bucket = _bucket(num_rows)
         if not num_drafted:
             self._plain.setdefault(num_rows, _Plain()).observe(duration_s)
+            self._forget(bucket)
             return
         plain = self._near(num_rows)
         if plain is None:
             return
         plain.num_drafted_since += 1
-        x = num_drafted / num_rows
-        ratio = min(duration_s / plain.seconds, _MAX_OUTLIER * (1 + x))
-        self._fits.setdefault(num_rows.bit_length(), _Fit()).observe(x, ratio - 1)
+        fit = self._fits.setdefault(bucket, _Fit())
+        fit.num_plain_since = 0
+        if plain.num_drafted_since <= _NUM_FRESH or fit.count < _LEAST_FIT:
+            x = num_drafted / num_rows
+            ratio = min(duration_s / plain.seconds, _MAX_OUTLIER * (1 + x))
+            fit.observe(x, ratio - 1)
+
+    def _forget(self, bucket: int) -> None:
+        """Forget the cost of drafts if it has kept them away for long."""
+        fit = self._fits.get(bucket)
+        if fit is not None:
+            fit.num_plain_since += 1
+            if fit.num_plain_since >= _MAX_PLAIN:
+                del self._fits[bucket]
 
     def _near(self, num_rows: int) -> _Plain | None:
         plain = self._plain.get(num_rows)

@@ -47,7 +47,7 @@ class OracleDrafts:
         self.num_accepted = 0
         self.steps: list[tuple[int, int]] = []  # rows and drafted tokens of the steps that decode
 
-    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
+    def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
         self.live |= {request.key for request in requests}
         return [self._propose(request) for request in requests]
 

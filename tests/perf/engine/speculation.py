@@ -4,7 +4,9 @@
 
 Two engines of one process run the same greedy requests in turns, one with `speculation.method` auto and one with off.
 With 16 streams, each of them asks for three answers one after the other, as under load: were they one batch, the time
-would be that of the slowest answer, and what drafts save for the others would not count. Each round gives one ratio; a
+would be that of the slowest answer, and what drafts save for the others would not count. The answers have different
+lengths, from half to one and a half times `--tokens`: of equal lengths, the engine without drafts would prefill 16
+prompts in one step, and drafts would spread them over 16. Each round gives one ratio; a
 bar is the median. `cpu_ratios` are those of the process's CPU time, on which other load of the machine has less effect.
 The tokens of both engines must be equal. The model is SmolLM2 135M (`packaged_checkpoints.py`).
 
@@ -40,6 +42,7 @@ _THINGS = (
     "lamp chair table shelf clock mirror carpet basket pillow candle vase kettle stool drawer bench frame"
 ).split()
 _PEOPLE = "sailor baker teacher doctor painter farmer pilot singer".split()
+_PLACES = "an island|a mountain|a train|a market|an attic".split("|")
 _NAMES = "width height depth color weight price label owner order level title score state speed count limit".split()
 
 
@@ -76,7 +79,8 @@ def code_prompt(number: int) -> str:
 def free_prompt(number: int) -> str:
     """A question whose answer repeats nothing."""
     who, thing = _PEOPLE[number // len(_THINGS) % len(_PEOPLE)], _THINGS[number % len(_THINGS)]
-    asked = f"Write a story about a {who} who finds a {thing} on an island."
+    place = _PLACES[number // len(_THINGS) // len(_PEOPLE) % len(_PLACES)]
+    asked = f"Write a story about a {who} who finds a {thing} in {place}."
     return f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -84,10 +88,10 @@ TEXTS = {"json": json_prompt, "code": code_prompt, "free": free_prompt}
 
 
 def generate(
-    engine: Engine, prompts: Sequence[str], num_tokens: int
+    engine: Engine, prompts: Sequence[str], lengths: Sequence[int]
 ) -> tuple[float, float, list[RequestOutput]]:
-    """Generate the same number of tokens for each prompt; returns seconds, CPU seconds and the outputs."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    """Generate so many tokens for each prompt; returns seconds, CPU seconds and the outputs."""
+    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
     began_s, cpu_began_s = time.perf_counter(), time.process_time()
     outputs = engine.generate(prompts, params, progress=False)
     return time.perf_counter() - began_s, time.process_time() - cpu_began_s, outputs
@@ -102,15 +106,19 @@ def measure(engines: dict[str, Engine], text: str, batch: int, num_tokens: int, 
     ratios, cpu_ratios, drafted, accepted, differing = [], [], 0, 0, 0
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     num_prompts = batch if batch == 1 else ANSWERS * batch
+    # From half the number to one and a half times.
+    lengths = [num_tokens // 2 + num_tokens * (7 * k % batch) // batch for k in range(num_prompts)]
+    if batch == 1:
+        lengths = [num_tokens]
     for i in range(rounds):
         prompts = [TEXTS[text](num_prompts * i + number) for number in range(num_prompts)]
         # Not counted: the prompts' prefill, whose blocks stay in the cache.
         for engine in engines.values():
-            generate(engine, prompts, 1)
+            generate(engine, prompts, [1] * num_prompts)
         cpu_s: dict[str, float] = {}
         outputs: dict[str, list[RequestOutput]] = {}
         for method in METHODS[:: 1 if i % 2 == 0 else -1]:
-            spent_s, cpu_s[method], outputs[method] = generate(engines[method], prompts, num_tokens)
+            spent_s, cpu_s[method], outputs[method] = generate(engines[method], prompts, lengths)
             seconds[method].append(spent_s)
         cpu_ratios.append(cpu_s["off"] / cpu_s["auto"])
         ratios.append(seconds["off"][-1] / seconds["auto"][-1])
@@ -122,7 +130,7 @@ def measure(engines: dict[str, Engine], text: str, batch: int, num_tokens: int, 
     if differing:
         raise AssertionError(f"{name}: {differing} answers differ")
     pays = batch == 1 and text != "free"
-    num = num_prompts * num_tokens
+    num = sum(lengths)
     return Bar(
         f"spec/{name}",
         median(ratios),

@@ -22,6 +22,11 @@ def cpu_step_s(num_rows: int, num_drafted: int) -> float:
     return max(0.010 + 0.0004 * tokens, 0.0015 * tokens)
 
 
+def busy_cpu_step_s(num_rows: int, num_drafted: int) -> float:
+    """As measured with a model of 135M parameters on two cores: a drafted token costs nearly as much as a row."""
+    return 0.019 + 0.0011 * num_rows + 0.001 * num_drafted
+
+
 def gpu_step_s(num_rows: int, num_drafted: int) -> float:
     return 0.008 + 2e-6 * (num_rows + num_drafted) + (0.0002 if num_drafted else 0.0)
 
@@ -61,11 +66,30 @@ class SimulatedEngine:
         Seconds of the host to look up one request.
     noise
         Steps take longer by a random share with this mean.
+    most_tokens
+        Rows and drafted tokens of a step at most.
+    slow
+        Other work makes steps take longer by this share, one second of three.
+    mixed
+        The share of steps that prefill, too: the source is not told of them, and what prefill takes is not counted.
     """
 
-    def __init__(self, cost: Cost, *, look_s: float = 1e-5, noise: float = 0.0, seed: int = 0):
+    def __init__(
+        self,
+        cost: Cost,
+        *,
+        look_s: float = 1e-5,
+        noise: float = 0.0,
+        most_tokens: int = 1000,
+        slow: float = 0.0,
+        mixed: float = 0.0,
+        seed: int = 0,
+    ):
         self._cost = cost
         self._noise = noise
+        self._most_tokens = most_tokens
+        self._slow = slow
+        self._mixed = mixed
         self._rng = np.random.default_rng(seed)
         self.source = TimedSource(look_s)
         self._num_keys = 0
@@ -98,13 +122,18 @@ class SimulatedEngine:
                 if requests[i].num_tokens >= len(texts[i]):
                     self.source.end(requests[i])
                     del requests[i], texts[i]
-        return plain_s * (1 + self._noise) / (self.source.now_s - began_s)
+        speed = (2 + 1 / (1 + self._slow)) / 3 / (1 + self._noise)
+        return plain_s / speed / (self.source.now_s - began_s)
 
     def _step(self, requests: list[Request], texts: list[np.ndarray]) -> int:
         """One step; returns the number of new tokens."""
-        drafts = self.source.propose(requests)
+        room = self._most_tokens - len(requests)
+        drafts = self.source.propose(requests, room)
         num_drafted = sum(map(len, drafts))
-        duration_s = self._cost(len(requests), num_drafted)
+        assert num_drafted <= room
+        is_mixed = self._rng.random() < self._mixed
+        is_slow = self.source.now_s % 3 < 1
+        duration_s = self._cost(len(requests), num_drafted) * (1 + self._slow * is_slow)
         duration_s *= 1 + self._noise * self._rng.exponential()
         self.source.now_s += duration_s
         num_new = 0
@@ -119,5 +148,6 @@ class SimulatedEngine:
                 self.source.observe(request, len(draft), num_right)
                 self.num_drafted += len(draft)
                 self.num_accepted += num_right
-        self.source.observe_step(len(requests), num_drafted, duration_s)
+        if not is_mixed:
+            self.source.observe_step(len(requests), num_drafted, duration_s)
         return num_new

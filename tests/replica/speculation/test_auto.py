@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from quire.replica.speculation.draft_lengths import choose_lengths
 from quire.replica.speculation.step_costs import LossBudget, StepCosts
-from tests.replica.speculation.simulated_engine import SimulatedEngine, cpu_step_s, gpu_step_s
+from tests.replica.speculation.simulated_engine import (
+    SimulatedEngine,
+    busy_cpu_step_s,
+    cpu_step_s,
+    gpu_step_s,
+)
 
 COSTS = {"cpu": cpu_step_s, "gpu": gpu_step_s}
 # Tokens of each row: enough steps for a loss of one step to be small.
@@ -31,6 +36,29 @@ def test_a_noisy_machine_does_not_change_that(device: str, noise: float):
     speed = drafting.run(1, [0.3], 3000)
     # The noise alone changes the mean of 3000 steps by 2 standard deviations at most.
     assert speed >= 0.98 - 2 * noise / np.sqrt(3000)
+
+
+@pytest.mark.parametrize(
+    ("likely", "least"), [(0.5, 0.98), (0.6, 0.98), (0.7, 0.98), (0.8, 1.03), (0.97, 1.3)]
+)
+def test_neither_does_other_work_that_comes_and_goes(likely: float, least: float):
+    """A full batch whose drafts hardly pay: a step that looks cheap because the machine has become faster must not
+    count, and one that looks expensive must not keep good drafts away."""
+    speeds = []
+    for seed in range(4):
+        engine = SimulatedEngine(
+            busy_cpu_step_s, noise=0.1, slow=0.4, mixed=0.1, most_tokens=32, seed=seed
+        )
+        speeds.append(engine.run(16, [likely], 800))
+    assert np.mean(speeds) >= least
+    assert min(speeds) >= least - 0.02
+
+
+@pytest.mark.parametrize("rows", [1, 7, 15, 16])
+def test_drafts_for_which_a_step_has_no_room_cost_nothing(rows: int):
+    """The room is part of the choice, and only what a step has verified is paid."""
+    room = SimulatedEngine(gpu_step_s, most_tokens=rows + 3)
+    assert room.run(rows, [0.95], 600) >= 1.01
 
 
 @pytest.mark.parametrize(
@@ -73,28 +101,25 @@ def test_short_requests_learn_from_earlier_ones():
     st.lists(st.tuples(st.floats(0, 1), st.integers(1, 9)), min_size=1, max_size=64),
     st.floats(0, 0.5),
     st.floats(0, 1),
-    st.integers(0, 300),
     st.integers(1, 300),
 )
-def test_chosen_lengths_are_the_best_of_all(
-    rows, rates, fixed, per_token, num_priced, most_together
-):
+def test_chosen_lengths_are_the_best_of_all(rows, rates, fixed, per_token, most_together):
     """No other number of the most valuable tokens gives more tokens per second; nothing is drafted for little."""
     acceptance, most = map(np.array, zip(*rates, strict=True))
     extra = (fixed, per_token / rows)
-    lengths = choose_lengths(rows, acceptance, most, extra, num_priced, most_together)
+    lengths = choose_lengths(rows, acceptance, most, extra, most_together)
     assert (lengths <= most).all()
     assert lengths.sum() <= most_together
     worth = sorted((a**k for a, m in rates for k in range(1, m + 1)), reverse=True)
 
     def speed(count: int, gained: float) -> float:
-        cost = 1 + fixed + extra[1] * min(count, num_priced)
+        cost = 1 + fixed + extra[1] * count
         return (1 + gained / rows) / cost if count else 1.0
 
     gained = sum(a**k for (a, _), d in zip(rates, lengths, strict=True) for k in range(1, d + 1))
     reached = speed(int(lengths.sum()), gained)
     best = max(speed(j, sum(worth[:j])) for j in range(min(len(worth), most_together) + 1))
-    assert reached >= best - 1e-9 or (not lengths.sum() and best < 1.02 + 1e-9)
+    assert reached >= best - 1e-9 or (not lengths.sum() and best < 1.03 + 1e-9)
 
 
 @pytest.mark.parametrize(("fixed", "per_token"), [(0.0, 0.0), (0.0, 1.0), (0.3, 0.05), (0.1, 0.4)])
@@ -120,7 +145,7 @@ def test_first_drafts_are_small_and_a_plain_step_follows_many_drafted_ones():
     assert costs.max_drafted(64) == 4
     costs.observe(64, 4, 0.01)
     assert costs.max_drafted(64) == 8
-    for _ in range(32):
+    for _ in range(16):
         costs.observe(64, 8, 0.01)
     assert costs.wants_plain(64)
     costs.observe(64, 0, 0.01)

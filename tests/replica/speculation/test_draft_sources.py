@@ -21,7 +21,7 @@ def decoding(key, prompt, output, *, tenant: str = "", max_tokens: int = 100) ->
 
 
 def drafts(source: LookupSource, *requests: Request) -> list[list[int]]:
-    return [draft.tolist() for draft in source.propose(requests)]
+    return [draft.tolist() for draft in source.propose(requests, 1000)]
 
 
 def test_ngram_drafts_what_followed_in_the_same_request():
@@ -110,7 +110,7 @@ def test_an_ended_request_is_forgotten(method):
     for _ in range(3):
         source.observe_step(4, 0, 0.05)
     requests = [decoding(i, CODE, CODE[:5]) for i in range(4)]
-    source.propose(requests)
+    source.propose(requests, 1000)
     for request in requests:
         source.end(request)
     held = [value for value in vars(source).values() if isinstance(value, dict)]

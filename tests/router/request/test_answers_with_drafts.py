@@ -43,7 +43,7 @@ class Memory:
         self.wrong_at = -1  # index of a token in each draft to spoil
         self.num_drafted = self.num_accepted = 0
 
-    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
+    def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: Request) -> np.ndarray:
