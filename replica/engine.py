@@ -45,6 +45,7 @@ from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.grammar.state import GrammarState
+from quire.replica.host_machine import no_collections
 from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
@@ -113,12 +114,11 @@ class Engine:
             raise TypeError("give EngineArgs or keyword arguments, not both")
         args = args if args is not None else EngineArgs(**overrides)
         self._args = args
-        self.startup_s: dict[str, float] = {}
-        began = time.perf_counter()
+        self.startup_s, began = dict[str, float](), time.perf_counter()
         # Imports torch and transformers, which takes seconds, so `import quire.replica` does not do it.
-        from quire.replica.proof.verdicts import check_model
-        from quire.replica.startup.runtime import load_runtime
-
+        with no_collections():
+            from quire.replica.proof.verdicts import check_model
+            from quire.replica.startup.runtime import load_runtime
         self.startup_s["imports"] = time.perf_counter() - began
 
         def check(spec: ModelSpec, device: str) -> None:
@@ -148,8 +148,8 @@ class Engine:
         self.model: nn.Module = runtime.runner.model
         self._adapters: AdapterLibrary | None = None
         if (adapted := runtime.runner.adapted) is not None:
-            kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
-            self._adapters = AdapterLibrary(adapted.read, kept)
+            num_kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
+            self._adapters = AdapterLibrary(adapted.read, num_kept)
         self._node_pool = runtime.node_pool
         scheduler = Scheduler(
             self.config,

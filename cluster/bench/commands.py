@@ -1,4 +1,4 @@
-"""Options of `quire bench offline`, `serve` and `compare`; `*_command.py` run them.
+"""Options of `quire bench offline`, `serve`, `compare` and `startup`; `*_command.py` run them.
 
 Each command imports its libraries when it runs, so that `quire --help` stays fast.
 """
@@ -21,6 +21,7 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
     _add_offline(actions)
     _add_serve(actions)
     _add_compare(actions)
+    _add_startup(actions)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -51,17 +52,29 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores"
     )
     parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "quire-checkpoints",
+        help="where random weights are kept (default: %(default)s)",
+    )
+
+
+def _add_workloads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--workloads",
         nargs="+",
         default=["W1", "W2", "W3", "W4", "W5"],
         metavar="W",
         help="W1 to W5, or REQUESTSx[SHARED+]PROMPT->OUTPUT in tokens, such as '32x768+32->16'",
     )
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoints",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "quire-checkpoints",
-        help="where random weights are kept (default: %(default)s)",
+        "--engine-options",
+        type=_json_object,
+        default={},
+        help="fields of quire.replica.config.EngineArgs as JSON: '{\"max_prefill_ms\": null}'",
     )
 
 
@@ -70,13 +83,9 @@ def _add_offline(actions: argparse._SubParsersAction) -> None:
         "offline", help="batches through an engine in this process, against the machine's floor"
     )
     _add_model(parser)
+    _add_workloads(parser)
     parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")
-    parser.add_argument(
-        "--engine-options",
-        type=_json_object,
-        default={},
-        help="fields of quire.replica.config.EngineArgs as JSON: '{\"max_prefill_ms\": null}'",
-    )
+    _add_engine_options(parser)
     _add_slo(parser)
     _add_output(parser)
     parser.set_defaults(run=_run("offline_command"))
@@ -87,6 +96,7 @@ def _add_compare(actions: argparse._SubParsersAction) -> None:
         "compare", help="run engines alternately; report ratios with their spread"
     )
     _add_model(parser)
+    _add_workloads(parser)
     parser.add_argument(
         "--engines",
         nargs="+",
@@ -109,6 +119,22 @@ def _add_compare(actions: argparse._SubParsersAction) -> None:
     parser.add_argument("--log", type=Path, help="file for the engines' output")
     _add_output(parser)
     parser.set_defaults(run=_run("compare_command"))
+
+
+def _add_startup(actions: argparse._SubParsersAction) -> None:
+    parser = actions.add_parser(
+        "startup", help="new engine processes: phases of the start, the first token, memory"
+    )
+    _add_model(parser)
+    parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--beside", action="store_true", help="while another process has the same engine"
+    )
+    _add_engine_options(parser)
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench-results"), help="folder (default: %(default)s)"
+    )
+    parser.set_defaults(run=_run("startup_command"))
 
 
 def _add_serve(actions: argparse._SubParsersAction) -> None:

@@ -32,7 +32,6 @@ BENCHMARKS = {
         "families": "which of transformers' model types are served, against `generate`",
         "real_models": "trained checkpoints against transformers: greedy tokens, and log-probabilities of text",
         "speculation": "tokens per second with drafts and without, on text that repeats and text that does not",
-        "startup": "from a new process to its first token, and the memory it holds",
     },
     "router": {
         "router_index": "speed of a routing decision and of the prefix index",

@@ -53,6 +53,34 @@ def test_offline_prints_a_table_and_writes_json_and_plots(tmp_path):
     assert "of floor" in done.stdout and "GFLOP/s" in done.stdout
 
 
+def test_startup_measures_new_processes_beside_another_one(tmp_path):
+    out = tmp_path / "out"
+    done = bench(
+        *("startup", "embedded", "--dtype", "float32", "--threads", 1, "--repetitions", 1),
+        *("--beside", "--engine-options", '{"kv_cache_gib": 0.01}', "--out", out),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((out / "startup.json").read_text())
+    first, memory = result["bars"]
+    assert first["name"] == "start/first_token_beside_another_s"
+    phases = first["details"]["phases_s"]
+    assert sum(seconds for (seconds,) in phases.values()) == pytest.approx(first["value"], abs=0.2)
+    assert all(f"{name:12}" in done.stdout for name in ("process", "imports", "load", "warm_up"))
+    sizes = memory["details"]
+    # float32, about 0.9 M parameters; every block was written, so the cache is resident.
+    assert 3 <= sizes["weights_mb"] <= 5 and sizes["cache_mb"] >= 10
+    assert sizes["blocks_without_content"] <= 1
+    assert sizes["peak_rss_mb"] > sizes["weights_mb"] + sizes["cache_mb"]
+
+
+def test_startup_of_an_engine_that_cannot_start_fails(tmp_path):
+    done = bench(
+        *("startup", "embedded", "--engine-options", '{"block_size": 7}', "--out", tmp_path)
+    )
+    assert done.returncode == 1
+    assert "block_size" in done.stderr and "ended with status 1" in done.stderr
+
+
 def test_a_wrong_option_is_named(tmp_path):
     done = bench("serve", "http://127.0.0.1:1", "--out", tmp_path)
     assert done.returncode == 1

@@ -10,10 +10,9 @@ import pytest
 from quire.cluster.bench.engines.checkpoints import SHAPES, VOCAB_SIZE
 from quire.cluster.bench.engines.compare import Comparison, Turn
 from quire.cluster.bench.engines.floor import Rates
-from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.core.step_plan import StepResult
 from tests.perf.cpu import cpu_workloads
-from tests.perf.engine import scaling, startup
+from tests.perf.engine import scaling
 
 
 def test_a_cache_is_filled_and_a_known_prompt_is_found_in_it():
@@ -37,16 +36,6 @@ def test_growth_and_residuals():
     assert scaling.residual(line) == pytest.approx(0, abs=1e-9)
     line[2]["median"] *= 1.5
     assert scaling.residual(line) > 0.15
-
-
-def test_a_new_process_is_measured_from_outside():
-    found = startup.measure(str(CHECKPOINT), "float32", kv_cache_gib=0.01)
-    phases = found["startup_s"]
-    assert found["first_token_s"] > sum(phases.values()) > 0
-    # float32, about 0.9 M parameters; every block was written, so the cache is resident.
-    assert 3e6 < found["weights_bytes"] < 5e6 and found["cache_bytes"] > 1e7
-    assert found["blocks_without_content"] <= 1
-    assert found["peak_rss_bytes"] > found["weights_bytes"] + found["cache_bytes"]
 
 
 def keep_turns(folder, w1_seconds: dict[str, float]) -> Comparison:
