@@ -119,14 +119,14 @@ def running_nodes(tmp_path: Path) -> Iterator[Nodes]:
         process.wait(120)
 
 
-def deployed(dashboard: str, output: Path) -> Cluster:
-    """Give Serve the repository's cluster.yaml with three replicas, one for each worker."""
+def deployed(dashboard: str, output: Path, num_replicas: int = 3) -> Cluster:
+    """Give Serve the repository's cluster.yaml with so many replicas, one for each worker."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     take_ports(config)
     config["proxy_location"] = "HeadOnly"  # proxies of several nodes cannot share a machine's ports
     config["http_options"]["host"] = "0.0.0.0"
     args = config["applications"][0]["args"]
-    args |= {"replicas": 3, "routers": 2}
+    args |= {"replicas": num_replicas, "routers": 2}
     args["engine"] = {"deterministic": True, "peer_transport": "grpc"}
     args["replica_resources"] = {"num_cpus": 1.5}
     # Streams of a replica that ends must move; those of a router have `ROUTER_S`.
