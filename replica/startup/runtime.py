@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -101,36 +102,42 @@ def load_runtime(
     # None on the CPU: its memory is not measured, and `config` is final.
     available = None if device.is_immediate else device.free_bytes()
 
-    def join(config: EngineConfig) -> tuple[EngineConfig, NodePool | None]:
-        return join_pool(args, config, place, is_exact=is_exact)
+    with contextlib.ExitStack() as opened:
 
-    try:
-        if ranks is not None:
-            runner, node_pool = ranks.load(config, spec), None
-        elif available is None:
-            config, node_pool = join(config)
-            runner = Runner.from_config(config, spec, node_pool=node_pool)
-        else:
-            model = load_model(spec, config.device, config.dtype, config.weights)
-            measured, fused = measure_memory(config, spec, model, device, available)
-            # The rest goes to the KV pool.
-            config, node_pool = join(resolve(args, spec, checkpoint, measured))
-            runner = Runner.with_pool(
-                config, spec, model, device=device, fused=fused, node_pool=node_pool
-            )
-        startup_s["load"] = -began + (began := time.perf_counter())
-        runner.warm_up()
-    except torch.OutOfMemoryError as error:
-        raise SizingError(
-            f"{spec.path}: the device ran out of memory while the engine started, of the "
-            f"{(available or 0) / GIB:.3f} GiB that were free before: {error}"
-        ) from error
-    if available is not None:
-        _check_budget(available - device.free_bytes(), int(available * args.max_memory_percent))
-    # Loading and the largest steps leave free memory in the allocator.
-    give_back_free_memory()
-    runner.mark_ready()
-    startup_s["warm_up"] = time.perf_counter() - began
+        def join(config: EngineConfig) -> tuple[EngineConfig, NodePool | None]:
+            config, node_pool = join_pool(args, config, place, is_exact=is_exact)
+            if node_pool is not None:
+                opened.callback(node_pool.close)
+            return config, node_pool
+
+        try:
+            if ranks is not None:
+                runner, node_pool = ranks.load(config, spec), None
+            elif available is None:
+                config, node_pool = join(config)
+                runner = Runner.from_config(config, spec, node_pool=node_pool)
+            else:
+                model = load_model(spec, config.device, config.dtype, config.weights)
+                measured, fused = measure_memory(config, spec, model, device, available)
+                # The rest goes to the KV pool.
+                config, node_pool = join(resolve(args, spec, checkpoint, measured))
+                runner = Runner.with_pool(
+                    config, spec, model, device=device, fused=fused, node_pool=node_pool
+                )
+            startup_s["load"] = -began + (began := time.perf_counter())
+            runner.warm_up()
+        except torch.OutOfMemoryError as error:
+            raise SizingError(
+                f"{spec.path}: the device ran out of memory while the engine started, of the "
+                f"{(available or 0) / GIB:.3f} GiB that were free before: {error}"
+            ) from error
+        if available is not None:
+            _check_budget(available - device.free_bytes(), int(available * args.max_memory_percent))
+        # Loading and the largest steps leave free memory in the allocator.
+        give_back_free_memory()
+        runner.mark_ready()
+        startup_s["warm_up"] = time.perf_counter() - began
+        opened.pop_all()
     return Runtime(checkpoint, spec, config, runner, node_pool)
 
 

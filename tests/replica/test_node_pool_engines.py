@@ -15,6 +15,7 @@ from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import EngineArgs, SizingError
 from quire.replica.engine import Engine
 from quire.replica.node_pool.pool_file import PoolFile, PoolPlace
+from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_sizing import GIB
 from quire.replica.startup.pool_place import default_pool_bytes
 
@@ -115,6 +116,18 @@ def test_an_engine_that_starts_after_a_sigkill_finds_all_but_the_last_blocks(tmp
 def test_a_pool_that_does_not_fit_is_an_error_with_the_numbers(tmp_path):
     with pytest.raises(SizingError, match=r"node_pool_gib is 0.03: .* bytes .* set|object store"):
         Engine(node_pool=PoolPlace("full", set_aside=1 << 60, folder=tmp_path), **OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fails", ["run_largest", "mark_ready"])
+def test_a_start_that_fails_leaves_no_file(tmp_path, monkeypatch, fails):
+    def fail(runner):
+        assert list(tmp_path.iterdir())
+        raise OSError("no more")
+
+    monkeypatch.setattr(Runner, fails, fail)
+    with pytest.raises(OSError, match="no more"):
+        Engine(node_pool=PoolPlace("failed", folder=tmp_path), **OPTIONS)
     assert not list(tmp_path.iterdir())
 
 
