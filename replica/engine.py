@@ -115,7 +115,7 @@ class Engine:
         args = args if args is not None else EngineArgs(**overrides)
         self._args = args
         self.startup_s, began = dict[str, float](), time.perf_counter()
-        # Imports torch and transformers, which takes seconds, so `import quire.replica` does not do it.
+        # Seconds, so not at `import quire.replica`. Collections, of a million objects that stay, would add half a one.
         with no_collections():
             from quire.replica.proof.verdicts import check_model
             from quire.replica.startup.runtime import load_runtime

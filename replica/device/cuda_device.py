@@ -21,7 +21,7 @@ import torch
 
 from quire.replica.device.device import NO_MARK, Event, Graph, Stream, Tensors, Work
 from quire.replica.device.pinned_memory import HostMapping
-from quire.replica.host_machine import lock_limit_bytes
+from quire.replica.host_machine import lock_limit_bytes, no_collections
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,8 @@ class CudaDevice:
         # `torch.cuda.graph` is not used, because it empties the allocator's cache first: the next step without a graph
         # would have to allocate again.
         on_compute = torch.cuda.stream(self._streams[Stream.COMPUTE])
-        with torch.inference_mode(), on_compute, _no_garbage_collection():
+        # A finaliser that waits for the device would break a capture.
+        with torch.inference_mode(), on_compute, no_collections():
             self._record(graph, work, name)
         self._num_graphs += 1
         return CudaGraph(name, graph)
@@ -249,18 +250,6 @@ def _set_sync_debug_mode(mode: int | str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first call warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode(mode)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: a finaliser that waits for the device would break a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager
