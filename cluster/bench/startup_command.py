@@ -40,15 +40,15 @@ def started(engine: dict[str, Any]) -> Iterator[dict[str, Any]]:
         [*_COMMAND, json.dumps(engine)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        told: list[tuple[float, dict[str, Any]]] = []
+        messages: list[tuple[float, dict[str, Any]]] = []
         for line in process.stdout:
             if line.startswith("{"):
-                told.append((time.time(), json.loads(line)))
-            if len(told) == 2:
+                messages.append((time.time(), json.loads(line)))
+            if len(messages) == 2:
                 break
         else:
             raise ValueError(f"the engine's process ended with status {process.wait()}")
-        (first_s, first), (_, memory) = told
+        (first_s, first), (_, memory) = messages
         phases = {"process": first["began_s"] - began_s, **first["phases_s"]}
         yield {"first_token_s": first_s - began_s, "phases_s": phases, **memory}
 

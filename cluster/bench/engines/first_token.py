@@ -32,13 +32,13 @@ def main() -> None:
             "other": ready_s - began_s - known_s,
             "first_token": first_s,
         }
-        _tell({"began_s": began_s, "phases_s": phases})
+        _print_json({"began_s": began_s, "phases_s": phases})
         _fill_cache(engine, params)
-        _tell(_memory(engine))
+        _print_json(_memory(engine))
         sys.stdin.read()
 
 
-def _tell(what: dict[str, Any]) -> None:
+def _print_json(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 

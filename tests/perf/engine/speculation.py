@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ _THINGS = (
     "lamp chair table shelf clock mirror carpet basket pillow candle vase kettle stool drawer bench frame"
 ).split()
 _PEOPLE = "sailor baker teacher doctor painter farmer pilot singer".split()
+# `free_prompt` has 600 different prompts.
+_FIRST_OF_ONE = 500
 _PLACES = "an island|a mountain|a train|a market|an attic".split("|")
 _NAMES = "width height depth color weight price label owner order level title score state speed count limit".split()
 
@@ -67,7 +70,7 @@ def json_prompt(number: int) -> str:
 
 def code_prompt(number: int) -> str:
     """A class with methods of one pattern, and the beginning of the next one."""
-    names = [_NAMES[(number + i) % len(_NAMES)] for i in range(4)]
+    names = random.Random(number).sample(_NAMES, 4)
     lines = ["class Box:", f"    def __init__(self, {', '.join(names)}):"]
     lines += [f"        self.{name} = {name}" for name in names]
     for name in names[:3]:
@@ -90,7 +93,7 @@ TEXTS = {"json": json_prompt, "code": code_prompt, "free": free_prompt}
 def generate(
     engine: Engine, prompts: Sequence[str], lengths: Sequence[int]
 ) -> tuple[float, float, list[RequestOutput]]:
-    """Generate so many tokens for each prompt; returns seconds, CPU seconds and the outputs."""
+    """Generate `lengths` tokens for the prompts; returns seconds, CPU seconds and the outputs."""
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
     began_s, cpu_began_s = time.perf_counter(), time.process_time()
     outputs = engine.generate(prompts, params, progress=False)
@@ -106,12 +109,14 @@ def measure(engines: dict[str, Engine], text: str, batch: int, num_tokens: int, 
     ratios, cpu_ratios, drafted, accepted, differing = [], [], 0, 0, 0
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     num_prompts = batch if batch == 1 else ANSWERS * batch
-    # From half the number to one and a half times.
-    lengths = [num_tokens // 2 + num_tokens * (7 * k % batch) // batch for k in range(num_prompts)]
-    if batch == 1:
-        lengths = [num_tokens]
+    # The batches have no prompt in common either.
+    first = _FIRST_OF_ONE if batch == 1 else 0
+    lengths = [num_tokens]
+    if batch > 1:  # from half the number to one and a half times
+        parts = [7 * k % batch / batch for k in range(num_prompts)]
+        lengths = [num_tokens // 2 + int(num_tokens * part) for part in parts]
     for i in range(rounds):
-        prompts = [TEXTS[text](num_prompts * i + number) for number in range(num_prompts)]
+        prompts = [TEXTS[text](first + num_prompts * i + k) for k in range(num_prompts)]
         # Not counted: the prompts' prefill, whose blocks stay in the cache.
         for engine in engines.values():
             generate(engine, prompts, [1] * num_prompts)
