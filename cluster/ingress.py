@@ -42,13 +42,13 @@ from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.ray_metrics import RayMetrics
 from quire.router.adapters.adapter_control import AdapterControl
 from quire.router.adapters.adapter_registry import PlainEntry
+from quire.router.admission.failover_budget import FailoverBudget
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.by_name import make_policy
 from quire.router.request.context import ModelFacts
-from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.router_metrics import RouterMetrics
 from quire.router.request.service import RouterService
@@ -119,6 +119,7 @@ class Router(GrpcApi):
                 await self._listeners.start()
         router_id = f"router-{context.replica_tag}"  # the name in the Ray dashboard
         table = ReplicaTable(PrefixIndex(), lost_after_s=app.router.stream_idle_timeout_s)
+        table.prefill_pool.share = app.router.pool_share
         self._args = app.router
         self._defaults = GenerationDefaults.load(checkpoint)
         self._table = table
@@ -195,6 +196,7 @@ class Router(GrpcApi):
         """
         limits = router_section(self._args, user_config)
         self._table.lost_after_s = limits.stream_idle_timeout_s
+        self._table.prefill_pool.share = limits.pool_share
         self._bus.credit_tokens = limits.stream_credit_tokens
         self._bus.slow_client_timeout_s = limits.slow_client_timeout_s
         self.watchers.most = limits.max_watchers

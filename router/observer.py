@@ -10,6 +10,9 @@ from quire.router.types import Explain, Usage
 
 # Where a session's request went: to the replica of its last request, to another one, or no such replica was known.
 SESSION_OUTCOMES = ("same", "other", "unknown")
+# How a request that was sent to a prefill replica went on: on a replica that decodes; there, because its answer ended
+# soon or no other replica could take it over; or another replica computed the prompt.
+PREFILL_OUTCOMES = ("moved", "stayed", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,12 @@ class Observer:
 
     def on_migration(self, stall_s: float) -> None:
         """A stream that lost its replica has its next token, `stall_s` after the router noticed the loss."""
+
+    def on_handover(self, stall_s: float) -> None:
+        """A stream that left a prefill replica has its next token, `stall_s` after it left."""
+
+    def on_prefill(self, outcome: str) -> None:
+        """A request that was sent to a prefill replica has got on: one of `PREFILL_OUTCOMES`."""
 
     def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:
         """A replica found `cached_tokens` of a prompt in its cache; the router had predicted `predicted_tokens`."""

@@ -333,6 +333,7 @@ class Explain:
     attempts: int = 0
     answered: bool = False
     ttft_s: float = 0.0
+    num_handovers: int = 0  # attempts after the first that no replica's loss began
 
 
 @dataclass(slots=True)

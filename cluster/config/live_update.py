@@ -35,6 +35,7 @@ from quire.replica.config import LIGHT_FIELDS as ENGINE_FIELDS
 
 ROUTER_FIELDS = (
     "policy",
+    "prefill_share",
     "max_prompt_tokens",
     "special_tokens_in_messages",
     "max_tokens_default",

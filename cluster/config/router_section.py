@@ -16,8 +16,17 @@ class RouterArgs(Section):
     policy: PolicyName = Field(
         default="slo",
         description="How the router chooses a replica. slo: the smallest cost in seconds for the time to the first "
-        "token. e2e: the smallest cost for the whole answer. round_robin, least_loaded, power_of_two and "
-        "prefix_affinity are the known policies of these names, for comparison.",
+        "token. e2e: the smallest cost for the whole answer. disaggregated: e2e with a pool of replicas "
+        "(prefill_share) that only compute prompts and hand each stream over after its first token; needs the node's "
+        "pool, and engine.peer_transport where replicas run on several nodes. round_robin, least_loaded, "
+        "power_of_two and prefix_affinity are the known policies of these names, for comparison.",
+    )
+    prefill_share: float = Field(
+        default=0.25,
+        gt=0,
+        lt=1,
+        description="Fraction of the replicas that only compute prompts with the policy disaggregated: at least one of "
+        "them, and not all. It follows autoscaling.",
     )
     max_body_bytes: int = Field(
         default=8 * 1024**2,
@@ -205,6 +214,11 @@ class RouterArgs(Section):
         "begin at special tokens, so that only the new part of a chat's next turn is tokenized. 0 turns "
         "the cache off.",
     )
+
+    @property
+    def pool_share(self) -> float:
+        """Fraction of the replicas that only compute prompts with this policy."""
+        return self.prefill_share if self.policy == "disaggregated" else 0.0
 
     def conflicts(self) -> Iterator[str]:
         if self.dispatch_window_s > self.max_wait_s:

@@ -172,10 +172,15 @@ class Publishing:
         # At least one block fits, however large blocks are.
         most = max(least, int(budget_s / self._cost_s))
         filling = set(being_filled)
+        # Two peers may have asked for the same block.
+        seen: set[int] = set()
         chosen: list[tuple[Entry, int, int]] = []
         early: list[tuple[Entry, int, int]] = []
         while queue and len(chosen) < most:
             entry, g, block = place = queue.popleft()
+            if block in seen:
+                continue
+            seen.add(block)
             if entry.alive and entry.blocks[g] == block and entry.host_blocks[g] is None:
                 (early if block in filling else chosen).append(place)
         if queue is self._asked:

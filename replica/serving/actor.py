@@ -49,6 +49,7 @@ from quire.replica.serving.attached_routers import AttachedRouters
 from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.leases import Leases, StreamKey
 from quire.replica.serving.peer_pulls import PeerPulls
+from quire.replica.serving.prompt_publishing import kv_token_bytes, publish_prompt
 from quire.replica.serving.rank_actor import actor_starter
 from quire.replica.serving.ray_metrics import RayMetrics
 from quire.replica.serving.replica_metrics import ReplicaMetrics
@@ -146,11 +147,9 @@ class Replica:
     def _hello(self) -> Hello:
         """The constant facts about this replica."""
         hello = self._engine.hello(self._replica_id, self._node)
-        if self._pulls is None:
-            return hello
-        return dataclasses.replace(
-            hello, exports=self._pulls.source, kv_token_bytes=self._pulls.kv_token_bytes
-        )
+        if self._pulls is not None:
+            hello = dataclasses.replace(hello, exports=self._pulls.source)
+        return dataclasses.replace(hello, kv_token_bytes=kv_token_bytes(self._engine))
 
     def _frames(self, router_id: str) -> AsyncGenerator[bytes, None]:
         """Frames of a router's attach stream. `faulty_actor.py` overrides this method to inject faults."""
@@ -237,6 +236,10 @@ class Replica:
         return dataclasses.replace(
             ended, pulled_bytes=pulled.num_bytes, pull_s=pulled.seconds
         ).encode()
+
+    async def publish(self, submit: bytes, *, route: list[str]) -> bool:
+        """Publish the blocks of a prompt; return whether the node's pool has all of them."""
+        return route == [self._replica_id] and await publish_prompt(self._engine, submit)
 
     async def _wait_for_parent(self, parent: StreamKey) -> None:
         if self._pulls is not None:

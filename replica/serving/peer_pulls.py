@@ -67,12 +67,6 @@ class PeerPulls:
     def source(self) -> BlockSource:
         return self.transport.source
 
-    @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of a token's KV in a block of every layer group."""
-        num_bytes = self._blocks.pool.layout.slot_bytes * len(self._config.groups)
-        return num_bytes // self._config.block_size
-
     async def run(
         self,
         key: Hashable,

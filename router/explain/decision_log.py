@@ -27,7 +27,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, FleetView, PeerPrefixes
+from quire.router.policy.fleet_view import (
+    COLUMN_NAMES,
+    Demand,
+    FleetView,
+    PeerPrefixes,
+    PrefillRows,
+)
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.types import Explain
 
@@ -218,7 +224,11 @@ def _decision(entry: dict[str, Any], header: dict[str, Any]) -> LoggedDecision:
         time_s=entry["time"],
         now_s=entry["now_s"],
         attempt=entry["attempt"],
-        request=RouteRequest(entry["prompt_tokens"], priority=entry["priority"]),
+        request=RouteRequest(
+            entry["prompt_tokens"],
+            priority=entry["priority"],
+            is_continued=entry["attempt"] > 1,
+        ),
         fleet=_fleet(entry["fleet"]),
         chosen=entry["chosen"],
         outcome=None,
@@ -230,11 +240,13 @@ def _copy(fleet: FleetView) -> dict[str, Any]:
     facts = {name: getattr(fleet, name) for name in _FACTS}
     if fleet.peers is not None:
         facts["peers"] = dataclasses.asdict(fleet.peers)
+    if fleet.prefill is not None:
+        facts["prefill"] = dataclasses.asdict(fleet.prefill)
     return facts | {"demand": fleet.demand._asdict()} | fleet.named()
 
 
 def _fleet(values: dict[str, Any]) -> FleetView:
-    peers = values.pop("peers", None)
+    peers, prefill = values.pop("peers", None), values.pop("prefill", None)
     known = {*_FACTS, *COLUMN_NAMES}
     if values.keys() != known:
         raise ValueError(f"fleet must have {sorted(known)}, got {sorted(values)}")
@@ -247,6 +259,9 @@ def _fleet(values: dict[str, Any]) -> FleetView:
     if peers is not None:
         tokens, rows = np.array(peers["tokens"], np.float64), np.array(peers["rows"], np.int64)
         facts["peers"] = PeerPrefixes(tokens, rows, peers["s_per_token"])
+    if prefill is not None:
+        is_prefill = np.array(prefill["is_prefill"], bool)
+        facts["prefill"] = PrefillRows(is_prefill, np.array(prefill["s_per_token"], np.float64))
     return FleetView.of(facts.pop("replicas"), named, **facts)
 
 

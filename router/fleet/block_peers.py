@@ -32,7 +32,7 @@ class _Peer(NamedTuple):
 
 
 class BlockPeers:
-    """The replicas that export blocks, by node.
+    """The replicas that export blocks, by node, and the nodes' pools.
 
     Attributes
     ----------
@@ -42,6 +42,8 @@ class BlockPeers:
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
+        # Node of each replica whose engine is in the node's pool.
+        self._pool_nodes: dict[str, str] = {}
         # Nodes of replicas, also of former ones: their streams go on elsewhere.
         self._node_of: OrderedDict[str, str] = OrderedDict()
         # Numbers of the nodes of these replicas, [n] int64; -1: it neither exports nor pulls.
@@ -58,6 +60,8 @@ class BlockPeers:
     def add(self, replica: str, hello: Hello) -> None:
         """Take in a replica's facts."""
         self.remove(replica)
+        if hello.kv_token_bytes:
+            self._pool_nodes[replica] = hello.node
         if hello.exports.address:
             self._node_of[replica] = hello.node
             if len(self._node_of) > _MAX_NODES:
@@ -67,6 +71,7 @@ class BlockPeers:
     def remove(self, replica: str) -> None:
         """Forget a replica; an unknown one is ignored."""
         self._peers.pop(replica, None)
+        self._pool_nodes.pop(replica, None)
         self._names = None
 
     def measured(self, completion: Completion, now_s: float) -> None:
@@ -83,6 +88,19 @@ class BlockPeers:
         seconds = self._seconds + _PRIOR_BYTES / _PRIOR_BYTES_PER_S
         token_bytes = max((peer.token_bytes for peer in self._peers.values()), default=0)
         return token_bytes * seconds / (self._bytes + _PRIOR_BYTES)
+
+    def share_pool(self, replica: str, other: str) -> bool:
+        """Whether two replicas use the pool of the same node."""
+        node = self._pool_nodes.get(replica)
+        return node is not None and node == self._pool_nodes.get(other)
+
+    def copy_s_per_token(self, replica: str, others: Sequence[str], now_s: float) -> float | None:
+        """Seconds to copy a token's KV to the nearest of the others; 0: it is on the same node; None: to none."""
+        if any(self.share_pool(replica, other) for other in others):
+            return 0.0
+        if replica in self._peers and any(other in self._peers for other in others):
+            return self.s_per_token(now_s)
+        return None
 
     def prefixes(self, names: Sequence[str], held: np.ndarray, now_s: float) -> PeerPrefixes | None:
         """What each replica could pull; None: nothing.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,37 +16,17 @@ from quire.protos.wire import Frame, Load
 from quire.router.fleet.block_peers import BlockPeers
 from quire.router.fleet.demand import DemandMeter, Followers
 from quire.router.fleet.event_replay import EventReplay
+from quire.router.fleet.frame_action import FrameAction
+from quire.router.fleet.prefill_pool import PrefillPool
 from quire.router.fleet.prefill_speeds import FleetSpeeds
 from quire.router.fleet.request_bookings import RequestBooking, exact_work
 from quire.router.fleet.sessions import Sessions
 from quire.router.fleet.tracked_replica import ReplicaState, TrackedReplica
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.fleet_view import FleetView, prefill_work
+from quire.router.policy.fleet_view import FleetView, PrefillRows, prefill_work
 from quire.router.policy.policy import Ranking
 from quire.router.policy.replica_columns import COLUMN, PerColumn, ReplicaColumns
 from quire.router.status_types import ReplicaStatus
-
-
-@dataclass(frozen=True, slots=True)
-class FrameAction:
-    """The actions that the caller must take after a frame.
-
-    Attributes
-    ----------
-    became_ready
-        The replica takes requests from now on, because this is the first frame of its attach stream.
-    resync_from
-        Request the replica's event batches after this one (`event_replay.SNAPSHOT`: a snapshot); None: nothing.
-    new_epoch
-        The replica's engine was restarted: requests sent to the former engine get no answer.
-    reason
-        The difference between our replay and the replica's cache, for the log; empty if there is none.
-    """
-
-    became_ready: bool = False
-    resync_from: int | None = None
-    new_epoch: bool = False
-    reason: str = ""
 
 
 class ReplicaTable:
@@ -108,6 +87,7 @@ class ReplicaTable:
         self._demand = DemandMeter()
         self._followers = Followers()
         self.peers = BlockPeers()
+        self.prefill_pool = PrefillPool(self.peers)
         self.sessions = Sessions(max_sessions)
 
     def __contains__(self, replica: str) -> bool:
@@ -403,7 +383,23 @@ class ReplicaTable:
             followers=0.0 if prefix is None else self._followers.count(prefix, now_s),
             session_row=self._session_row(session, names) if session else -1,
             peers=self.peers.prefixes(names, held, now_s),
+            prefill=self._prefill_rows(names, now_s, weights),
         )
+
+    def _prefill_rows(
+        self, names: Sequence[str], now_s: float, weights: str | None
+    ) -> PrefillRows | None:
+        """Return the replicas of a view that only compute prompts; None: none does."""
+        if not self.prefill_pool.share:
+            return None
+        ready = [
+            entry.name
+            for entry in self._replicas.values()
+            if weights in (None, entry.weights)
+            and entry.is_ready()
+            and not entry.is_silent(now_s, self.lost_after_s)
+        ]
+        return self.prefill_pool.rows(names, ready, now_s)
 
     def _kept_rows(self, now_s: float, avoid: Set[str], weights: str | None) -> np.ndarray | None:
         """Return the rows of the replicas that `fleet` returns, ascending; None: all rows."""

@@ -7,15 +7,24 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from quire.router.policy.baselines import LeastLoaded, PowerOfTwo, PrefixAffinity, RoundRobin
-from quire.router.policy.cost import CostPolicy, e2e_policy
+from quire.router.policy.cost import CostPolicy, disaggregated_policy, e2e_policy
 from quire.router.policy.policy import Policy
 
-PolicyName = Literal["slo", "e2e", "round_robin", "least_loaded", "power_of_two", "prefix_affinity"]
+PolicyName = Literal[
+    "slo",
+    "e2e",
+    "disaggregated",
+    "round_robin",
+    "least_loaded",
+    "power_of_two",
+    "prefix_affinity",
+]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
     {
         "slo": CostPolicy,
         "e2e": e2e_policy,
+        "disaggregated": disaggregated_policy,
         "round_robin": RoundRobin,
         "least_loaded": LeastLoaded,
         "power_of_two": PowerOfTwo,

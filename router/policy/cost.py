@@ -1,6 +1,6 @@
 """The cost of a request on each replica: the seconds by which it delays itself and all other requests together.
 
-    cost = W + P + H + C + eta n P + Q(P, W + P) + delta D + E + M - V
+    cost = W + P + H + C + S + eta n P + Q(P, W + P) + delta D + E + M - V
 
     W        wait for the prefill queued before the request: the queue of the replica's last report, less the time
              since the report, plus our requests sent too late for the report to contain them. At least the prefill
@@ -9,6 +9,7 @@
     H        copy of the prompt tokens that it holds in host memory only
     C        copy of the prompt tokens that a replica of another node holds, at the speed of earlier copies, where that
              takes less time than the prefill of these tokens. P is then the prefill of the rest
+    S        hand-over of the stream after its first token, on replicas that only compute prompts, below
     eta n P  wait of the n requests in flight while the new prompt is prefilled
     Q        delay of later arrivals, below
     delta D  slow-down of decoding, below
@@ -43,6 +44,16 @@ tokens of the prompt,
 **V.** While k replicas hold a prefix, its followers wait for the best of k: about Wq / k, with the
 Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves each follower Wq / (k (k + 1)).
 `FleetView.followers` is the number of recent requests with the prefix, an estimate of the number to come.
+
+**S.** With the preset `disaggregated` some replicas only compute prompts (`router/fleet/prefill_pool.py`). Few streams
+decode there, so eta n P is small. In return the stream moves to another replica after its first token: with the s
+seconds per token to copy KV there, and the U tokens of the prompt that no such replica holds yet,
+
+    S = hand-over + U s
+
+D is then that of the best replica that decodes. So a long prompt goes to a prefill replica while many streams decode
+elsewhere and its queue is short; a short prompt, one with a hit, and one that meets few streams do not. A request that
+a replica has had before goes to a prefill replica only if there is no other.
 """
 
 from __future__ import annotations
@@ -126,6 +137,8 @@ class CostPolicy:
             return Ranking(self.name, fleet, (), np.empty(0))
         terms = terms_of(fleet, self._s_per_work(fleet), self._prices(request, fleet))
         cost = terms.total_s()
+        if fleet.prefill is not None and request.is_continued:
+            _put_last(fleet.prefill.is_prefill, cost)
         if fleet.session_row >= 0:
             cost[fleet.session_row] -= self.stickiness * terms.prefill_s[fleet.session_row]
         self._put_stale_last(fleet, cost, rng)
@@ -175,11 +188,21 @@ class CostPolicy:
             return
         stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
         if len(stale) > 2:
-            out = np.delete(stale, rng.sample(range(len(stale)), 2))
-            cost[out] += 1.0 + cost.max()
+            _put_last(np.delete(stale, rng.sample(range(len(stale)), 2)), cost)
+
+
+def _put_last(rows: np.ndarray, cost: np.ndarray) -> None:
+    """Raise the costs of these rows above all others, keeping their order."""
+    cost[rows] += 1.0 + cost.max()
 
 
 def e2e_policy(**weights: Any) -> CostPolicy:
     """Return the preset `e2e`, for the time to the last token: delays of other requests and of decoding weigh more."""
     preset: dict[str, Any] = {"eta": 0.3, "delta": 1.0, "name": "e2e"}
+    return CostPolicy(**preset | weights)
+
+
+def disaggregated_policy(**weights: Any) -> CostPolicy:
+    """Return the preset `disaggregated`: the delay of streams that decode weighs as much as with `e2e`."""
+    preset: dict[str, Any] = {"eta": 0.3, "name": "disaggregated"}
     return CostPolicy(**preset | weights)

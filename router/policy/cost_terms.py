@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.router.policy.fleet_view import FleetView, PeerPrefixes, prefill_work
+from quire.router.policy.fleet_view import FleetView, PeerPrefixes, PrefillRows, prefill_work
 
 # Seconds of a pull besides its bytes: the call, the first answer, the adoption of what has come.
 PULL_OVERHEAD_S = 0.005
+# Seconds of a hand-over besides its bytes: the stream's pause, and the work of both replicas.
+HANDOVER_S = 0.05
 # Largest fraction of the oldest request's prefill that may count as done. The prefill has not ended, however long the
 # request has been the oldest, because its first token has not arrived.
 _HEAD_DONE = 0.9
@@ -75,6 +77,7 @@ class Terms(NamedTuple):
     memory_s: np.ndarray | None
     copy_value_s: np.ndarray | None
     pull_s: np.ndarray | None
+    handover_s: np.ndarray | None
 
     def total_s(self) -> np.ndarray:
         """Return the sum of all terms, [n] float64."""
@@ -114,17 +117,25 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
     wait = _wait(fleet, s_per_work, prices)
     interference = prices.interference * prefill
     interference *= fleet.columns.num_requests
+    decode = _decode(fleet, prices) if prices.decode_s_per_token else None
+    handover = None
+    if fleet.prefill is not None and not fleet.prefill.is_prefill.all():
+        handover = _handover(fleet, fleet.prefill, prices.prompt_tokens, cached)
+        if decode is not None:
+            is_prefill = fleet.prefill.is_prefill
+            decode[is_prefill] = decode[~is_prefill].min()
     return Terms(
         wait_s=wait,
         prefill_s=prefill,
         host_copy_s=host_copy,
         interference_s=interference,
         later_s=_later(wait, prefill, prices) if prices.later else None,
-        decode_s=_decode(fleet, prices) if prices.decode_s_per_token else None,
+        decode_s=decode,
         eviction_s=_eviction(fleet, missing, s_per_work, prices),
         memory_s=_memory(fleet, missing, prices),
         copy_value_s=_copy_value(cached, prices),
         pull_s=pull,
+        handover_s=handover,
     )
 
 
@@ -163,6 +174,15 @@ def _pull(
     pull += PULL_OVERHEAD_S
     pays = (peers.tokens > 0) & (rest + pull < prefill)
     return np.where(pays, rest, prefill), np.where(pays, pull, 0.0)
+
+
+def _handover(
+    fleet: FleetView, prefill: PrefillRows, prompt_tokens: int, cached: np.ndarray
+) -> np.ndarray:
+    """S: the stream's hand-over, and the copy of the tokens that no replica that decodes holds."""
+    missing = prompt_tokens - largest(cached[~prefill.is_prefill])
+    copy_s = prefill.s_per_token + fleet.columns.host_copy_s_per_token
+    return np.where(prefill.is_prefill, HANDOVER_S + missing * copy_s, 0.0)
 
 
 def _later(wait: np.ndarray, prefill: np.ndarray, prices: Prices) -> np.ndarray:

@@ -72,6 +72,22 @@ class PeerPrefixes:
     s_per_token: float
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """The replicas that only compute prompts, and hand the streams over (policy `disaggregated`).
+
+    Attributes
+    ----------
+    is_prefill
+        [n] bool.
+    s_per_token
+        [n] float64, seconds to copy a token's KV to a replica that decodes; 0 within a node.
+    """
+
+    is_prefill: np.ndarray
+    s_per_token: np.ndarray
+
+
 @dataclass(slots=True)
 class FleetView:
     """The replicas that can take a request, one row each, and the averages that a policy may use.
@@ -106,6 +122,8 @@ class FleetView:
         Row of the replica that served the session's last request; -1: none.
     peers
         What the replicas could pull from other nodes; None: they can't.
+    prefill
+        The replicas that only compute prompts; None: there are none.
     """
 
     replicas: Sequence[str]
@@ -122,6 +140,7 @@ class FleetView:
     followers: float = 0.0
     session_row: int = -1
     peers: PeerPrefixes | None = None
+    prefill: PrefillRows | None = None
 
     def __len__(self) -> int:
         return len(self.replicas)
@@ -169,6 +188,8 @@ class FleetView:
             session_row=0 if is_session else -1,
             peers=self.peers
             and replace(self.peers, tokens=self.peers.tokens[one], rows=self.peers.rows[one]),
+            prefill=self.prefill
+            and PrefillRows(self.prefill.is_prefill[one], self.prefill.s_per_token[one]),
         )
 
     def named(self) -> dict[str, np.ndarray]:

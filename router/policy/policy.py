@@ -24,11 +24,18 @@ _NUM_PARTS = 64
 
 
 class RouteRequest(NamedTuple):
-    """The facts about a request that a policy may use."""
+    """The facts about a request that a policy may use.
+
+    Attributes
+    ----------
+    is_continued
+        Another replica has had the request before.
+    """
 
     num_prompt_tokens: int
     session: str = ""
     priority: int = 0
+    is_continued: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from quire.protos.errors import (
     Unavailable,
     from_wire,
 )
-from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import Completion, PullHint, Submit
 from quire.router.admission.gate import AdmittedRequest, Arrival
 from quire.router.fleet.request_bookings import RequestBooking
@@ -33,15 +32,13 @@ from quire.router.request.accounting import Accounting
 from quire.router.request.answer_text import AnswerText
 from quire.router.request.context import RouterContext
 from quire.router.request.crash_record import SUSPECTED_AFTER, CrashRecord, PoisonState
+from quire.router.request.hand_over import HandOver
 from quire.router.transport.transport import Attempt, Lost
 from quire.router.types import GenerationRequest
 
 NO_REPLICA_RETRY_S = 1.0
 # Time between two looks for a replica by a stream that has none.
 REPLICA_POLL_S = 0.05
-# A stream leaves a replica that drains after this time, though its KV is not copied. `cluster/app.py` leaves more for
-# moving.
-MAX_AHEAD_S = 8.0
 
 
 class Attempts:
@@ -99,8 +96,7 @@ class Attempts:
         self._admitted: AdmittedRequest | None = None
         self._crash_record = CrashRecord()
         self._failed_on: set[str] = set()
-        # A booking where the blocks are copied ahead, until the attempt there begins.
-        self._ahead: RequestBooking | None = None
+        self._hand_over = HandOver(router, request, answer, hashes, self._rank)
         # The replica of the attempt before, and whether it drains; empty: this is the first.
         self._left_replica, self._left_drains = "", False
         # Replicas that refused the request because they were full, and the last refusal.
@@ -151,7 +147,7 @@ class Attempts:
     def on_tokens(self, num_emitted: int, now_s: float) -> None:
         """Record that the current attempt has produced tokens: `num_emitted` output tokens in total."""
         if self._lost_s is not None:
-            self._router.observer.on_migration(now_s - self._lost_s)
+            self._hand_over.on_resumed(now_s - self._lost_s)
             self._lost_s = None
         self._crash_record.on_tokens(num_emitted)
         if self.booking is not None:
@@ -164,6 +160,8 @@ class Attempts:
         if self._admitted is not None:
             self._admitted.answered(is_usual=self._num_failed == 0)
         self._router.gate.notify()
+        if self.current is not None:
+            self._hand_over.on_first_token(self.current)
 
     async def on_completion(self, completion: Completion) -> None:
         """Handle the event that the replica ended the attempt without a last token.
@@ -205,6 +203,7 @@ class Attempts:
         """
         attempt = self.current
         if lost.planned or attempt is None:
+            self._accounting.explain.num_handovers += self._hand_over.is_leaving
             self._leave_replica(lost.reason, drains=lost.planned)
             return
         self._unexplained.append((lost.replica, attempt.stream_id))
@@ -249,7 +248,7 @@ class Attempts:
         if self.current is not None and is_retained:
             self.current.drops_retained = False
         self.release()
-        self._end(self._ahead)
+        self._hand_over.close()
         self.submitted.set()
         if self._admitted is not None:
             self._admitted.left()
@@ -342,7 +341,8 @@ class Attempts:
 
     def _route_request(self) -> RouteRequest:
         request = self._request
-        return RouteRequest(self._answer.num_prompt_tokens, request.session, request.priority)
+        facts = self._answer.num_prompt_tokens, request.session, request.priority
+        return RouteRequest(*facts, is_continued=self.num_begun > 0)
 
     def _submit_ranked(self, ranking: Ranking) -> None:
         """Book and submit the next attempt to the best replica of a ranking."""
@@ -356,25 +356,20 @@ class Attempts:
         self.booking = self._router.table.book(
             ranking, self._hashes, num_tokens, now_s, self._request.session
         )
-        self._end(self._ahead)
+        self._hand_over.on_decision(ranking, is_first=self.num_begun == 0)
         num_cached = best.held_tokens
         self._accounting.on_submit(
             self.route, ranking, num_tokens, num_cached, self._decided_s, now_s
         )
         left, pull = self._left_replica, self._router.table.peers.hint(ranking)
         if left:
-            pull = self._pull_from(left, ranking, now_s, is_alive=self._left_drains) or pull
+            is_alive = self._left_drains
+            pull = self._hand_over.pull_hint(left, ranking, now_s, is_alive=is_alive) or pull
         self._submit(num_cached, deadline_s, fork_of=None, pull=pull)
 
     def _end(self, booking: RequestBooking | None, num_output_tokens: int = 0) -> None:
         if booking is not None:
             self._router.table.end(booking, self._router.clock(), num_output_tokens)
-
-    def _pull_from(
-        self, left: str, ranking: Ranking, now_s: float, *, is_alive: bool
-    ) -> PullHint | None:
-        num_tokens, peers = self._answer.num_prompt_tokens, self._router.table.peers
-        return peers.handover(left, ranking, num_tokens, now_s, is_alive=is_alive)
 
     def _submit_fork(self, parent: Attempt, booking: RequestBooking) -> None:
         """Book and submit the first attempt of a fork to its parent's replica."""
@@ -384,6 +379,7 @@ class Attempts:
         num_tokens = self._answer.num_prompt_tokens
         num_cached = num_tokens - 1
         self.route = self._lead.route
+        self._hand_over.follow(self._lead._hand_over)
         table, num_prompt_tokens = self._router.table, booking.prompt_tokens
         self.booking = table.book_cached(booking.replica, (), num_prompt_tokens, now_s)
         self._accounting.on_submit(self.route, None, num_tokens, num_cached, now_s, now_s)
@@ -429,35 +425,8 @@ class Attempts:
             pull=pull,
         )
         self.current = router.transport.submit(submit, self.route)
-        self.current.before_move = self._copy_ahead
+        self.current.before_move = functools.partial(self._hand_over.copy_ahead, self.current)
         self.submitted.set()
-
-    async def _copy_ahead(self) -> None:
-        """Copy the KV to the replica where the request will go on, while its own one still runs it."""
-        attempt, router = self.current, self._router
-        if attempt is None:
-            return
-        with contextlib.suppress(QuireError, TimeoutError):
-            ranking, now_s = self._rank(), router.clock()
-            hint = self._pull_from(attempt.replica, ranking, now_s, is_alive=True)
-            if hint is None:
-                return
-            submit = Submit(
-                router.router_id,
-                router.transport.next_stream_id(),
-                self._request.request_id,
-                self._answer.prompt_ids(),
-                SamplingParams(),
-                tenant=self._request.tenant,
-                adapter=self._request.adapter,
-                pull=hint._replace(max_wait_s=MAX_AHEAD_S),
-            )
-            # Other streams that leave the replica see that this one will go there.
-            target = ranking[0].replica
-            # The next decision, and those of other streams that leave the replica, count on the blocks there.
-            self._ahead = router.table.book_cached(target, self._hashes, hint.end, now_s)
-            async with asyncio.timeout(MAX_AHEAD_S):  # It may hang.
-                await router.transport.pull(submit, target)
 
     # -- losing a replica --------------------------------------------------------------------------------
 

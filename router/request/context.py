@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from quire.router.admission.failover_budget import FailoverBudget
 from quire.router.admission.gate import AdmissionGate
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
@@ -15,7 +16,6 @@ from quire.router.explain.regret_worker import RegretWorker
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
-from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.token_scores import TokenScorer
 from quire.router.scoring.embedding_format import EmbeddingFormat

@@ -20,7 +20,14 @@ from quire.protos.metric_families import (
     Page,
 )
 from quire.protos.vllm_metrics import vllm_page
-from quire.router.observer import SESSION_OUTCOMES, AnswerEnd, Observer, PrefixUse, error_code
+from quire.router.observer import (
+    PREFILL_OUTCOMES,
+    SESSION_OUTCOMES,
+    AnswerEnd,
+    Observer,
+    PrefixUse,
+    error_code,
+)
 from quire.router.request.context import RouterContext
 from quire.router.status_types import RoutingRegret
 
@@ -149,12 +156,27 @@ ROUTER_FAMILIES = (
     Family(
         "quire_migrations_total",
         COUNTER,
-        "Attempts after the first, of requests that continued on another replica.",
+        "Attempts after the first, of requests that continued on another replica; without the hand-overs of "
+        "prefill replicas.",
     ),
     Family(
         "quire_migration_seconds",
         HISTOGRAM,
         "Seconds from the loss of a stream's replica, as the router sees it, to its next token.",
+        boundaries=_MIGRATION_S,
+    ),
+    Family(
+        "quire_disaggregated_prefills_total",
+        COUNTER,
+        "Requests that were sent to a prefill replica, by how they went on: moved to a replica that decodes, stayed "
+        "there, or failed: another replica computed the prompt.",
+        ("outcome",),
+        values=PREFILL_OUTCOMES,
+    ),
+    Family(
+        "quire_prefill_handover_seconds",
+        HISTOGRAM,
+        "Seconds from the end of a stream on its prefill replica to its next token.",
         boundaries=_MIGRATION_S,
     ),
     # One histogram for each sign of predicted - actual: their counts are equal, and their sums subtract.
@@ -291,6 +313,7 @@ class RouterMetrics(Observer):
         self._output = histogram("quire_request_output_tokens")
         self._refusal = histogram("quire_refusal_seconds")
         self._migration = histogram("quire_migration_seconds")
+        self._handover = histogram("quire_prefill_handover_seconds")
         self._over = histogram("quire_router_over_predicted_cached_tokens")
         self._under = histogram("quire_router_under_predicted_cached_tokens")
         self._routed, self._available, self._captured, self._delivered = (
@@ -359,6 +382,12 @@ class RouterMetrics(Observer):
     def on_migration(self, stall_s: float) -> None:
         self._migration.observe(stall_s)
 
+    def on_handover(self, stall_s: float) -> None:
+        self._handover.observe(stall_s)
+
+    def on_prefill(self, outcome: str) -> None:
+        self.metrics.value("quire_disaggregated_prefills_total", outcome).value += 1
+
     def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:
         self._over.observe(max(0, predicted_tokens - cached_tokens))
         self._under.observe(max(0, cached_tokens - predicted_tokens))
@@ -373,7 +402,7 @@ class RouterMetrics(Observer):
         self.metrics.value("quire_session_requests_total", outcome).value += 1
 
     def on_end(self, end: AnswerEnd) -> None:
-        self._migrations.value += max(0, end.explain.attempts - 1)
+        self._migrations.value += max(0, end.explain.attempts - 1 - end.explain.num_handovers)
         is_answered = end.explain.answered
         if end.finish_reason == "error" and not is_answered:
             # A refusal, which `on_refusal` counts.

@@ -28,6 +28,7 @@ from quire.protos.errors import InvalidRequest, QuireError, Unavailable
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import Hello
 from quire.router.adapters.adapter_control import AdapterControl, AdapterMethods
+from quire.router.admission.failover_budget import FailoverBudget
 from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
@@ -42,7 +43,6 @@ from quire.router.request import params, resume
 from quire.router.request.attempts import NO_REPLICA_RETRY_S
 from quire.router.request.choices import ChoicesStream
 from quire.router.request.context import Arrived, ModelFacts, PeerRouters, observed
-from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.prompt_encoder import PromptEncoder, of_prompt
 from quire.router.request.prompts import PromptOnlyStream, PromptsStream
 from quire.router.request.request_stream import RequestStream

@@ -35,14 +35,14 @@ from grpc import RpcError
 from ray.exceptions import RayActorError, RayError
 from ray.serve.handle import DeploymentHandle
 
-from quire.protos.errors import QuireError, SlowClient, Unavailable
+from quire.protos.errors import QuireError, Unavailable
 from quire.protos.metric_families import Page
 from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
 from quire.protos.wire_codec import MAX_MESSAGE_BYTES
 from quire.router.fleet import membership
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.transport.calls import OVER_GRPC, CallEnded, answer_of, next_message
-from quire.router.transport.flow import Credit, by_replica
+from quire.router.transport.flow import Credit, by_replica, slow_client
 from quire.router.transport.newcomers import Newcomers
 from quire.router.transport.page_turns import PageTurns
 from quire.router.transport.replica_deaths import ReplicaDeaths
@@ -57,7 +57,7 @@ GRANT_RETRY_S = 0.2
 # Number of renewals within the duration of a lease.
 LEASE_RENEWALS = 4
 # Methods whose arguments or replies may be longer than a gRPC message.
-_LONG = frozenset({"pull", "snapshot"})
+_LONG = frozenset({"publish", "pull", "snapshot"})
 # Longest wait for the last frame after the completion: a replica sends both at once, over different connections.
 LAST_FRAME_TIMEOUT_S = 10.0
 
@@ -176,6 +176,10 @@ class Bus:
         """Let a replica pull what `submit.pull` names, before the request moves there."""
         answer = await self._call("pull", submit.encode(), route=[replica])
         self._table.peers.measured(Completion.decode(answer), time.monotonic())
+
+    async def publish(self, submit: Submit, replica: str) -> bool:
+        """Let a replica publish a prompt's blocks; return whether its node's pool has them."""
+        return bool(await self._call("publish", submit.encode(), route=[replica]))
 
     def next_stream_id(self) -> int:
         return next(self._stream_ids)
@@ -312,13 +316,7 @@ class Bus:
             await asyncio.sleep(GRANT_RETRY_S)
 
     def _end_slow(self, attempt: Attempt) -> None:
-        seconds = self.slow_client_timeout_s
-        attempt.fail(
-            SlowClient(
-                f"the client has read nothing for {seconds:g} s (slow_client_timeout_s), with tokens waiting "
-                f"after output index {attempt.num_read - 1}: the request has ended"
-            )
-        )
+        attempt.fail(slow_client(attempt.num_read, self.slow_client_timeout_s))
         self._cancel(attempt)
 
     # -- replicas ----------------------------------------------------------------------------------------

@@ -15,6 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quire.protos.errors import SlowClient
+
+
+def slow_client(num_read: int, timeout_s: float) -> SlowClient:
+    """Return the error of a client that has read `num_read` output tokens, and then nothing for `timeout_s`."""
+    return SlowClient(
+        f"the client has read nothing for {timeout_s:g} s (slow_client_timeout_s), with tokens waiting "
+        f"after output index {num_read - 1}: the request has ended"
+    )
+
 
 class Credit:
     """The credit of one attempt, in output tokens.

@@ -91,6 +91,10 @@ class EngineTransport:
     async def pull(self, submit: Submit, replica: str) -> None:
         self.pulls.append((Submit.decode(submit.encode()), replica))
 
+    async def publish(self, submit: Submit, replica: str) -> bool:
+        """All names have one engine: its cache has the blocks."""
+        return True
+
     async def drain(self) -> None:
         """Move all streams to other replicas, as a drain of theirs does."""
         for attempt, _ in list(self._attempts.values()):

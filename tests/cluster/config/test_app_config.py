@@ -103,6 +103,7 @@ STANDARD_TERMS = {
     "safety_margin": "Fraction",
     "max_share": "fraction",
     "resume_margin": "Fraction",
+    "prefill_share": "Fraction",
     "max_tokens_default": "tokens",
     "tensor_parallel": "processes",
     "max_loaded_adapters": "adapters",

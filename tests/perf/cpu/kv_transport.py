@@ -36,6 +36,7 @@ from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.node_pool.pool_layout import KEY_BYTES, PoolLayout
 from quire.replica.node_pool.slot_content import Content
 from quire.replica.serving.peer_pulls import PeerPulls
+from quire.replica.serving.prompt_publishing import kv_token_bytes
 
 HOST = "127.0.0.1"
 GOAL_GB_PER_S = 0.25
@@ -212,7 +213,7 @@ def prefix(root: Path, model: Path, shape: str, length: int, rounds: int) -> rep
         report.alternate(candidates, 1)  # warm-up
         pulled_s.clear()
         found = report.alternate(candidates, rounds)
-    token_bytes = pulls.kv_token_bytes
+    token_bytes = kv_token_bytes(engine)
     pulls.close()
     engine.close()
     medians = {which: statistics.median(values) for which, values in found.items()}

@@ -24,6 +24,7 @@ from quire.replica.kv_transport.peer_blocks import wanted_blocks
 from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.serving import peer_pulls
 from quire.replica.serving.peer_pulls import PeerPulls
+from quire.replica.serving.prompt_publishing import kv_token_bytes
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 BLOCK_SIZE = 32
@@ -90,7 +91,7 @@ def test_a_pulled_prefix_is_restored_and_the_tokens_are_equal(nodes):
         assert b.pull(ids, hint, "another tenant").num_blocks == 0
         pulled = b.pull(ids, hint)
         assert (pulled.num_blocks, pulled.reason) == ((len(ids) - 1) // BLOCK_SIZE, "")
-        assert pulled.num_bytes == pulled.num_blocks * BLOCK_SIZE * b.pulls.kv_token_bytes
+        assert pulled.num_bytes == pulled.num_blocks * BLOCK_SIZE * kv_token_bytes(b.engine)
         before = b.num_hit_on_host
         assert generate(b.engine, ids)[1] == expected
         assert b.num_hit_on_host - before == pulled.num_blocks * BLOCK_SIZE

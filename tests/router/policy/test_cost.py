@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from routing_fleets import COLUMNS, FLEETS, ROWS, fleet_of, idle
 
 from quire.router.policy.cost import CostPolicy, e2e_policy
-from quire.router.policy.cost_terms import PULL_OVERHEAD_S
+from quire.router.policy.cost_terms import HANDOVER_S, PULL_OVERHEAD_S
 from quire.router.policy.fleet_view import (
     COLUMN_NAMES,
     Demand,
     FleetView,
     PeerPrefixes,
+    PrefillRows,
     prefill_work,
 )
 from quire.router.policy.policy import RouteRequest
@@ -299,9 +300,17 @@ def plain_terms(policy, fleet, num_tokens):
         price = policy.kappa * demand.arrivals_per_s / busy
         bounded = window * (1.0 / (policy.window_prefills * demand.mean_prefill_s)) + 1.0
         later = window / bounded * prefill * price
+    handover = np.zeros(len(fleet))
     output_s = demand.output_tokens * demand.decode_s_per_kv_token
     overlap_s = policy.delta * demand.output_tokens * demand.decode_s_per_kv_token
     read = fleet.columns.num_requests * (0.5 * num_tokens) + fleet.columns.mean_kv_tokens
+    decode = read * overlap_s
+    if fleet.prefill is not None and not fleet.prefill.is_prefill.all():
+        is_prefill = fleet.prefill.is_prefill
+        copy_s = fleet.prefill.s_per_token + fleet.columns.host_copy_s_per_token
+        lacking = num_tokens - cached[~is_prefill].max()
+        handover = np.where(is_prefill, HANDOVER_S + lacking * copy_s, 0.0)
+        decode[is_prefill] = decode[~is_prefill].min()
     short = np.maximum(missing - fleet.columns.free_tokens, 0.0)
     freed = np.maximum(fleet.columns.used_tokens, 1.0)
     longest, copy_value = cached.max(), np.zeros(len(fleet))
@@ -316,13 +325,14 @@ def plain_terms(policy, fleet, num_tokens):
         "host_copy_s": fleet.host_tokens * fleet.columns.host_copy_s_per_token,
         "interference_s": fleet.columns.num_requests * (policy.eta * prefill),
         "later_s": later,
-        "decode_s": read * overlap_s,
+        "decode_s": decode,
         "eviction_s": np.exp(fleet.columns.cache_age_s * (-1.0 / policy.reuse_s))
         * (missing * speed)
         * policy.eviction,
         "memory_s": policy.memory * short / freed * (output_s * fleet.columns.kv_tokens),
         "copy_value_s": copy_value,
         "pull_s": pull,
+        "handover_s": handover,
     }
 
 
@@ -348,9 +358,10 @@ DEMANDS = st.one_of(
     st.integers(-1, 39),
     st.sampled_from([CostPolicy(), e2e_policy(speed_noise=0.0)]),
     st.one_of(st.none(), st.tuples(st.floats(0, 1e-3), st.floats(0, 1))),
+    st.one_of(st.none(), st.floats(0, 1e-3)),
 )
 def test_costs_are_those_of_the_plain_formulas_bit_for_bit(
-    rows, num_tokens, demand, followers, session_row, policy, pulls
+    rows, num_tokens, demand, followers, session_row, policy, pulls, handover_s
 ):
     rows = [idle(**row) for row in rows]
     facts = {"attention_context_tokens": 3e4, "demand": demand, "followers": followers}
@@ -361,6 +372,9 @@ def test_costs_are_those_of_the_plain_formulas_bit_for_bit(
         lacking = num_tokens - 1 - fleet.gpu_tokens - fleet.host_tokens
         rows_of = np.zeros(len(rows), np.int64)
         fleet.peers = PeerPrefixes(np.floor(lacking * part), rows_of, s_per_token)
+    if handover_s is not None:
+        is_prefill = np.arange(len(rows)) % 4 == 0
+        fleet.prefill = PrefillRows(is_prefill, np.full(len(rows), handover_s))
     expected = plain_terms(policy, fleet, num_tokens)
     ranking = policy.choose(RouteRequest(num_tokens), fleet, 0.0, random.Random(0))
     assert list(ranking.term_names) == list(expected)

@@ -34,6 +34,7 @@ from quire.replica import Engine
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.serving import actor as actor_module
 from quire.replica.serving.leases import Leases
+from quire.router.admission.failover_budget import FailoverBudget
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.fleet.tracked_replica import ReplicaState
@@ -41,7 +42,6 @@ from quire.router.index.prefix_index import PrefixIndex
 from quire.router.observer import AnswerEnd, Observer
 from quire.router.policy.by_name import make_policy
 from quire.router.request.context import ModelFacts
-from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.request_stream import RequestStream
 from quire.router.request.service import MAX_MIGRATIONS, RouterService

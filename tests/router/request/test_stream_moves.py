@@ -21,7 +21,7 @@ from quire.replica.request_table.rows import RowTable
 from quire.replica.serving import actor as actor_module
 from quire.replica.serving import peer_pulls
 from quire.router.fleet import block_peers
-from quire.router.request import attempts
+from quire.router.request import hand_over
 from quire.router.transport import newcomers
 from tests.router.request.test_service import (
     GREEDY,
@@ -61,7 +61,7 @@ def nodes(runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]]:
     monkeypatch.setattr(publishing, "_PREFILL_SHARE", 0.0)
     # However slow the machine is, a request waits for its blocks.
     monkeypatch.setattr(block_peers, "_LEAST_WAIT_S", 60.0)
-    monkeypatch.setattr(attempts, "MAX_AHEAD_S", 60.0)
+    monkeypatch.setattr(hand_over, "MAX_AHEAD_S", 60.0)
     monkeypatch.setattr(newcomers, "_MAX_S", 60.0)
     # Else it computes a block and a half again, because that is faster than a call.
     monkeypatch.setattr(block_peers, "PULL_OVERHEAD_S", 0.0)
@@ -140,7 +140,7 @@ def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, referenc
 
 
 def test_a_target_that_does_not_answer_holds_no_stream(runner, nodes, reference, monkeypatch):
-    monkeypatch.setattr(attempts, "MAX_AHEAD_S", 0.2)
+    monkeypatch.setattr(hand_over, "MAX_AHEAD_S", 0.2)
 
     async def hang(submit: bytes, *, route: list[str]) -> bytes:
         await asyncio.sleep(1000)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.router.request.failover_budget import FailoverBudget
+from quire.router.admission.failover_budget import FailoverBudget
 
 
 @given(

@@ -1,0 +1,189 @@
+"""Takes a stream's KV along when it leaves a replica that still runs it.
+
+```
+ a replica drains ────────────────▶ copy ahead ─▶ the next attempt
+ a prefill replica sends the first token ─▶ copy ahead ─▶ the next attempt, on a replica that decodes
+```
+
+The replica decodes meanwhile, so the stream's client notices the switch only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import Callable
+
+import numpy as np
+
+from quire.protos.errors import QuireError
+from quire.protos.sampling_params import SamplingParams
+from quire.protos.wire import PullHint, Submit
+from quire.router.fleet.request_bookings import RequestBooking
+from quire.router.policy.policy import Ranking
+from quire.router.request.answer_text import AnswerText
+from quire.router.request.context import RouterContext
+from quire.router.transport.transport import Attempt, Lost
+from quire.router.types import GenerationRequest
+
+# A stream leaves a replica that drains after this time, though its KV is not copied. `cluster/app.py` leaves more for
+# moving.
+MAX_AHEAD_S = 8.0
+
+
+class HandOver:
+    """The hand-overs of one request.
+
+    Parameters
+    ----------
+    hashes
+        Routing hashes of the prompt.
+    rank
+        Ranks the replicas for the next attempt.
+
+    Attributes
+    ----------
+    is_leaving
+        The stream has left a prefill replica and has no token of the next one yet.
+    """
+
+    def __init__(
+        self,
+        router: RouterContext,
+        request: GenerationRequest,
+        answer: AnswerText,
+        hashes: np.ndarray,
+        rank: Callable[[], Ranking],
+    ):
+        self.is_leaving = False
+        self._router = router
+        self._request = request
+        self._answer = answer
+        self._hashes = hashes
+        self._rank = rank
+        # A booking where the blocks are copied ahead, until the attempt there begins.
+        self._booking: RequestBooking | None = None
+        # The prefill replicas, while the first attempt is at one and has no token.
+        self._prefill: frozenset[str] = frozenset()
+        self._leaving: asyncio.Task[None] | None = None
+
+    def on_decision(self, ranking: Ranking, *, is_first: bool) -> None:
+        """Take in the decision for the next attempt; `is_first`: there was none before."""
+        self._end_booking()
+        if self._prefill:
+            self._router.observer.on_prefill("failed")
+        self._prefill = _prefill_replicas(ranking) if is_first else frozenset()
+
+    def follow(self, lead: HandOver) -> None:
+        """Take over the lead's decision: this choice is a fork on the same replica."""
+        self._prefill = lead._prefill
+
+    def on_first_token(self, attempt: Attempt) -> None:
+        """Begin to leave the replica if it only computes prompts."""
+        prefill, self._prefill = self._prefill, frozenset()
+        if not prefill:
+            return
+        if attempt.replica not in prefill or attempt.finished:
+            # Serve has passed it over, or this was the last token.
+            passed_over = attempt.replica not in prefill
+            self._router.observer.on_prefill("failed" if passed_over else "stayed")
+            return
+        # Use an empty context: Serve cancels the calls that were made in a request's context with that request.
+        self._leaving = asyncio.get_running_loop().create_task(
+            self._leave(attempt), context=contextvars.Context()
+        )
+
+    def on_resumed(self, stall_s: float) -> None:
+        """Record the first token of a further attempt, `stall_s` after the end of the one before."""
+        is_handover, self.is_leaving = self.is_leaving, False
+        observer = self._router.observer
+        (observer.on_handover if is_handover else observer.on_migration)(stall_s)
+
+    def close(self) -> None:
+        """End a hand-over that has not ended."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+        self._end_booking()
+
+    def pull_hint(
+        self, left: str, ranking: Ranking, now_s: float, *, is_alive: bool
+    ) -> PullHint | None:
+        """Where the best replica of a ranking pulls the blocks from that the replica `left` has; None: nowhere."""
+        num_tokens, peers = self._answer.num_prompt_tokens, self._router.table.peers
+        return peers.handover(left, ranking, num_tokens, now_s, is_alive=is_alive)
+
+    async def copy_ahead(self, attempt: Attempt) -> None:
+        """Copy the KV to the replica of another node where the request will go on, unless computing takes less time."""
+        with contextlib.suppress(QuireError, TimeoutError):
+            await self._pull(attempt, self._rank())
+
+    async def _leave(self, attempt: Attempt) -> None:
+        """Let the stream go on on a replica that decodes, once its blocks are there."""
+        outcome = "stayed"
+        try:
+            with contextlib.suppress(QuireError, TimeoutError):
+                ranking = self._rank()
+                has_target = ranking[0].replica != attempt.replica and not _prefill_replicas(
+                    ranking
+                )
+                is_there = has_target and await self._bring(attempt, ranking)
+                if is_there and not attempt.finished:
+                    outcome, self.is_leaving = "moved", True
+                    attempt.put(Lost(attempt.replica, "its prompt is computed", planned=True))
+        finally:
+            self._router.observer.on_prefill(outcome)
+
+    async def _bring(self, attempt: Attempt, ranking: Ranking) -> bool:
+        """Bring the blocks to the best replica of a ranking, or to its node; return whether they are there."""
+        router, target = self._router, ranking[0].replica
+        if not router.table.peers.share_pool(attempt.replica, target):
+            return await self._pull(attempt, ranking)
+        self._book(target, self._answer.num_prompt_tokens)
+        async with asyncio.timeout(MAX_AHEAD_S):
+            return await router.transport.publish(self._prompt(None), attempt.replica)
+
+    async def _pull(self, attempt: Attempt, ranking: Ranking) -> bool:
+        """Let the best replica of a ranking pull the blocks from another node; return whether it has done so."""
+        router, target = self._router, ranking[0].replica
+        hint = self.pull_hint(attempt.replica, ranking, router.clock(), is_alive=True)
+        if hint is None:
+            return False
+        self._book(target, hint.end)
+        prompt = self._prompt(hint._replace(max_wait_s=MAX_AHEAD_S))
+        async with asyncio.timeout(MAX_AHEAD_S):  # It may hang.
+            await router.transport.pull(prompt, target)
+        return True
+
+    def _prompt(self, pull: PullHint | None) -> Submit:
+        router, request = self._router, self._request
+        return Submit(
+            router.router_id,
+            router.transport.next_stream_id(),
+            request.request_id,
+            self._answer.prompt_ids(),
+            SamplingParams(),
+            tenant=request.tenant,
+            adapter=request.adapter,
+            pull=pull,
+        )
+
+    def _book(self, replica: str, num_tokens: int) -> None:
+        """Let the next decision, and those of other streams that leave the replica, count on the blocks there."""
+        self._end_booking()
+        table, now_s = self._router.table, self._router.clock()
+        self._booking = table.book_cached(replica, self._hashes, num_tokens, now_s)
+
+    def _end_booking(self) -> None:
+        booking, self._booking = self._booking, None
+        if booking is not None:
+            self._router.table.end(booking, self._router.clock())
+
+
+def _prefill_replicas(ranking: Ranking) -> frozenset[str]:
+    """The prefill replicas, if the best replica of a ranking is one."""
+    prefill = ranking.fleet.prefill
+    if prefill is None or not prefill.is_prefill[ranking.rows[0]]:
+        return frozenset()
+    rows = prefill.is_prefill.nonzero()[0].tolist()
+    return frozenset(ranking.fleet.replicas[row] for row in rows)
