@@ -203,6 +203,6 @@ def e2e_policy(**weights: Any) -> CostPolicy:
 
 
 def disaggregated_policy(**weights: Any) -> CostPolicy:
-    """Return the preset `disaggregated`: the delay of streams that decode weighs as much as with `e2e`."""
-    preset: dict[str, Any] = {"eta": 0.3, "name": "disaggregated"}
+    """Return the preset `disaggregated`: the delay of streams that decode weighs as much as the request's own."""
+    preset: dict[str, Any] = {"eta": 1.0, "name": "disaggregated"}
     return CostPolicy(**preset | weights)

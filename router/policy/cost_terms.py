@@ -16,8 +16,8 @@ from quire.router.policy.fleet_view import FleetView, PeerPrefixes, PrefillRows,
 
 # Seconds of a pull besides its bytes: the call, the first answer, the adoption of what has come.
 PULL_OVERHEAD_S = 0.005
-# Seconds of a hand-over besides its bytes: the stream's pause, and the work of both replicas.
-HANDOVER_S = 0.05
+# Seconds of a hand-over besides its bytes: the stream's first tokens share steps with other prompts, then it pauses.
+HANDOVER_S = 0.1
 # Largest fraction of the oldest request's prefill that may count as done. The prefill has not ended, however long the
 # request has been the oldest, because its first token has not arrived.
 _HEAD_DONE = 0.9

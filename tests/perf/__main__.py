@@ -54,6 +54,7 @@ BENCHMARKS = {
         "data_plane": "streams through the whole system, with a device that takes 20 ms a step",
         "tls_cost": "what TLS adds to a streamed token, against the plain ports, in turns",
         "ray_routers": "Quire against Ray Serve's own request routers, in turns; --mix spread or hot",
+        "disaggregated": "long prompts next to streams that decode, with prefill replicas and without, in turns",
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
     },
     "agents": {
