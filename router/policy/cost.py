@@ -45,9 +45,9 @@ tokens of the prompt,
 Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves each follower Wq / (k (k + 1)).
 `FleetView.followers` is the number of recent requests with the prefix, an estimate of the number to come.
 
-**S.** With the preset `disaggregated` some replicas only compute prompts (`router/fleet/prefill_pool.py`). Few streams
-decode there, so eta n P is small. In return the stream moves to another replica after its first token: with the s
-seconds per token to copy KV there, and the U tokens of the prompt that no such replica holds yet,
+**S.** With the preset `disaggregated` some replicas only compute prompts (`router/fleet/prefill_pool.py`). The requests
+there wait for their own prefill or leave, so eta n P is 0. In return the stream moves to another replica after its first
+token: with the s seconds per token to copy KV there, and the U tokens of the prompt that no such replica holds yet,
 
     S = hand-over + U s
 

@@ -121,8 +121,10 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
     handover = None
     if fleet.prefill is not None and not fleet.prefill.is_prefill.all():
         handover = _handover(fleet, fleet.prefill, prices.prompt_tokens, cached)
+        is_prefill = fleet.prefill.is_prefill
+        # What is there waits for its own prefill, or leaves.
+        interference[is_prefill] = 0.0
         if decode is not None:
-            is_prefill = fleet.prefill.is_prefill
             decode[is_prefill] = decode[~is_prefill].min()
     return Terms(
         wait_s=wait,

@@ -305,12 +305,14 @@ def plain_terms(policy, fleet, num_tokens):
     overlap_s = policy.delta * demand.output_tokens * demand.decode_s_per_kv_token
     read = fleet.columns.num_requests * (0.5 * num_tokens) + fleet.columns.mean_kv_tokens
     decode = read * overlap_s
+    interference = fleet.columns.num_requests * (policy.eta * prefill)
     if fleet.prefill is not None and not fleet.prefill.is_prefill.all():
         is_prefill = fleet.prefill.is_prefill
         copy_s = fleet.prefill.s_per_token + fleet.columns.host_copy_s_per_token
         lacking = num_tokens - cached[~is_prefill].max()
         handover = np.where(is_prefill, HANDOVER_S + lacking * copy_s, 0.0)
         decode[is_prefill] = decode[~is_prefill].min()
+        interference[is_prefill] = 0.0
     short = np.maximum(missing - fleet.columns.free_tokens, 0.0)
     freed = np.maximum(fleet.columns.used_tokens, 1.0)
     longest, copy_value = cached.max(), np.zeros(len(fleet))
@@ -323,7 +325,7 @@ def plain_terms(policy, fleet, num_tokens):
         "wait_s": wait,
         "prefill_s": prefill,
         "host_copy_s": fleet.host_tokens * fleet.columns.host_copy_s_per_token,
-        "interference_s": fleet.columns.num_requests * (policy.eta * prefill),
+        "interference_s": interference,
         "later_s": later,
         "decode_s": decode,
         "eviction_s": np.exp(fleet.columns.cache_age_s * (-1.0 / policy.reuse_s))
