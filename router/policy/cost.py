@@ -46,8 +46,8 @@ Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves
 `FleetView.followers` is the number of recent requests with the prefix, an estimate of the number to come.
 
 **S.** With the preset `disaggregated` some replicas only compute prompts (`router/fleet/prefill_pool.py`). The requests
-there wait for their own prefill or leave, so eta n P is 0. In return the stream moves to another replica after its first
-token: with the s seconds per token to copy KV there, and the U tokens of the prompt that no such replica holds yet,
+there wait for their own prefill or leave, so eta n P is 0. In return the stream moves to another replica after its
+first token: with the s seconds per token to copy KV there, and the U tokens of the prompt that no such replica holds,
 
     S = hand-over + U s
 

@@ -373,6 +373,11 @@ def test_block_size_is_a_power_of_two(value: int):
             "engine.scheduler",
             ["'prefil_first'", "did you mean 'prefill_first'?"],
         ),
+        (
+            {"router": {"policy": "disaggregated"}, "engine": {"node_pool_gib": 0}},
+            "",
+            ["router.policy 'disaggregated'", "engine.node_pool_gib", "got 0"],
+        ),
         ({"tls": {"certificate_file": "a"}}, "tls.key_file", ["required"]),
         ({"tls": TLS | {"host": "localhost"}}, "tls.host", ["an IP address", "'localhost'"]),
         ({"tls": TLS | {"min_version": 1.3}}, "tls.min_version", ["'1.2' or '1.3'", "1.3"]),

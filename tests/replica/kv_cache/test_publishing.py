@@ -231,6 +231,7 @@ def test_what_a_peer_asks_for_is_published_before_all_others_and_without_budget(
     engine.publishing.max_share = 0.001
     unknown = [bytes(16) + keys[0][16:], keys[0][:16] + bytes(16)]
     assert engine.publishing.ask([*unknown, *keys]) == set(keys)
+    assert engine.publishing.ask(keys) == set(keys), "another peer needs them, too"
     # A step that still fills the first of them keeps it waiting, not its followers.
     published, steps = 0, 0
     while published < 5:

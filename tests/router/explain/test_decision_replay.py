@@ -16,7 +16,7 @@ from quire.cluster.cli import main
 from quire.router.explain.decision_log import DecisionLog, DecisionLogError, read
 from quire.router.explain.decision_replay import replay, report
 from quire.router.policy.by_name import POLICY_NAMES, make_policy
-from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, PeerPrefixes
+from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, PeerPrefixes, PrefillRows
 from quire.router.policy.policy import RouteRequest
 from quire.router.types import Explain
 
@@ -74,6 +74,18 @@ def test_a_log_keeps_what_could_be_pulled(tmp_path):
     assert read_back.s_per_token == 1e-7
     (again,) = replay([decision], make_policy("slo"), "slo").redecisions
     assert (again.replayed.replica, again.replayed.cached_tokens) == ("1", 960)
+
+
+def test_a_log_keeps_which_replicas_only_computed_prompts(tmp_path):
+    decode = idle(num_requests=20)
+    fleet = fleet_of([idle(), decode], 10_000)
+    fleet.prefill = PrefillRows(np.array([True, False]), np.array([1e-6, 0.0]))
+    assert record(tmp_path, [fleet], "disaggregated", 10_000) == ["0"]
+    (decision,) = read(tmp_path / "router-1.jsonl")
+    read_back = decision.fleet.prefill
+    assert read_back.is_prefill.tolist() == [True, False]
+    assert read_back.s_per_token.tolist() == [1e-6, 0.0]
+    assert replay([decision], make_policy("disaggregated"), "disaggregated").num_changed == 0
 
 
 def test_another_policy_shows_what_it_would_have_cost(tmp_path):
