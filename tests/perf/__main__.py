@@ -54,12 +54,12 @@ BENCHMARKS = {
         "data_plane": "streams through the whole system, with a device that takes 20 ms a step",
         "tls_cost": "what TLS adds to a streamed token, against the plain ports, in turns",
         "ray_routers": "Quire against Ray Serve's own request routers, in turns; --mix spread or hot",
-        "disaggregated": "long prompts next to streams that decode, with prefill replicas and without, in turns",
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
     },
     "agents": {
         "router_cost": "processor time of the routers for a million prompt tokens of agents, with tokenising",
         "agents": "agents on a real cluster: token hits and TTFT, against round_robin and Serve's router",
+        "disaggregated": "long prompts next to streams that decode, with prefill replicas and without, in turns",
     },
     "gpu": {
         "gpu_plan": "the three commands of docs/measuring_on_a_gpu.md: make gpu-1, gpu-2, gpu-3",
