@@ -12,8 +12,9 @@ from quire.replica.core.draft_source import DraftSource, Reserve
 from quire.replica.core.request import Request
 from quire.replica.speculation import draft_lengths
 from quire.replica.speculation.draft_lengths import Acceptance, choose_lengths
+from quire.replica.speculation.draft_steps import DraftRunner
 from quire.replica.speculation.gram_table import MAX_SIZE
-from quire.replica.speculation.model_drafts import DraftRunner, ModelSource
+from quire.replica.speculation.model_drafts import ModelSource
 from quire.replica.speculation.request_drafts import RequestDrafts
 from quire.replica.speculation.step_costs import LossBudget, StepCosts
 from quire.replica.speculation.texts import Match, RecentAnswers

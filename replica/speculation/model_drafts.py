@@ -18,26 +18,18 @@ the block holds its own tokens, and computes it otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.draft_source import Reserve
 from quire.replica.core.request import Request
-from quire.replica.core.sampling_record import records
-from quire.replica.core.step_plan import BlockTables, SamplingBatch, StepPlan, StepResult
+from quire.replica.core.step_plan import StepPlan
+from quire.replica.core.table_changes import NO_CHANGES, TableChanges
+from quire.replica.speculation.draft_steps import DraftRunner, greedy_plan, run_chain
 
 _NO_TOKENS = np.empty(0, np.int32)
-
-
-class DraftRunner(Protocol):
-    """The runner of the draft model. Its pool has as many blocks as the engine's, of the same number of tokens."""
-
-    config: EngineConfig
-
-    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 class _Row:
@@ -48,12 +40,14 @@ class _Row:
         # Number of leading tokens with keys and values in `blocks`.
         self.num_computed = 0
         self.blocks = _NO_TOKENS  # [m] int32
+        # Number of leading blocks that the draft runner's copy of the block table has.
+        self.num_sent = 0
         # For each full block a number that stands for the tokens up to its end.
         self.digests: list[int] = []
         # The last draft, all but its last token computed, and the request's length then.
         self.drafted = _NO_TOKENS
         self.length = 0
-        # The next draft has this many tokens, once the tokens up to `end` are computed.
+        # The next draft has `count` tokens; before, the tokens up to `end` are computed.
         self.count = 0
         self.end = 0
 
@@ -64,7 +58,7 @@ class _Row:
     def advance(self, block_size: int) -> None:
         """Take over the request's newest tokens. The drafted ones among them are computed."""
         tokens = self.request.token_ids
-        new = tokens[self.length :][: len(self.drafted) - 1] if len(self.drafted) else _NO_TOKENS
+        new = tokens[self.length :][: max(0, len(self.drafted) - 1)]
         is_wrong = new != self.drafted[: len(new)]
         self.num_computed += int(is_wrong.argmax()) if is_wrong.any() else len(new)
         self.drafted, self.length = _NO_TOKENS, len(tokens)
@@ -76,11 +70,12 @@ class _Row:
             self.digests.append(hash((before, block.tobytes())))
 
     def move(self, blocks: np.ndarray, content: dict[int, int], block_size: int) -> None:
-        """Go on with these blocks: as far as they are those of before, and then as far as they hold its tokens."""
-        used = -(-self.num_computed // block_size)
-        is_other = blocks[:used] != self.blocks[:used]
-        if is_other.any():
-            self.num_computed = int(is_other.argmax()) * block_size
+        """Use these blocks from now on. Tokens in other blocks than before count as computed if `content` has them."""
+        common = min(len(blocks), len(self.blocks))
+        is_other = blocks[:common] != self.blocks[:common]
+        num_same = int(is_other.argmax()) if is_other.any() else common
+        self.num_sent = min(self.num_sent, num_same)
+        self.num_computed = min(self.num_computed, num_same * block_size)
         self.blocks = blocks
         i, rest = divmod(self.num_computed, block_size)
         if rest:
@@ -109,11 +104,11 @@ class ModelSource:
         self._block_size = config.block_size
         self._runner = runner
         self._max_len = runner.config.max_model_len
+        self._max_blocks = runner.config.max_row_blocks
         self._reserve: Reserve | None = None
         self._rows: dict[Hashable, _Row] = {}
         # By block: the digest of the tokens whose keys and values it holds. Other blocks hold anything.
         self._content: dict[int, int] = {}
-        self._num_steps = 0
 
     def attach(self, reserve: Reserve) -> None:
         self._reserve = reserve
@@ -147,9 +142,10 @@ class ModelSource:
             row = self._rows[request.key] = _Row(request)
         row.advance(self._block_size)
         assert self._reserve is not None
-        row.move(self._reserve(request, most), self._content, self._block_size)
+        blocks = self._reserve(request, most)[: self._max_blocks]
+        row.move(blocks, self._content, self._block_size)
         # The draft's last token is not computed.
-        row.count = min(most, len(row.blocks) * self._block_size - length + 1)
+        row.count = min(most, len(blocks) * self._block_size - length + 1)
         return row
 
     def _choose(self, rows: list[_Row]) -> list[_Row]:
@@ -167,25 +163,43 @@ class ModelSource:
 
     def _draft(self, rows: list[_Row]) -> None:
         """Compute the missing tokens of all rows in one step, then draft for those that lack no more."""
+        for row in rows:
+            self._begin_writes(row)
+        drafted = np.zeros((len(rows), max(1, rows[0].count)), np.int32)
+        for k, tokens in enumerate(run_chain(self._runner, self._plans(rows))):
+            drafted[: len(tokens), k] = tokens
+        for row, tokens in zip(rows, drafted, strict=True):
+            self._end_writes(row)
+            row.drafted = tokens[: row.count]
+
+    def _plans(self, rows: list[_Row]) -> Iterator[StepPlan]:
+        """A step with the missing tokens of all rows, then steps with one token of each row that drafts more."""
+        ids = np.array([row.request.row for row in rows])
         tables = np.zeros((len(rows), max(len(row.blocks) for row in rows)), np.int32)
         for i, row in enumerate(rows):
             tables[i, : len(row.blocks)] = row.blocks
-            self._begin_writes(row)
-        starts = np.array([row.num_computed for row in rows])
         spans = [row.request.token_ids[row.num_computed : row.end] for row in rows]
-        tokens = self._next_tokens(spans, starts, tables)
-        for row in rows:
-            self._end_writes(row)
-        counts = np.array([row.count for row in rows])
+        starts = np.array([row.num_computed for row in rows])
+        yield greedy_plan(ids, starts, spans, tables, self._block_size, self._send_blocks(rows))
         lengths = np.array([row.length for row in rows])
-        drafted = np.zeros((len(rows), max(1, counts.max())), np.int32)
-        drafted[:, 0] = tokens
-        for k in range(1, counts.max()):
-            n = int(np.count_nonzero(counts > k))
-            before = drafted[:n, k - 1 : k]
-            drafted[:n, k] = self._next_tokens(list(before), lengths[:n] + k - 1, tables[:n])
-        for row, tokens in zip(rows, drafted, strict=True):
-            row.drafted = tokens[: row.count]
+        counts = np.array([row.count for row in rows])
+        for k in range(1, rows[0].count):
+            n = np.count_nonzero(counts > k)
+            starts = lengths[:n] + k - 1
+            yield greedy_plan(ids[:n], starts, None, tables[:n], self._block_size)
+
+    def _send_blocks(self, rows: list[_Row]) -> TableChanges:
+        """The entries of the rows' block tables that the draft runner's copy of them lacks."""
+        places, blocks = [], []
+        for row in rows:
+            begin, end = row.num_sent, len(row.blocks)
+            if begin < end:
+                places.append(row.request.row * self._max_blocks + np.arange(begin, end))
+                blocks.append(row.blocks[begin:])
+            row.num_sent = end
+        if not places:
+            return NO_CHANGES
+        return TableChanges(((0, np.concatenate(places), np.concatenate(blocks)),))
 
     def _begin_writes(self, row: _Row) -> None:
         """Forget the content of the blocks that the row writes to."""
@@ -198,40 +212,3 @@ class ModelSource:
         first, end = row.num_computed // self._block_size, row.end // self._block_size
         self._content |= zip(row.blocks[first:end].tolist(), row.digests[first:end], strict=True)
         row.num_computed = row.end
-
-    def _next_tokens(
-        self, spans: Sequence[np.ndarray], starts: np.ndarray, tables: np.ndarray
-    ) -> np.ndarray:
-        """Compute tokens of n rows in one step of the draft model; returns the likeliest next ones, [n] int64.
-
-        Parameters
-        ----------
-        spans, starts
-            [at least 1] int32 tokens of each row, and [n] the position of the first.
-        tables
-            [n, blocks] int32.
-        """
-        self._num_steps += 1
-        num_scheduled = np.array([len(span) for span in spans])
-        cu_q = np.concatenate([[0], np.cumsum(num_scheduled)]).astype(np.int32)
-        kv_len = (starts + num_scheduled).astype(np.int32)
-        row = np.repeat(np.arange(len(spans)), num_scheduled)
-        positions = np.arange(cu_q[-1]) + (starts - cu_q[:-1])[row]
-        blocks = tables[row, positions // self._block_size].astype(np.int64)
-        width = -(-int(kv_len.max()) // self._block_size)
-        plan = StepPlan(
-            step=self._num_steps,
-            token_ids=np.concatenate(spans).astype(np.int32),
-            positions=positions.astype(np.int32),
-            cu_q=cu_q,
-            num_sampled=np.ones(len(spans), np.int32),
-            kv_len=kv_len,
-            block_tables=BlockTables.of(tables[None, :, :width]),
-            slots=(blocks * self._block_size + positions % self._block_size)[None],
-            sampling=SamplingBatch(
-                token_index=cu_q[1:] - 1,
-                columns=records(len(spans), temperature=0.0),
-                position=kv_len.astype(np.int64),
-            ),
-        )
-        return self._runner.run(plan).token_ids

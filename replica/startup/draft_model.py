@@ -1,7 +1,7 @@
 """The draft model of speculation: checks that it fits the served model, and loads it as a runner of its own.
 
 The runner has the same number of blocks, of the same number of tokens, so a block id names a block of each pool. It has
-no host tier, no adapters and no graphs.
+no host tier and no adapters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.replica.model.text_part import text_tensor_names
 from quire.replica.runner.runner import Runner
 from quire.replica.speculation_options import SpeculationOptions
 from quire.replica.startup.device_memory import measure_memory
-from quire.replica.startup.memory_table import NO_DRAFT_MODEL, DraftBytes
+from quire.replica.startup.memory_table import NO_DRAFT_MODEL, DraftBytes, MeasuredMemory
 from quire.replica.startup.sizing import choose_dtype, choose_sizing, choose_weights
 
 
@@ -47,22 +47,22 @@ class DraftModel:
 
     def config(self, config: EngineConfig) -> EngineConfig:
         """The configuration of its runner, for that of the engine."""
+        max_model_len = min(config.max_model_len, self.spec.max_position_embeddings)
+        has_mixed_graphs = config.q_padding is not None and config.q_padding <= max_model_len
         formats: dict[str, Any] = {"dtype": self.dtype, "weights": self.weights}
         return dataclasses.replace(
             config,
             **formats,
             model_name=str(self.spec.path),
             kv_cache_dtype="auto",
-            max_model_len=min(config.max_model_len, self.spec.max_position_embeddings),
+            max_model_len=max_model_len,
             groups=self.spec.groups,
             hidden_size=self.spec.hidden_size,
             # Drafts change no token, so they need not be the same in every batch.
             deterministic=False,
             num_host_blocks=0,
             max_loaded_adapters=0,
-            cuda_graphs="off",
-            q_padding=None,
-            check_graphs=False,
+            q_padding=config.q_padding if has_mixed_graphs else None,
             speculation=SpeculationOptions(),
         )
 
@@ -70,13 +70,19 @@ class DraftModel:
         """Load the weights for an engine with this configuration."""
         self._model = load_model(self.spec, config.device, self.dtype, self.weights)
 
-    def measure(self, config: EngineConfig, device: Device, available: int) -> int:
-        """Return the bytes of its workspace on a GPU; the arguments are those of `measure_memory`."""
+    def measure(
+        self, config: EngineConfig, device: Device, measured: MeasuredMemory
+    ) -> MeasuredMemory:
+        """On a GPU, add its workspace and its graphs to the measured memory of the other model."""
         assert self._model is not None
-        measured, self._fused = measure_memory(
-            self.config(config), self.spec, self._model, device, available
+        own, self._fused = measure_memory(
+            self.config(config), self.spec, self._model, device, measured.available
         )
-        return measured.workspace
+        return dataclasses.replace(
+            measured,
+            workspace=measured.workspace + own.workspace,
+            graphs=measured.graphs + own.graphs,
+        )
 
     def start(self, config: EngineConfig, device: Device) -> Runner:
         """Allocate its pool and warm up."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -127,8 +126,7 @@ def load_runtime(
                 model = load_model(spec, config.device, config.dtype, config.weights)
                 measured, fused = measure_memory(config, spec, model, device, available)
                 if draft is not None:
-                    workspace = measured.workspace + draft.measure(config, device, available)
-                    measured = dataclasses.replace(measured, workspace=workspace)
+                    measured = draft.measure(config, device, measured)
                 # The rest goes to the KV pool.
                 config, node_pool = join(
                     resolve(args, spec, checkpoint, measured, draft_bytes(draft))

@@ -5,22 +5,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 
+import model_zoo
 import numpy as np
 import pytest
+import torch
 from device_harness import Harness, Told, config_of, crowd, prompt, tight
 from fake_device import FakeDevice
 
+from quire.kernels.attention.paged_attention import Backend
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.core.step_plan import StepPlan, StepResult
+from quire.replica.core.step_plan import StepPlan
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.runner import Runner
+from quire.replica.runner.step_outputs import InFlight
 from quire.replica.speculation.model_drafts import ModelSource
 from quire.replica.speculation_options import SpeculationOptions
 from quire.replica.startup.draft_model import DraftModel
 from quire.replica.startup.memory_table import NO_DRAFT_MODEL
+from tests.kernels.compile.interpreter import repair_interpreter
 
 
 class WatchedSource(ModelSource):
@@ -30,14 +37,14 @@ class WatchedSource(ModelSource):
         super().__init__(config, runner)
         self.num_drafted = self.num_accepted = self.num_computed = 0
         self.most_tokens = 0
-        run = runner.run
+        self.runner, launch = runner, runner.launch
 
-        def count(plan: StepPlan) -> StepResult:
+        def count(plan: StepPlan) -> InFlight:
             self.num_computed += plan.num_tokens
             self.most_tokens = max(self.most_tokens, plan.num_tokens)
-            return run(plan)
+            return launch(plan)
 
-        runner.run = count
+        runner.launch = count
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         if request.params.temperature == 0 and request.params.repetition_penalty == 1:
@@ -49,13 +56,15 @@ class WatchedSource(ModelSource):
         return self.num_accepted / self.num_drafted
 
 
-def drafting(config: EngineConfig, draft: Harness, device: Device) -> WatchedSource:
+def drafting(
+    config: EngineConfig, draft: Harness, device: Device, backend: Backend | None = None
+) -> WatchedSource:
     """A source whose model is that of `draft`; its pool is poisoned with NaN."""
-    model = DraftModel(draft.spec, "float32", "auto", NO_DRAFT_MODEL)
-    runner = Runner.with_pool(
-        model.config(config), draft.spec, copy.deepcopy(draft.model), device=device
-    )
-    runner.pool.poison()
+    own = DraftModel(draft.spec, "float32", "auto", NO_DRAFT_MODEL).config(config)
+    pool = KVPool(own.num_blocks, own.groups, own.block_size, torch.float32)
+    pool.poison()
+    model = copy.deepcopy(draft.model)
+    runner = Runner(own, draft.spec, model, pool, device=device, attention_backend=backend)
     return WatchedSource(config, runner)
 
 
@@ -81,34 +90,54 @@ def plain(model: Harness, config: EngineConfig, requests: Iterable[Request]) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "cache", "requests"),
+    ("name", "cache", "requests", "device"),
     [
-        ("llama", config_of, crowd),
-        ("qwen3", tight, crowd),
-        ("llama", config_of, forks),
+        ("llama", config_of, crowd, CpuDevice()),
+        ("qwen3", tight, crowd, FakeDevice(1)),
+        ("llama", config_of, forks, FakeDevice(2)),
     ],
 )
-def test_drafts_of_the_same_model_change_nothing_and_are_accepted(harness, name, cache, requests):
+def test_drafts_of_the_same_model_change_nothing_and_are_accepted(
+    harness, name, cache, requests, device
+):
     model = harness(name)
     config = cache(model.spec, **with_drafts({"max_draft_tokens": 4}))
-    expected = plain(model, config, requests())
-    for device, plans_ahead in ((CpuDevice(), False), (FakeDevice(1), True)):
-        source = drafting(config, model, device)
-        told = model.serve(config, device, requests(), plans_ahead=plans_ahead, draft_source=source)
-        assert told == expected
-        assert not source._rows
-        assert source.most_tokens <= config.max_batch_tokens
-        assert source.acceptance > 0.9
+    source = drafting(config, model, device)
+    told = model.serve(
+        config, device, requests(), plans_ahead=not device.is_immediate, draft_source=source
+    )
+    assert told == plain(model, config, requests())
+    assert not source._rows
+    assert source.most_tokens <= config.max_batch_tokens
+    assert source.acceptance > 0.9
 
 
-@pytest.mark.parametrize(("target", "draft"), [("llama", "llama_mha"), ("gemma3", "llama_mha")])
-def test_drafts_of_another_model_change_nothing(harness, target, draft):
-    model = harness(target)
+def test_drafts_of_another_model_change_nothing(harness):
+    model = harness("gemma3")
     config = tight(model.spec, **with_drafts({"max_draft_tokens": 3}))
-    source = drafting(config, harness(draft), device := FakeDevice(2))
+    source = drafting(config, harness("llama_mha"), device := FakeDevice(2))
     told = model.serve(config, device, crowd(), plans_ahead=True, draft_source=source)
     assert told == plain(model, config, crowd())
     assert source.num_drafted > 20 and source.acceptance < 0.2
+
+
+def test_the_draft_model_runs_in_graphs_and_with_the_kernels_of_a_gpu(tmp_path):
+    repair_interpreter()
+    model = Harness(model_zoo.build("llama", tmp_path, num_hidden_layers=1))
+    config = config_of(model.spec, block_size=16, **with_drafts({"max_draft_tokens": 3}))
+    source = drafting(config, model, device := FakeDevice(3), "triton")
+    graphs = source.runner.graphs
+    for size in (1, 2, 4):
+        graphs.capture(GraphKey(size, GraphPart.WHOLE))
+    graphs._serves = True
+
+    def requests() -> list[Request]:
+        return [greedy(i, prompt(5 + 3 * i, i), 5 + i) for i in range(3)]
+
+    told = model.serve(config, device, requests(), plans_ahead=True, draft_source=source)
+    assert told == plain(model, config, requests())
+    assert source.acceptance > 0.9
+    assert graphs.policy.decodes.num_hits >= 4
 
 
 def greedy(key: object, ids: list[int], max_tokens: int, **options: object) -> Request:
