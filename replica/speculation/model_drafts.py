@@ -18,6 +18,7 @@ the block holds its own tokens, and computes it otherwise.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
@@ -28,6 +29,8 @@ from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepPlan
 from quire.replica.core.table_changes import NO_CHANGES, TableChanges
 from quire.replica.speculation.draft_steps import DraftRunner, greedy_plan, run_chain
+
+logger = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -117,8 +120,16 @@ class ModelSource:
         share = max(1, room // max(1, len(requests)))
         rows = [self._row(request, share) for request in requests[:room]]
         chosen = self._choose([row for row in rows if row is not None])
-        if chosen:
-            self._draft(chosen)
+        try:
+            if chosen:
+                self._draft(chosen)
+        except Exception:
+            logger.exception(
+                "the draft model failed; there are no drafts until the engine starts again"
+            )
+            self._rows.clear()
+            self._max_tokens = 0
+            return [_NO_TOKENS] * len(requests)
         drafts = [_NO_TOKENS if row is None else row.drafted for row in rows]
         return drafts + [_NO_TOKENS] * (len(requests) - len(rows))
 

@@ -14,12 +14,14 @@ from fake_device import FakeDevice
 
 from quire.kernels.attention.paged_attention import Backend
 from quire.protos.sampling_params import SamplingParams
+from quire.replica import Engine
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepPlan
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
+from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.runner import Runner
 from quire.replica.runner.step_outputs import InFlight
@@ -31,20 +33,54 @@ from tests.kernels.compile.interpreter import repair_interpreter
 
 
 class WatchedSource(ModelSource):
-    """A `ModelSource` that counts the drafts of greedy requests, and the tokens that the draft model computes."""
+    """A `ModelSource` that counts the drafts of greedy requests, and the tokens that the draft model computes.
+
+    On the CPU it follows which token each slot of the draft's pool holds, and compares all that a step reads.
+    """
 
     def __init__(self, config: EngineConfig, runner: Runner):
         super().__init__(config, runner)
         self.num_drafted = self.num_accepted = self.num_computed = 0
         self.most_tokens = 0
+        # [slots], the token that each holds; None: tokens are not known at the launch.
+        self.held: np.ndarray | None = None
+        self.problems: list[str] = []
+        self.num_followed = 0
+        self.sampled = np.zeros(config.num_rows + 1, np.int64)  # [rows], by the newest step
+        if isinstance(runner.steps, CpuSteps):
+            self.held = np.full((config.num_blocks + 1) * config.block_size, -1)
         self.runner, launch = runner, runner.launch
 
         def count(plan: StepPlan) -> InFlight:
             self.num_computed += plan.num_tokens
             self.most_tokens = max(self.most_tokens, plan.num_tokens)
-            return launch(plan)
+            if self.held is not None:
+                self._follow(plan)
+            in_flight = launch(plan)
+            self.sampled[plan.rows] = in_flight.slot.result[: plan.num_rows].numpy()
+            return in_flight
 
         runner.launch = count
+
+    def _follow(self, plan: StepPlan) -> None:
+        """Write the step's tokens, all of them to blocks of their rows, and compare what each row reads."""
+        ids = np.where(
+            plan.token_ids < 0, self.sampled[np.maximum(-1 - plan.token_ids, 0)], plan.token_ids
+        )
+        self.held[plan.slots[0]] = ids
+        requests = {row.request.row: row.request for row in self._rows.values()}
+        tables, size = plan.block_tables.gather()[0], self._block_size
+        for i, row in enumerate(plan.rows.tolist()):
+            position = np.arange(plan.kv_len[i])
+            slots = tables[i, position // size] * size + position % size
+            known = requests[row].token_ids[: len(slots)]
+            if self.held[slots[: len(known)]].tolist() != known.tolist():
+                self.problems.append(f"row {row} reads other tokens")
+            own = self._reserve(requests[row], 0)
+            written = plan.slots[0, plan.cu_q[i] : plan.cu_q[i + 1]] // size
+            if not np.isin(written, own).all():
+                self.problems.append(f"row {row} writes to blocks of others")
+            self.num_followed += 1
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         if request.params.temperature == 0 and request.params.repetition_penalty == 1:
@@ -92,9 +128,9 @@ def plain(model: Harness, config: EngineConfig, requests: Iterable[Request]) -> 
 @pytest.mark.parametrize(
     ("name", "cache", "requests", "device"),
     [
-        ("llama", config_of, crowd, CpuDevice()),
-        ("qwen3", tight, crowd, FakeDevice(1)),
-        ("llama", config_of, forks, FakeDevice(2)),
+        ("llama", config_of, crowd, FakeDevice(1)),
+        ("qwen3", tight, crowd, CpuDevice()),
+        ("llama", config_of, forks, CpuDevice()),
     ],
 )
 def test_drafts_of_the_same_model_change_nothing_and_are_accepted(
@@ -110,6 +146,8 @@ def test_drafts_of_the_same_model_change_nothing_and_are_accepted(
     assert not source._rows
     assert source.most_tokens <= config.max_batch_tokens
     assert source.acceptance > 0.9
+    assert not source.problems and source._max_tokens == 4
+    assert source.num_followed > 50 or not device.is_immediate
 
 
 def test_drafts_of_another_model_change_nothing(harness):
@@ -132,7 +170,7 @@ def test_the_draft_model_runs_in_graphs_and_with_the_kernels_of_a_gpu(tmp_path):
     graphs._serves = True
 
     def requests() -> list[Request]:
-        return [greedy(i, prompt(5 + 3 * i, i), 5 + i) for i in range(3)]
+        return [greedy(i, prompt(5 + 3 * i, i), 6) for i in range(2)]
 
     told = model.serve(config, device, requests(), plans_ahead=True, draft_source=source)
     assert told == plain(model, config, requests())
@@ -209,3 +247,36 @@ def test_a_request_longer_than_the_draft_models_context_is_served(harness):
     told = model.serve(config, device, requests, plans_ahead=False, draft_source=source)
     assert {key: len(tokens) for key, (tokens, *_) in told.items()} == {0: 30, 1: 10}
     assert 0 < source.num_drafted <= 14
+
+
+def test_a_draft_model_that_fails_ends_no_request(harness, caplog):
+    model = harness("llama")
+    config = config_of(model.spec, **with_drafts({"max_draft_tokens": 4}))
+    source = drafting(config, model, device := CpuDevice())
+    launch = source.runner.launch
+
+    def fail(plan: StepPlan) -> InFlight:
+        if source.num_drafted > 10:
+            raise RuntimeError("out of memory")
+        return launch(plan)
+
+    source.runner.launch = fail
+    told = model.serve(config, device, crowd(), plans_ahead=False, draft_source=source)
+    assert told == plain(model, config, crowd())
+    assert caplog.text.count("the draft model failed") == 1
+
+
+def test_an_engine_loads_both_models():
+    speculation = dict(method="draft_model", draft_model="embedded", max_draft_tokens=3)
+    limits = dict(model="embedded", device="cpu", num_threads=1, num_blocks=64)
+    params = [
+        SamplingParams(max_tokens=20, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 1.0)
+    ]
+    answers = []
+    for options in ({}, {"speculation": speculation}):
+        with Engine(**limits, **options) as engine:
+            answers.append(engine.generate(["A quire is", "Ray"], params))
+            engine.check()
+    plain_answers, drafted = answers
+    assert [a.token_ids for a in plain_answers] == [a.token_ids for a in drafted]
+    assert drafted[0].num_accepted > 0.9 * drafted[0].num_drafted > 10
