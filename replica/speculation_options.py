@@ -20,8 +20,8 @@ class SpeculationOptions:
         "Where drafts come from. off: no drafts. ngram: the text that followed the last tokens at their most recent "
         "earlier place in the same request. suffix: as ngram, and otherwise recent answers to the same tenant. "
         "auto: as suffix, with the number of drafted tokens chosen by measured acceptance and measured step times, 0 "
-        "where drafts do not pay. draft_model: the likeliest tokens of a second, smaller model. With ngram, suffix and "
-        "auto, the field `prediction` of a request is the first source for that request.",
+        "where drafts do not pay. draft_model: the likeliest tokens of a second, smaller model, as many as pay. With "
+        "ngram, suffix and auto, the field `prediction` of a request is the first source for that request.",
     )
     max_draft_tokens: int = option(
         8, "Maximum number of drafted tokens per request and step.", ge=1, le=64

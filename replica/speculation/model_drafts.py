@@ -19,7 +19,9 @@ the block holds its own tokens, and computes it otherwise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 
@@ -29,10 +31,23 @@ from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepPlan
 from quire.replica.core.table_changes import NO_CHANGES, TableChanges
 from quire.replica.speculation.draft_steps import DraftRunner, greedy_plan, run_chain
+from quire.replica.speculation.measured_lengths import MeasuredLengths
 
 logger = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
+
+
+class DraftLengths(Protocol):
+    """The interface of `MeasuredLengths`."""
+
+    def choose(self, num_rows: int) -> tuple[int, int]: ...
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None: ...
+
+    def observe_step(self, num_rows: int, num_drafted: int, duration_s: float) -> None: ...
+
+    def observe_draft(self, step_s: float) -> None: ...
 
 
 class _Row:
@@ -91,7 +106,7 @@ class _Row:
 
 
 class ModelSource:
-    """A `DraftSource`: the likeliest tokens of a second model, `max_draft_tokens` of them where there is room.
+    """A `DraftSource`: the likeliest tokens of a second model, as many as pay.
 
     Parameters
     ----------
@@ -99,10 +114,23 @@ class ModelSource:
         The configuration of the engine, whose step limits also bound the work for one draft.
     runner
         Runs the draft model. Requests longer than its `max_model_len` get no drafts.
+    lengths
+        Chooses how many tokens to draft; None: by what it measures.
+    clock
+        Seconds.
     """
 
-    def __init__(self, config: EngineConfig, runner: DraftRunner):
-        self._max_tokens = config.speculation.max_draft_tokens
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: DraftRunner,
+        lengths: DraftLengths | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ):
+        max_tokens = config.speculation.max_draft_tokens
+        self._lengths = MeasuredLengths(max_tokens) if lengths is None else lengths
+        self._clock = clock
+        self._has_failed = False
         self._step_tokens = config.max_batch_tokens
         self._block_size = config.block_size
         self._runner = runner
@@ -117,8 +145,14 @@ class ModelSource:
         self._reserve = reserve
 
     def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
-        share = max(1, room // max(1, len(requests)))
-        rows = [self._row(request, share) for request in requests[:room]]
+        length = num_rows = 0
+        if requests and not self._has_failed:
+            length, num_rows = self._lengths.choose(len(requests))
+        if not length:
+            return [_NO_TOKENS] * len(requests)
+        num_rows = min(num_rows, room)
+        length = min(length, room // num_rows)
+        rows = [self._row(request, length) for request in requests[:num_rows]]
         chosen = self._choose([row for row in rows if row is not None])
         try:
             if chosen:
@@ -127,17 +161,16 @@ class ModelSource:
             logger.exception(
                 "the draft model failed; there are no drafts until the engine starts again"
             )
-            self._rows.clear()
-            self._max_tokens = 0
+            self._has_failed = True
             return [_NO_TOKENS] * len(requests)
         drafts = [_NO_TOKENS if row is None else row.drafted for row in rows]
         return drafts + [_NO_TOKENS] * (len(requests) - len(rows))
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        pass
+        self._lengths.observe(num_drafted, num_accepted)
 
     def observe_step(self, num_rows: int, num_drafted: int, duration_s: float) -> None:
-        pass
+        self._lengths.observe_step(num_rows, num_drafted, duration_s)
 
     def end(self, request: Request) -> None:
         self._rows.pop(request.key, None)
@@ -145,7 +178,7 @@ class ModelSource:
     def _row(self, request: Request, most: int) -> _Row | None:
         """The row of a request with the length of its next draft; None if it gets no draft."""
         length = request.num_tokens
-        most = min(most, self._max_tokens, request.run_length - length - 1, self._max_len - length)
+        most = min(most, request.run_length - length - 1, self._max_len - length)
         if most <= 0:
             return None
         row = self._rows.get(request.key)
@@ -176,9 +209,12 @@ class ModelSource:
         """Compute the missing tokens of all rows in one step, then draft for those that lack no more."""
         for row in rows:
             self._begin_writes(row)
+        began_s, num_missing = self._clock(), sum(row.end - row.num_computed for row in rows)
         drafted = np.zeros((len(rows), max(1, rows[0].count)), np.int32)
         for k, tokens in enumerate(run_chain(self._runner, self._plans(rows))):
             drafted[: len(tokens), k] = tokens
+        if num_missing <= 2 * len(rows):  # as after each draft
+            self._lengths.observe_draft((self._clock() - began_s) / drafted.shape[1])
         for row, tokens in zip(rows, drafted, strict=True):
             self._end_writes(row)
             row.drafted = tokens[: row.count]
