@@ -5,7 +5,7 @@ The same number k is drafted for all rows, because each step of the draft model 
     tokens of a row   1 + a + a ** 2 + ... + a ** k        a: the fraction of drafted tokens that are right
     seconds           plain step * (1 + fixed + per token * rows * k) + k * step of the draft model
 
-Where no k pays, a step now and then drafts one token of one row, to see whether that has changed.
+Where no k pays, a few steps now and then draft one token of one row, to see whether that has changed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from quire.replica.speculation.step_costs import StepCosts
 
 # The predicted gain must be at least this share, or nothing is drafted.
 _LEAST_GAIN = 0.03
-# Steps without drafts after which one token is drafted, at first and at most. A trial without success doubles them.
+# Steps without drafts before a trial, at first and at most. A trial without success doubles them.
 _FIRST_REST, _MAX_REST = 32, 1024
+# Steps of a trial. Before the first draft the draft model computes all tokens since the last trial, so only the others
+# show the time of its steps.
+_NUM_TRIALS = 3
 # Share of an average that the newest value replaces.
 _WEIGHT = 0.1
+# A step that took more than this multiple of the average counts as this multiple: the machine was busy.
+_MAX_OUTLIER = 2.0
 
 
 class MeasuredLengths:
@@ -36,8 +41,9 @@ class MeasuredLengths:
         self._counts = np.arange(max_tokens + 1)
         self._acceptance = Acceptance(1.0, 1.0, 0.95)
         self._costs = StepCosts()
-        # Average seconds of a step of the draft model; 0: not known.
+        # Average seconds of a step of the draft model, and number of times.
         self._draft_s = 0.0
+        self._num_times = 0
         self._num_rested = 0
         self._rest = _FIRST_REST
 
@@ -61,7 +67,8 @@ class MeasuredLengths:
         self._num_rested += 1
         if self._num_rested < self._rest:
             return 0, 0
-        self._num_rested, self._rest = 0, min(2 * self._rest, _MAX_REST)
+        if self._num_rested == self._rest + _NUM_TRIALS - 1:
+            self._num_rested, self._rest = 0, min(2 * self._rest, _MAX_REST)
         return min(1, len(k) - 1), 1
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -74,5 +81,7 @@ class MeasuredLengths:
 
     def observe_draft(self, step_s: float) -> None:
         """Steps of the draft model took this long each."""
-        weight = _WEIGHT if self._draft_s else 1.0
-        self._draft_s += weight * (step_s - self._draft_s)
+        self._num_times += 1
+        if self._num_times > 2:
+            step_s = min(step_s, _MAX_OUTLIER * self._draft_s)
+        self._draft_s += max(1 / self._num_times, _WEIGHT) * (step_s - self._draft_s)

@@ -25,7 +25,8 @@ class Device:
     def __init__(self, num_rows: int, draft_s: float, token_s: float):
         self.lengths = MeasuredLengths(MAX_TOKENS)
         self._num_rows = num_rows
-        self._draft_s, self._token_s = draft_s, token_s
+        self.draft_s, self._token_s = draft_s, token_s
+        self._has_drafted = False
         self._random = random.Random(7)
 
     def speed(self, acceptance: float, num_steps: int) -> float:
@@ -37,16 +38,18 @@ class Device:
             drafted = length * num_asked
             noise = 1 + 0.1 * self._random.random()
             step_s = noise * (1 + self._token_s * drafted)
-            seconds += step_s + noise * length * self._draft_s
+            seconds += step_s + noise * length * self.draft_s
             num_tokens += self._num_rows
             if length:
-                self.lengths.observe_draft(noise * self._draft_s)
+                if self._has_drafted:  # otherwise the draft model computes many tokens first
+                    self.lengths.observe_draft(noise * self.draft_s)
                 for _ in range(num_asked):
                     num_right = 0
                     while num_right < length and self._random.random() < acceptance:
                         num_right += 1
                     self.lengths.observe(length, num_right)
                     num_tokens += num_right
+            self._has_drafted = length > 0
             self.lengths.observe_step(self._num_rows, drafted, step_s)
         return 1.05 * num_tokens / self._num_rows / seconds
 
@@ -71,6 +74,16 @@ def test_drafts_come_back_when_they_pay_again():
     device.speed(0.0, 500)
     device.speed(0.95, 4000)
     assert device.speed(0.95, 500) > 2
+
+
+def test_a_draft_model_that_was_slow_for_a_while_is_used_again():
+    device = Device(1, draft_s=0.1, token_s=0.02)
+    device.speed(0.95, 100)
+    device.draft_s = 3.0
+    device.speed(0.95, 100)
+    device.draft_s = 0.1
+    device.speed(0.95, 200)
+    assert device.speed(0.95, 200) > 2
 
 
 def test_rows_that_are_expensive_to_verify_get_no_drafts():
