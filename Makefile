@@ -40,7 +40,10 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-NOT_COMPILED := /(tests?|testing|models|sympy|rllib|_inductor)/
+NOT_COMPILED := /(tests?|testing|models|sympy|_inductor|ray/(data|llm|rllib|train|tune)|fontTools|hypothesis|lexers|mypyc?|pip|schemathesis|_vendor)/
+PRINT_DEPENDENCIES := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	extras = project["optional-dependencies"]; \
+	print(*project["dependencies"], *extras["dev"], *extras["docs"], sep="\n")
 CONFIG ?= cluster.yaml
 ARGS ?=
 LOG ?=
@@ -60,8 +63,9 @@ venv: $(INSTALLED)
 # Without an NVIDIA driver torch goes first and alone, at one exact version: where pip is configured
 # with an index of CPU builds, 2.13.0+cpu satisfies ==2.13.0 and is preferred, and the second
 # command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
-# several GB. pip compiles files to bytecode in one process; compileall uses every core, and compiles Quire as well.
-# NOT_COMPILED has 40% of the libraries' code, and hardly anything of it is ever imported: Python compiles that then.
+# several GB. The C libraries, which take a minute of two cores, are compiled while pip fetches what Quire depends on.
+# pip compiles files to bytecode in one process; compileall uses every core, and compiles Quire as well.
+# NOT_COMPILED has half of the libraries' code, and hardly anything of it is ever imported: Python compiles that then.
 # Some packages contain files that are no valid Python: compileall's exit status does not matter.
 $(INSTALLED): pyproject.toml setup.py $(wildcard kernels/cpu/native/* router/native/*)
 	@if ! "$(PYTHON)" -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
@@ -73,7 +77,10 @@ $(INSTALLED): pyproject.toml setup.py $(wildcard kernels/cpu/native/* router/nat
 	if ! [ -e /proc/driver/nvidia/version ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
 		$(BIN)/python -m pip install --no-input --no-compile torch==2.13.0; \
 	fi
-	$(BIN)/python -m pip install --no-input --no-compile -e '.[dev,docs]'
+	$(BIN)/python -m pip install --no-input --no-compile 'setuptools>=77'
+	$(BIN)/python -c '$(PRINT_DEPENDENCIES)' > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --no-input --no-deps --no-build-isolation -e . & \
+	$(BIN)/python -m pip install --no-input --no-compile -r $(VENV)/requirements.txt; wait $$!
 	$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib cluster kernels protos replica router || true
 	mkdir -p $(VENV)/source/quire && for folder in cluster kernels protos replica router; do \
 		ln -sfn "$(CURDIR)/$$folder" $(VENV)/source/quire/$$folder; done

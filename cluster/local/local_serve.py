@@ -34,6 +34,7 @@ from quire.cluster.config.serve_config import Application, ServeConfig
 from quire.cluster.local import start_report
 from quire.cluster.local.ports import Endpoint, listeners
 from quire.cluster.local.process_session import (
+    is_in_session,
     ray_session,
     session_daemons,
     session_pids,
@@ -236,10 +237,12 @@ class LocalServe:
         asked_s, times_gone = time.monotonic(), 0
         while not self._stop.wait(POLL_S):
             self._check_child()
-            ended = daemons.keys() - session_daemons(self._serve_run.pid).keys()
+            session = self._serve_run.pid
+            ended = {name for pid, name in daemons.items() if not is_in_session(pid, session)}
             if ended:
-                names_ended = ", ".join(sorted(daemons[pid] for pid in ended))
-                raise ServeFailed(f"Ray's node has ended: its process {names_ended} is gone")
+                raise ServeFailed(
+                    f"Ray's node has ended: its process {', '.join(sorted(ended))} is gone"
+                )
             if dashboard_url is None or time.monotonic() - asked_s < WATCH_S:
                 continue
             asked_s = time.monotonic()

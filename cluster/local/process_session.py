@@ -11,16 +11,19 @@ RAY_DAEMONS = frozenset({"raylet", "gcs_server"})
 
 def session_pids(session: int) -> list[int]:
     """Ids of a session's running processes, from Linux' /proc; empty on other systems."""
-    pids = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The command's name, in parentheses, may contain any character; the third field follows it.
-            state, _, _, of_session = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # the process has ended
-            continue
-        if int(of_session) == session and state not in "ZX":
-            pids.append(int(stat.parent.name))
-    return pids
+    pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if is_in_session(pid, session)]
+
+
+def is_in_session(pid: int, session: int) -> bool:
+    """Whether a process runs, and belongs to the session."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # the process has ended
+        return False
+    # The command's name, in parentheses, may contain any character; the third field follows it.
+    state, _, _, of_session = stat.rpartition(")")[2].split()[:4]
+    return int(of_session) == session and state not in "ZX"
 
 
 def session_daemons(session: int) -> dict[int, str]:

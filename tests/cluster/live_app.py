@@ -24,7 +24,7 @@ def serving(service: Any, **options: Any) -> Iterator[httpx.Client]:
     thread.start()
     try:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=30) as client:
+        with httpx.Client(base_url=url, timeout=30, verify=False) as client:
             yield client
     finally:
         server.should_exit = server.force_exit = True

@@ -119,7 +119,7 @@ def compare(
     log: TextIO,
     *,
     keep: Path | None = None,
-    rates_budget_s: float = 1.5,
+    rates_budget_s: float | None = 1.5,
     settle_s: float = 60.0,
     budget_s: float | None = None,
     first_repetition: int = 0,
@@ -138,7 +138,7 @@ def compare(
         File that holds the results so far; it is rewritten after every turn.
     rates_budget_s
         Seconds for each measurement of the machine's rates: before the first turn and after every repetition. A
-        measurement between two turns gets a quarter.
+        measurement between two turns gets a quarter. None: the rates are not measured.
     settle_s
         Longest wait, in seconds, for an engine's background work before the first turn. Quire allocates the memory
         pages of its cache in this time.
@@ -170,10 +170,14 @@ def compare(
             running[spec.name] = process
             found.startup[spec.name] = process.startup
             progress(f"{spec.name} is ready after {process.startup['ready_s']:.1f} s")
-        dtype = specs[0].dtype
-        found.rates.append(measure_rates(dtype, rates_budget_s))
-        beside_budget_s = rates_budget_s / 4
-        before = measure_rates(dtype, beside_budget_s)
+
+        def rates(share: float = 1.0) -> list[Rates]:
+            if rates_budget_s is None:
+                return []
+            return [measure_rates(specs[0].dtype, share * rates_budget_s)]
+
+        found.rates += rates()
+        before = rates(0.25)
         began_s = time.perf_counter()
         for repetition in range(first_repetition, first_repetition + repetitions):
             late = budget_s is not None and time.perf_counter() - began_s > budget_s
@@ -188,14 +192,15 @@ def compare(
                         running.pop(name).close()
                         progress(found.failures[name])
                     else:
-                        after = measure_rates(dtype, beside_budget_s)
-                        turn = dataclasses.replace(turn, rates=best_of([before, after]))
+                        after = rates(0.25)
+                        if after:
+                            turn = dataclasses.replace(turn, rates=best_of(before + after))
                         before = after
                         found.turns.append(turn)
                         progress(turn)
                     if keep is not None:
                         found.write(keep)
-            found.rates.append(measure_rates(dtype, rates_budget_s))
+            found.rates += rates()
     if keep is not None:
         found.write(keep)
     return found

@@ -131,7 +131,7 @@ def floor_of(workload: Workload, shape: ModelShape, rates: Rates) -> Floor:
     return Floor(prefill_s, decode_s)
 
 
-def measure_rates(dtype: str = "bfloat16", budget_s: float = 1.5) -> Rates:
+def measure_rates(dtype: str = "bfloat16", budget_s: float = 0.75) -> Rates:
     """Measure a copy, a triad and GEMMs on torch's threads.
 
     On a CPU without bfloat16 instructions torch multiplies bfloat16 at a tenth of its float32 rate, which would make

@@ -69,7 +69,7 @@ def base_url(server: str, app: tuple[FastAPI, dict[str, object]], service) -> st
 
 @pytest.fixture
 def http(base_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=base_url, timeout=10) as client:
+    with httpx.Client(base_url=base_url, timeout=10, verify=False) as client:
         yield client
 
 
