@@ -151,10 +151,9 @@ class Engine:
             num_kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
             self._adapters = AdapterLibrary(adapted.read, num_kept)
         self._node_pool = runtime.node_pool
+        self._draft_runner = runtime.draft_runner
         scheduler = Scheduler(
-            self.config,
-            draft_source=self._open_draft_source(),
-            node_pool=runtime.node_pool,
+            self.config, draft_source=self._open_draft_source(), node_pool=runtime.node_pool
         )
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
@@ -209,7 +208,7 @@ class Engine:
 
     def _open_draft_source(self) -> DraftSource | None:
         """Return the source of drafts; None: no speculation. Tests override this method."""
-        return open_draft_source(self.config)
+        return open_draft_source(self.config, self._draft_runner)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its output arrives through the callback.

@@ -44,6 +44,11 @@ def conflicts(options: Any) -> Iterator[str]:
             f"max_loaded_adapters ({options.max_loaded_adapters}) must be 0 with tensor_parallel or reduction_splits "
             "above 1: adapters are not divided"
         )
+    if splits > 1 and options.speculation.method == "draft_model":
+        yield (
+            "speculation.method is 'draft_model', which is not supported with tensor_parallel or reduction_splits "
+            "above 1: a draft model is not divided"
+        )
     if options.peer_transport == "nixl":
         yield 'peer_transport "nixl" is not built; use "grpc" or "off"'
     yield from speculation_options.conflicts(options.speculation)

@@ -20,15 +20,16 @@ class SpeculationOptions:
         "Where drafts come from. off: no drafts. ngram: the text that followed the last tokens at their most recent "
         "earlier place in the same request. suffix: as ngram, and otherwise recent answers to the same tenant. "
         "auto: as suffix, with the number of drafted tokens chosen by measured acceptance and measured step times, 0 "
-        "where drafts do not pay. draft_model: not served yet. Except with off, the field `prediction` "
-        "of a request is the first source for that request.",
+        "where drafts do not pay. draft_model: the likeliest tokens of a second, smaller model, as many as pay. With "
+        "ngram, suffix and auto, the field `prediction` of a request is the first source for that request.",
     )
     max_draft_tokens: int = option(
         8, "Maximum number of drafted tokens per request and step.", ge=1, le=64
     )
     draft_model: str | None = option(
         None,
-        "A checkpoint with the same tokenizer that drafts tokens, for method draft_model.",
+        "The model that drafts tokens, for method draft_model: a checkpoint folder or a Hugging Face id. It has the "
+        "vocabulary of the served model, and full attention in all layers.",
         min_length=1,
     )
     suffix_index_bytes: int = option(
@@ -48,12 +49,9 @@ def conflicts(options: Any) -> Iterator[str]:
     options
         An object with the attributes of `SpeculationOptions`.
     """
-    if options.method == "draft_model":
-        yield (
-            "speculation.method must be auto, off, ngram or suffix: draft_model needs the KV cache of a second model, "
-            "which the engine does not have yet"
-        )
-    elif options.draft_model is not None:
+    if options.method == "draft_model" and options.draft_model is None:
+        yield "speculation.draft_model is None; method 'draft_model' needs a checkpoint"
+    elif options.method != "draft_model" and options.draft_model is not None:
         yield (
             f"speculation.draft_model ({options.draft_model!r}) is for the method draft_model only, got "
             f"method {options.method!r}"

@@ -216,8 +216,8 @@ class GenerationBody(RoutedBody):
     prediction: Prediction | None = Field(
         None,
         description="A guess of the answer, such as the text before an edit. It changes no token. Where the answer "
-        "follows it, several tokens come in one step, if `engine.speculation` is on. At most as many tokens as the "
-        "model's length.",
+        "follows it, several tokens come in one step, if `engine.speculation.method` is ngram, suffix or auto. At most "
+        "as many tokens as the model's length.",
     )
     seed: int | None = Field(
         None,

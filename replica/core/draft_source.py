@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from quire.replica.core.request import Request
 
+# Gives a decoding request blocks for this number of tokens after its newest one, as far as blocks are free. Returns all
+# its blocks of the first layer group, [m] int32.
+Reserve = Callable[[Request, int], np.ndarray]
+
 
 class DraftSource(Protocol):
     """Proposes the next tokens of decoding requests."""
+
+    def attach(self, reserve: Reserve) -> None:
+        """Called once, before the first `propose`, within which the source may call `reserve` for its requests."""
 
     def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
         """For each request the tokens that may follow it, [0 to max_draft_tokens] int32 each; empty: no draft.

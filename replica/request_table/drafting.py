@@ -50,6 +50,8 @@ class Drafting:
         self._blocks = blocks
         self._source = None if config.has_states else source
         self.is_on = self._source is not None
+        if self._source is not None:
+            self._source.attach(self._reserve)
 
     def waits(self) -> bool:
         """Whether so many rows have a draft in flight that the next step should be planned after the commit."""
@@ -93,6 +95,13 @@ class Drafting:
         if is_wrong.any():
             most = min(most, int(is_wrong.argmax()))
         return token_ids[: self._extend(row, start, min(most, len(token_ids)))]
+
+    def _reserve(self, request: Request, count: int) -> np.ndarray:
+        """Give a decoding request blocks for a draft of this length; the result is that of `Reserve`."""
+        table, row = self._rows, request.row
+        start = int(table.num_computed[row])
+        self._extend(row, start, min(count, int(table.run_length[row]) - start - 2))
+        return table.block_tables[0, row, : table.num_blocks[0, row]].copy()
 
     def _extend(self, row: int, start: int, count: int) -> int:
         """Give the row blocks for `count` tokens after its newest one; return the number of tokens that fit."""

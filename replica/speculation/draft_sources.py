@@ -8,11 +8,13 @@ from time import perf_counter
 import numpy as np
 
 from quire.replica.config import EngineConfig
-from quire.replica.core.draft_source import DraftSource
+from quire.replica.core.draft_source import DraftSource, Reserve
 from quire.replica.core.request import Request
 from quire.replica.speculation import draft_lengths
 from quire.replica.speculation.draft_lengths import Acceptance, choose_lengths
+from quire.replica.speculation.draft_steps import DraftRunner
 from quire.replica.speculation.gram_table import MAX_SIZE
+from quire.replica.speculation.model_drafts import ModelSource
 from quire.replica.speculation.request_drafts import RequestDrafts
 from quire.replica.speculation.step_costs import LossBudget, StepCosts
 from quire.replica.speculation.texts import Match, RecentAnswers
@@ -21,11 +23,22 @@ from quire.replica.speculation_options import SpeculationOptions
 _NO_DRAFT = np.empty(0, np.int32)
 
 
-def open_draft_source(config: EngineConfig) -> DraftSource | None:
-    """The source that the options ask for; None: no speculation."""
+def open_draft_source(
+    config: EngineConfig, draft_runner: DraftRunner | None = None
+) -> DraftSource | None:
+    """The source that the options ask for; None: no speculation.
+
+    Parameters
+    ----------
+    draft_runner
+        Runs the draft model; only the method draft_model has one.
+    """
     match config.speculation.method:
         case "off":
             return None
+        case "draft_model":
+            assert draft_runner is not None
+            return ModelSource(config, draft_runner)
         case "auto":
             return AutoSource(config.speculation)
         case _:
@@ -40,6 +53,9 @@ class LookupSource:
         self._of_request: dict[Hashable, RequestDrafts] = {}
         looks_up_answers = options.method != "ngram"
         self._answers = RecentAnswers(options.suffix_index_bytes) if looks_up_answers else None
+
+    def attach(self, reserve: Reserve) -> None:
+        """Does nothing: texts need no blocks."""
 
     def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
         drafts = []

@@ -2,7 +2,7 @@
 
     max_memory_percent * available = weights + activations + attention + logits + graphs
                                      + slots of states, if layers are recurrent
-                                     + (num_blocks + 1) * block_bytes
+                                     + (num_blocks + 1) * (block_bytes + block_bytes of the draft model, if any)
                                      + num_host_blocks * block_bytes, if the device is the CPU
 
 `available` is the free memory of the GPU, or of the machine within the container's cgroup. On a GPU the equation is
@@ -13,6 +13,7 @@ solved twice: before the model is loaded, to reject models that cannot fit, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.checkpoint.weight_bytes import ELEMENT_BYTES
@@ -20,6 +21,16 @@ from quire.replica.config import EngineArgs, SizingError
 from quire.replica.device.kv_pool import block_elements
 from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.startup.device_sizing import GIB, DeviceSizing
+
+
+class DraftBytes(NamedTuple):
+    """Bytes of the model that drafts: its weights, and its part of each block."""
+
+    weights: int = 0
+    block: int = 0
+
+
+NO_DRAFT_MODEL = DraftBytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,7 @@ class MemoryTable:
     is_host_separate: bool  # whether host memory and device memory are separate
     graphs: int = 0
     states: int = 0  # slots of recurrent layers
+    draft_block: int = 0  # of the draft model, for each block of the pool
     # Whether weights, activations and graphs are measured. Then activations include logits, states, and the part of
     # attention's workspace that does not grow with the pool.
     is_measured: bool = False
@@ -63,7 +75,7 @@ class MemoryTable:
     @property
     def kv_cache(self) -> int:
         """Bytes of the pool, including the trash block."""
-        return (self.num_blocks + 1) * self.block
+        return (self.num_blocks + 1) * (self.block + self.draft_block)
 
     @property
     def host_tier(self) -> int:
@@ -104,7 +116,11 @@ class MemoryTable:
             (
                 "KV cache",
                 self.kv_cache,
-                f"{self.num_blocks} + 1 blocks of {self.block_size} tokens, {self.block / 1024:.0f} KiB each",
+                f"{self.num_blocks} + 1 blocks of {self.block_size} tokens, {self.block / 1024:.0f} KiB each"
+                + (
+                    f", and {self.draft_block / 1024:.0f} KiB of the draft model"
+                    * bool(self.draft_block)
+                ),
             ),
             (
                 "host tier",
@@ -131,6 +147,7 @@ def memory_table(
     host_available: int,
     measured: MeasuredMemory | None = None,
     states: int = 0,
+    draft: DraftBytes = NO_DRAFT_MODEL,
 ) -> MemoryTable:
     """Solve the memory equation for the number of blocks. Reads and changes no state.
 
@@ -139,7 +156,8 @@ def memory_table(
     can use.
 
     `measured` replaces all terms except those of the caches. `states` is the number of bytes of all
-    slots of recurrent states.
+    slots of recurrent states. The draft model computes while the other model does not, so it shares the terms of
+    intermediate results.
 
     Raises
     ------
@@ -174,6 +192,7 @@ def memory_table(
                 attention=extra.per_block * num_blocks,
                 logits=0,
                 block=block,
+                draft_block=draft.block,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 num_host_blocks=num_host_blocks,
@@ -184,7 +203,7 @@ def memory_table(
         return MemoryTable(
             available=available,
             max_memory_percent=args.max_memory_percent,
-            weights=weight_bytes,
+            weights=weight_bytes + draft.weights,
             activations=max_batch_tokens * width * max(element, 4),
             attention=extra.fixed
             + extra.per_request_block * min(num_blocks, longest)
@@ -193,6 +212,7 @@ def memory_table(
             logits=args.max_running_requests * spec.vocab_size * (4 * 4 + 8),
             states=states,
             block=block,
+            draft_block=draft.block,
             num_blocks=num_blocks,
             block_size=block_size,
             num_host_blocks=num_host_blocks,
@@ -206,15 +226,16 @@ def memory_table(
         )
     if room < 0:
         raise SizingError(f"{spec.path}: the model alone does not fit\n{table(0)}")
-    fits = room // (block + extra.per_request_block + extra.per_block)
+    both = block + draft.block
+    fits = room // (both + extra.per_request_block + extra.per_block)
     if fits > longest:
-        fits = (room - extra.per_request_block * longest) // (block + extra.per_block)
+        fits = (room - extra.per_request_block * longest) // (both + extra.per_block)
     num_blocks = args.num_blocks
     if num_blocks is None:
         useful = args.max_running_requests * request
-        wanted = sizing.default_blocks(fits, block)
+        wanted = sizing.default_blocks(fits, both)
         if args.kv_cache_gib is not None:
-            wanted = int(args.kv_cache_gib * GIB) // block - 1
+            wanted = int(args.kv_cache_gib * GIB) // both - 1
         num_blocks = min(wanted, useful)
     result = table(num_blocks)
     if num_blocks < len(spec.groups):

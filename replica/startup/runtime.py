@@ -23,6 +23,7 @@ from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_memory import measure_memory
 from quire.replica.startup.device_sizing import GIB
+from quire.replica.startup.draft_model import draft_bytes, find_draft_model
 from quire.replica.startup.pool_place import join_pool, with_pool_size
 from quire.replica.startup.rank_sizing import rank_args, rank_spec
 from quire.replica.startup.sizing import resolve
@@ -40,6 +41,8 @@ class Runtime:
     runner: Runner
     # None: the host tier is private.
     node_pool: NodePool | None
+    # Of the model that drafts; None: there is none.
+    draft_runner: Runner | None = None
 
 
 class OtherRanks(Protocol):
@@ -92,7 +95,8 @@ def load_runtime(
         args = with_pool_size(args, place, checkpoint)
     spec = rank_spec(whole, args)
     args = rank_args(args)
-    config = resolve(args, spec, checkpoint)
+    draft = find_draft_model(args, whole)
+    config = resolve(args, spec, checkpoint, draft=draft_bytes(draft))
     check_model(whole, config.device)
     if ranks is not None:
         config = ranks.agree(config)
@@ -111,6 +115,8 @@ def load_runtime(
             return config, node_pool
 
         try:
+            if draft is not None:
+                draft.load(config)
             if ranks is not None:
                 runner, node_pool = ranks.load(config, spec), None
             elif available is None:
@@ -119,13 +125,18 @@ def load_runtime(
             else:
                 model = load_model(spec, config.device, config.dtype, config.weights)
                 measured, fused = measure_memory(config, spec, model, device, available)
+                if draft is not None:
+                    measured = draft.measure(config, device, measured)
                 # The rest goes to the KV pool.
-                config, node_pool = join(resolve(args, spec, checkpoint, measured))
+                config, node_pool = join(
+                    resolve(args, spec, checkpoint, measured, draft_bytes(draft))
+                )
                 runner = Runner.with_pool(
                     config, spec, model, device=device, fused=fused, node_pool=node_pool
                 )
             startup_s["load"] = -began + (began := time.perf_counter())
             runner.warm_up()
+            draft_runner = None if draft is None else draft.start(config, device)
         except torch.OutOfMemoryError as error:
             raise SizingError(
                 f"{spec.path}: the device ran out of memory while the engine started, of the "
@@ -138,7 +149,7 @@ def load_runtime(
         runner.mark_ready()
         startup_s["warm_up"] = time.perf_counter() - began
         opened.pop_all()
-    return Runtime(checkpoint, spec, config, runner, node_pool)
+    return Runtime(checkpoint, spec, config, runner, node_pool, draft_runner)
 
 
 def _check_budget(used: int, budget: int) -> None:

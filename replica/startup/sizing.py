@@ -37,7 +37,12 @@ from quire.replica.runner.graphs.mixed_shapes import LEAST_TOKENS
 from quire.replica.startup.cpu_sizing import CpuSizing
 from quire.replica.startup.device_sizing import GIB, DeviceSizing
 from quire.replica.startup.gpu_sizing import GpuSizing
-from quire.replica.startup.memory_table import MeasuredMemory, memory_table
+from quire.replica.startup.memory_table import (
+    NO_DRAFT_MODEL,
+    DraftBytes,
+    MeasuredMemory,
+    memory_table,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +56,7 @@ def resolve(
     spec: ModelSpec,
     checkpoint_path: Path | None = None,
     measured: MeasuredMemory | None = None,
+    draft: DraftBytes = NO_DRAFT_MODEL,
 ) -> EngineConfig:
     """Choose every value that the user left open.
 
@@ -64,6 +70,8 @@ def resolve(
         Folder of the checkpoint; None for `spec.path`.
     measured
         On a GPU, measured memory of the loaded model. If None, the number of blocks is an estimate.
+    draft
+        Memory of the draft model.
 
     Raises
     ------
@@ -82,14 +90,7 @@ def resolve(
     device = sizing.device
     folder = checkpoint_path or spec.path
     weights = choose_weights(args, spec, device)
-    dtype: str = args.dtype
-    if dtype == "auto" and weights == "fp8":
-        dtype = "bfloat16"
-    elif dtype == "auto" and spec.w4 is not None and sizing.w4_dtype is not None:
-        dtype = sizing.w4_dtype
-    elif dtype == "auto":
-        num_parameters = count_parameters(folder)
-        dtype = sizing.choose_dtype(spec.checkpoint_dtype, num_parameters, cpu_flags())
+    dtype = choose_dtype(args, spec, weights, sizing, folder)
     if args.deterministic and spec.w4 is not None:
         raise SizingError(
             f"deterministic is true, and {spec.path} is stored in 4 bits ({spec.w4.method}), whose products follow the "
@@ -137,6 +138,7 @@ def resolve(
         available_bytes("cpu"),
         measured,
         states.num_bytes,
+        draft,
     )
     if sizing.is_final or measured is not None:
         logger.info("memory of %s\n%s", args.model, table)
@@ -294,6 +296,19 @@ def choose_sizing(device: str, num_threads: int) -> DeviceSizing:
     if device == "cuda" and not has_gpu:
         raise SizingError("device is 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
     return CpuSizing(num_threads) if device == "cpu" or not has_gpu else GpuSizing()
+
+
+def choose_dtype(
+    args: EngineArgs, spec: ModelSpec, weights: str, sizing: DeviceSizing, folder: Path
+) -> str:
+    """Return the dtype asked for; `auto` follows from the storage format, or from checkpoint and machine."""
+    if args.dtype != "auto":
+        return args.dtype
+    if weights == "fp8":
+        return "bfloat16"
+    if spec.w4 is not None and sizing.w4_dtype is not None:
+        return sizing.w4_dtype
+    return sizing.choose_dtype(spec.checkpoint_dtype, count_parameters(folder), cpu_flags())
 
 
 def choose_weights(args: EngineArgs, spec: ModelSpec, device: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from quire.replica.core.draft_source import Reserve
 from quire.replica.core.request import Request
 
 
@@ -46,6 +47,9 @@ class OracleDrafts:
         self.num_drafted = 0
         self.num_accepted = 0
         self.steps: list[tuple[int, int]] = []  # rows and drafted tokens of the steps that decode
+
+    def attach(self, reserve: Reserve) -> None:
+        """Does nothing: this source needs no blocks."""
 
     def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
         self.live |= {request.key for request in requests}

@@ -208,9 +208,16 @@ def test_yaml_and_the_engine_refuse_the_same_values(name: str, value: Any):
             "divided",
         ),
         (
-            {"speculation": {"method": "draft_model", "draft_model": "small"}},
-            "speculation.method must be auto, off, ngram or suffix: draft_model needs the KV cache of a second model, "
-            "which the engine does not have yet",
+            {"speculation": {"method": "draft_model"}},
+            "speculation.draft_model is None; method 'draft_model' needs a checkpoint",
+        ),
+        (
+            {
+                "tensor_parallel": 2,
+                "speculation": {"method": "draft_model", "draft_model": "small"},
+            },
+            "speculation.method is 'draft_model', which is not supported with tensor_parallel or reduction_splits "
+            "above 1: a draft model is not divided",
         ),
         (
             {"speculation": {"method": "ngram", "draft_model": "small"}},

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from quire.protos.sampling_params import Grammar
 from quire.replica import Engine
+from quire.replica.core.draft_source import Reserve
 from quire.replica.core.request import Request
 from quire.router.types import GenerationRequest, OutputDelta
 
@@ -42,6 +43,9 @@ class Memory:
         self.counts: list[int] = []
         self.wrong_at = -1  # index of a token in each draft to spoil
         self.num_drafted = self.num_accepted = 0
+
+    def attach(self, reserve: Reserve) -> None:
+        """Does nothing: this source needs no blocks."""
 
     def propose(self, requests: Sequence[Request], room: int) -> list[np.ndarray]:
         return [self._propose(request) for request in requests]
