@@ -21,6 +21,7 @@ from quire.replica.request_table.rows import RowTable
 from quire.replica.serving import actor as actor_module
 from quire.router.admission.fair_queue import TOKENS_PER_GENERATED
 from quire.router.fleet import block_peers
+from quire.router.fleet.prefill_speeds import MeasuredSpeed
 from quire.router.policy.by_name import make_policy
 from quire.router.request import hand_over
 from tests.router.request.test_service import (
@@ -47,6 +48,10 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+def take_equal_speed(speed: MeasuredSpeed, s_per_token: float, now_s: float) -> None:
+    speed.s_per_work, speed.measured_s = 1e-4, now_s
+
+
 @pytest.fixture(scope="module")
 def started(runner, patch, tmp_path_factory) -> Iterator[dict[str, LocalReplica]]:
     """Two replicas of one node, and one of another. Their engines publish nothing by themselves."""
@@ -56,6 +61,8 @@ def started(runner, patch, tmp_path_factory) -> Iterator[dict[str, LocalReplica]
     patch.setattr(block_peers, "_LEAST_WAIT_S", 60.0)
     patch.setattr(block_peers, "PULL_OVERHEAD_S", 0.0)
     patch.setattr(block_peers, "_PRIOR_BYTES_PER_S", 1e12)
+    # The replicas are equally fast, though one has had prompts of one token only, which take longer for each token.
+    patch.setattr(MeasuredSpeed, "take", take_equal_speed)
     folder = tmp_path_factory.mktemp("nodes")
 
     async def start(name: str, node: str) -> LocalReplica:
