@@ -1,4 +1,4 @@
-"""Publishes the blocks of a prompt in the node's pool at once, for a stream that goes on in another of its engines."""
+"""Publishes the blocks of a prompt in the node's pool at once, for a stream that continues in another engine there."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
 
 The draft model computes what it has not computed yet of each request, then it drafts one token in each step. It follows
 the request's block table, so it needs no allocator, and it never writes outside of the request's blocks. Its pool is a
-tensor of its own: whatever is in it, answers stay the same, and only the number of accepted tokens changes.
+tensor of its own: its content changes no answer, only the number of accepted tokens.
 
 The target's blocks also arrive by prefix hits, forks, copies from the host tier and adoption, which bring nothing to
 the pool of the draft. Therefore `_content` names the tokens that each of its blocks holds. A request uses a block if

@@ -122,7 +122,7 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
     if fleet.prefill is not None and not fleet.prefill.is_prefill.all():
         handover = _handover(fleet, fleet.prefill, prices.prompt_tokens, cached)
         is_prefill = fleet.prefill.is_prefill
-        # What is there waits for its own prefill, or leaves.
+        # The requests there wait for their own prefill, or leave.
         interference[is_prefill] = 0.0
         if decode is not None:
             decode[is_prefill] = decode[~is_prefill].min()

@@ -1,4 +1,4 @@
-"""Policy `disaggregated`: a prefill replica computes a prompt, and the stream goes on on a replica that decodes.
+"""Policy `disaggregated`: a prefill replica computes a prompt, and the stream continues on a replica that decodes.
 
 Real actors, engines, pools and transports, and the real bus, without Ray.
 """
