@@ -17,7 +17,7 @@ from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention, Plan
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.cpu_transformers_import import AttentionInterface
+from quire.replica.model.transformers_import import AttentionInterface
 
 ATTENTION_NAME = "quire_paged"
 

@@ -27,6 +27,7 @@ from torch import nn
 from quire.replica.checkpoint.checkpoint import weight_files
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
 from quire.replica.checkpoint.wrapped_text import text_config
+from quire.replica.model.transformers_import import without_compiler
 from quire.replica.model.weights import StoredTensor, list_tensors
 
 if TYPE_CHECKING:
@@ -53,14 +54,18 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
     CheckpointError
         The class has no language model apart from its output head.
     """
-    with torch.device("meta"):
-        if text_config(config) is config:
-            return auto_class(config).from_config(
-                config, dtype=dtype, attn_implementation=attention
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            if text_config(config) is config:
+                return auto_class(config).from_config(
+                    config, dtype=dtype, attn_implementation=attention
+                )
+            return text_class(config)._from_config(
+                config, dtype=dtype, attn_implementation=of_text(attention)
             )
-        return text_class(config)._from_config(
-            config, dtype=dtype, attn_implementation=of_text(attention)
-        )
+
+    return without_compiler(make)
 
 
 def auto_class(config: PretrainedConfig) -> Any:

@@ -91,6 +91,7 @@ class NodePool:
         self._is_engine = is_engine
         self._locks = file.locks
         self._index = SlotIndex(file.views)
+        self._is_closed = False
         # The pool is not used before this time, because its mutex was not free.
         self._resumes_s = 0.0
         # Slots that are released once the mutex is free, oldest first.
@@ -348,7 +349,11 @@ class NodePool:
                 raise AssertionError(f"slots {wrong.tolist()} are lost or used without a lease")
 
     def close(self) -> None:
-        """Give all leases back and leave. The last member removes the file."""
+        """Give all leases back and leave. The last member removes the file. A second call does nothing."""
+        if self._is_closed:
+            # Its file descriptor may be another file's by now.
+            return
+        self._is_closed = True
         if not self._locks.lock(_TIMEOUT_S):
             # The members that stay find this one dead.
             self._file.close(remove=False)

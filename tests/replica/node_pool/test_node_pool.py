@@ -154,6 +154,17 @@ def test_the_last_member_removes_the_file_which_only_its_user_can_read(tmp_path)
     assert not second.path.exists()
 
 
+def test_a_pool_that_is_closed_twice_leaves_the_next_one_alone(tmp_path):
+    """A replica is closed by Ray, and once more when Python frees it. By then the file's descriptor is reused."""
+    first, other = open_pool(tmp_path), open_pool(tmp_path)
+    first.close()
+    next_one = open_pool(tmp_path)
+    first.close()
+    assert put(next_one, 1) and adopt(other, 1)
+    next_one.check()
+    next_one.close()
+
+
 def test_stale_files_are_removed_at_the_start(tmp_path, monkeypatch):
     def leave(name: str, slot_bytes: int = 512):
         pool = pool_file.make_pool_file(
