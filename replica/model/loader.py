@@ -323,7 +323,7 @@ def _stream(
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type == "meta":
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     for name in model.all_tied_weights_keys:
         model.get_parameter(name)._is_hf_initialized = True
     # Some classes set the padding token's row of a marked tensor to zero, unless the module is marked too.

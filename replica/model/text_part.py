@@ -18,11 +18,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from quire.replica.checkpoint.checkpoint import weight_files
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
@@ -55,8 +56,10 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
         The class has no language model apart from its output head.
     """
 
-    def make() -> nn.Module:
-        with torch.device("meta"):
+    def make(*modes: TorchFunctionMode) -> nn.Module:
+        with ExitStack() as stack:
+            for mode in (torch.device("meta"), *modes):
+                stack.enter_context(mode)
             if text_config(config) is config:
                 return auto_class(config).from_config(
                     config, dtype=dtype, attn_implementation=attention
@@ -65,7 +68,30 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
                 config, dtype=dtype, attn_implementation=of_text(attention)
             )
 
-    return without_compiler(make)
+    def make_fast() -> nn.Module:
+        try:
+            return make(_RangesOnHost()).to("meta")
+        except RuntimeError:
+            # The class combines a range with a tensor on the meta device.
+            return make()
+
+    return without_compiler(make_fast)
+
+
+class _RangesOnHost(TorchFunctionMode):
+    """Inside `torch.device("meta")`: avoids operations for which torch imports sympy, which takes half a second.
+
+    Their shapes on the meta device are computed by Python code of torch. A model's constructor calls `torch.arange` for
+    RoPE, and fills embeddings, which have no content there.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is nn.init.normal_:
+            return args[0] if args else kwargs["tensor"]
+        if func is torch.arange and kwargs.get("device") is None:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
 
 
 def auto_class(config: PretrainedConfig) -> Any:
