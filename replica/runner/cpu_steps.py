@@ -95,7 +95,9 @@ class CpuSteps:
         with torch.inference_mode():
             return self._ragged.logits(plan, direct_inputs(plan), tables).float()
 
-    def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
+    def run_largest(
+        self, run: Callable[[StepPlan], StepResult], plans: TrashPlans
+    ) -> dict[int, float]:
         """See `DeviceSteps.run_largest`.
 
         On a CPU nothing is compiled and nothing depends on the size of a step: after short steps, the first 700 tokens
@@ -103,8 +105,12 @@ class CpuSteps:
         largest steps would add 7 s to the start.
         """
         most = min(self._config.max_batch_tokens, self._config.max_model_len, _WARM_UP_TOKENS)
-        for lengths, temperature in (([1], 0.0), ([1], 1.0), ([most], 0.0)):
-            run(plans.plan(lengths, temperature))
+        seconds = {}
+        for num_tokens, temperature in ((1, 0.0), (1, 1.0), (most, 0.0)):
+            began_s = time.perf_counter()
+            run(plans.plan([num_tokens], temperature))
+            seconds[num_tokens] = time.perf_counter() - began_s
+        return seconds
 
     def end_warm_up(self) -> None:
         """Does nothing: the CPU has neither graphs nor counters."""

@@ -57,10 +57,13 @@ class DeviceSteps(Protocol):
         """Write the step's KV and return the logits of the rows that sample, [S, vocab] float32."""
         ...
 
-    def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
+    def run_largest(
+        self, run: Callable[[StepPlan], StepResult], plans: TrashPlans
+    ) -> dict[int, float]:
         """Run the largest steps of each kind: decodes, a full prefill chunk, and both mixed; greedy and with sampling.
 
-        `run` launches and collects a step; `plans` makes steps that write only to the trash block.
+        `run` launches and collects a step; `plans` makes steps that write only to the trash block. Return the seconds
+        of the last step of one token alone and of the last step of one prompt, by their tokens.
         """
         ...
 

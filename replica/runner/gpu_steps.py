@@ -14,6 +14,7 @@ unpadded. Graphs do not contain copies of blocks (forks), log-probabilities of p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -181,17 +182,26 @@ class GpuSteps:
             else between(forward_done, sampling_begun),
         )
 
-    def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
+    def run_largest(
+        self, run: Callable[[StepPlan], StepResult], plans: TrashPlans
+    ) -> dict[int, float]:
         """See `DeviceSteps.run_largest`; adds a step that uses every kernel of the sampler."""
         config = self._config
         budget = config.max_batch_tokens
         rows = min(config.max_running_requests, budget)
         chunk = min(budget, config.max_model_len)
         mixed = [1] * min(rows, budget - chunk // 2) + [chunk // 2]
+        seconds = {}
         for lengths in ([1], [1] * rows, [chunk], mixed):
             for temperature in (0.0, 1.0):
-                run(plans.plan([n for n in lengths if n > 0], temperature))
+                plan = plans.plan([n for n in lengths if n > 0], temperature)
+                began_s = time.perf_counter()
+                run(plan)
+                # The second step compiles nothing.
+                if len(lengths) == 1:
+                    seconds[lengths[0]] = time.perf_counter() - began_s
         run(plans.special_plan(rows))
+        return seconds
 
     def end_warm_up(self) -> None:
         """Capture the first graphs and reset the counters."""

@@ -142,6 +142,8 @@ class Runner:
             model, pool, self._attentions, config.max_running_requests, self.adapted
         )
         ragged = RaggedStep(self._forward, self._sampler, self._outputs, pool, self.states)
+        # Of two steps of the warm-up, by their tokens (`DeviceSteps.run_largest`).
+        self.warm_step_s: dict[int, float] = {}
         self.trash_plans = TrashPlans(config, len(pool.groups), pool.trash_block)
         self.steps: DeviceSteps
         if self._device.is_immediate:
@@ -339,7 +341,7 @@ class Runner:
 
         Afterwards serving compiles no kernel and touches no memory for the first time.
         """
-        self.run_largest()
+        self.warm_step_s = self.run_largest()
         if self.adapted is not None:
             # Shows which products can have adapters. Slot 1 is still empty.
             plan = self.trash_plans.plan([3, 1], 0.0)
@@ -348,9 +350,9 @@ class Runner:
             self.kernels.warm_fixed_products(self.model, self.config.max_batch_tokens)
         self.steps.end_warm_up()
 
-    def run_largest(self) -> None:
-        """Run the largest steps; they write only to the trash block."""
-        self.steps.run_largest(self.run, self.trash_plans)
+    def run_largest(self) -> dict[int, float]:
+        """Run the largest steps; they write only to the trash block. Returns what `DeviceSteps.run_largest` does."""
+        return self.steps.run_largest(self.run, self.trash_plans)
 
     def mark_ready(self) -> None:
         """Start counting `num_compiles`."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 
 # Copies that are remembered, and the least number of them that tells the speed.
 _NUM_MEASURED = 8
@@ -34,11 +35,40 @@ _LEAST_MEASURED = 4
 _DOUBT = 0.9
 
 
+# A step of no tokens takes at most as long as this many prefill tokens: on a GPU about 300, on a CPU 10 to 100. The
+# bound is for a measurement that other work on the machine has disturbed.
+_MAX_OVERHEAD_TOKENS = 1024.0
+
+
+def overhead_tokens(seconds: Mapping[int, float]) -> float:
+    """Return how many prefill tokens take as long as a step takes besides its tokens.
+
+    Parameters
+    ----------
+    seconds
+        Of a step with one token, and of a step with one prompt of more tokens, by the tokens. With fewer entries the
+        result is 0.
+    """
+    if len(seconds) < 2:
+        return 0.0
+    (few, few_s), *_, (many, many_s) = sorted(seconds.items())
+    if many_s <= few_s:
+        return _MAX_OVERHEAD_TOKENS
+    # seconds = a * (tokens + overhead)
+    return min(max(0.0, (many * few_s - few * many_s) / (many_s - few_s)), _MAX_OVERHEAD_TOKENS)
+
+
 class StepSpeed:
     """Seconds of a decode step and of a prefill token.
 
     `decode_step_s` averages the steps without prefill. The additional time of a step with prefill is the cost of its
     prefill tokens. All averages are exponential; 0 means that the value is not known yet.
+
+    Parameters
+    ----------
+    overhead_tokens
+        A step without decodes counts as this many tokens more than it has. Otherwise a prompt of 8 tokens, which takes
+        as long as a step of a GPU takes at least, would make a prompt of 80,000 seem to take minutes.
     """
 
     # Share of the averages that one step replaces.
@@ -58,7 +88,8 @@ class StepSpeed:
     # Relative spread of tokens and keys below which the steps cannot separate `a` from `b`.
     _MIN_SPREAD = 1e-3
 
-    def __init__(self) -> None:
+    def __init__(self, overhead_tokens: float = 0.0) -> None:
+        self.overhead_tokens = overhead_tokens
         self.decode_step_s = 0.0
         # Number of steps with both decodes and prefill since the last step without prefill.
         self._steps_since_decode = 0
@@ -123,17 +154,19 @@ class StepSpeed:
         pause_s = max(0.0, end_s - duration_s - self._prefill_end_s)
         self._prefill_end_s = end_s
         keep = math.exp(-pause_s / self.HORIZON_S)
-        if prefill_s > num_prefill_tokens * self.prefill_s_per_token > 0:
+        # The time of a decode step, subtracted above, contains the overhead.
+        counted_tokens = num_prefill_tokens + (0.0 if num_decode_rows else self.overhead_tokens)
+        if prefill_s > counted_tokens * self.prefill_s_per_token > 0:
             keep = max(keep, min(1.0, self.KEPT_TOKENS / self._prefill_tokens))
         keep *= 1 - self.WEIGHT
         fit_keep = 1 - self.FIT_WEIGHT
         # In a step with decodes, the time of the prefill is an estimate, so such a step does not prove a speed.
         if not num_decode_rows and self._prefill_tokens:
             odds = self._odds(num_prefill_tokens, num_prefill_keys, prefill_s)
-            keep = min(keep, odds * num_prefill_tokens / self._prefill_tokens)
+            keep = min(keep, odds * counted_tokens / self._prefill_tokens)
             fit_keep = min(fit_keep, odds * num_prefill_tokens**2 / self._tt)
         self._prefill_s = keep * self._prefill_s + prefill_s
-        self._prefill_tokens = keep * self._prefill_tokens + num_prefill_tokens
+        self._prefill_tokens = keep * self._prefill_tokens + counted_tokens
         self._fit(num_prefill_tokens, num_prefill_keys, prefill_s, fit_keep)
 
     def _odds(self, tokens: int, keys: int, seconds: float) -> float:

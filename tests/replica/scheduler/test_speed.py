@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.replica.scheduler.speed import CopySpeed, StepSpeed
+from quire.replica.scheduler.speed import CopySpeed, StepSpeed, overhead_tokens
 
 
 def speed_of(token_s: float) -> StepSpeed:
@@ -72,3 +73,25 @@ def test_always_is_always():
     copies = CopySpeed(speed_of(1e-6), always_copies=True)
     observe(copies, 1, 1.0)
     assert copies.prefers_copy(100, 0, 1)
+
+
+def test_short_prompts_do_not_make_long_ones_seem_slow():
+    """A step of this device takes 8 ms and 25 us for each token."""
+    step_s = lambda tokens: 8e-3 + 25e-6 * tokens  # noqa: E731
+    speed = StepSpeed(overhead_tokens({1: step_s(1), 8192: step_s(8192)}))
+    assert speed.overhead_tokens == pytest.approx(8e-3 / 25e-6, rel=1e-3)
+    for number in range(1, 100):
+        speed.observe(8, 0, step_s(8), 36, end_s=float(number))
+        assert speed.prefill_s_per_token == pytest.approx(25e-6, rel=0.01)
+    # The device is half as fast: short prompts show it soon.
+    for number in range(101, 130):
+        speed.observe(8, 0, 2 * step_s(8), 36, end_s=float(number))
+    assert speed.prefill_s_per_token == pytest.approx(50e-6, rel=0.1)
+    speed.observe(5000, 0, step_s(5000), 5000 * 5001 // 2, end_s=200.0)
+    assert speed.prefill_s_per_token == pytest.approx(25e-6, rel=0.1)
+
+
+def test_the_overhead_of_a_step_is_bounded_and_zero_where_it_is_not_measured():
+    assert overhead_tokens({}) == overhead_tokens({1: 0.5}) == 0.0
+    assert overhead_tokens({1: 0.1, 64: 6.4}) == 0.0
+    assert overhead_tokens({1: 0.5, 64: 0.4}) == overhead_tokens({1: 0.5, 64: 0.5001}) == 1024.0
