@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,13 @@ from quire.replica.core.sampling_record import LIMITS
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup
+from quire.replica.model.cpu_step_context import CpuStepContext
+from quire.replica.model.deterministic.cpu_row_check import fix_other_modules
 from quire.replica.model.deterministic.cpu_tiled_linear import make_deterministic
 from quire.replica.model.fusion.cpu_fusion import CpuFusion
 from quire.replica.model.fusion.fuse_pass import fuse
 from quire.replica.model.fusion.fuse_report import FuseReport
+from quire.replica.model.fusion.trial_pass import TrialPass
 from quire.replica.model.output_head import split_model
 from quire.replica.model.own_attention import attends_itself
 from quire.replica.model.recurrence.recurrent_mixers import RecurrenceKernels
@@ -104,9 +108,13 @@ class CpuKernels(ModelKernels):
             return None
         return RecurrenceKernels(cpu_recurrence.short_conv, cpu_recurrence.state_scan)
 
-    def fix_order(self, model: nn.Module) -> None:
+    def fix_order(self, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]) -> None:
         """See `ModelKernels.fix_order`."""
         make_deterministic(model)
+        decoder, _ = split_model(model)
+        context = partial(CpuStepContext, workspace=self.workspace)
+        num_ids = model.get_input_embeddings().num_embeddings
+        fix_other_modules(decoder, TrialPass(decoder, num_ids, pool, attentions, context))
 
     def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:
         """Does nothing: matrix products on the CPU need no compilation."""

@@ -43,7 +43,7 @@ class GpuKernels(ModelKernels):
         # Chunks are multiplied in TF32.
         return RecurrenceKernels(short_conv, state_scan if config.dtype == "float32" else scan_rows)
 
-    def fix_order(self, model: nn.Module) -> None:
+    def fix_order(self, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]) -> None:
         """See `ModelKernels.fix_order`."""
         fix_products(model)
 

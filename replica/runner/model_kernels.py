@@ -55,8 +55,11 @@ class ModelKernels(ABC):
         """Return the kernels of recurrent layers; None: transformers' modules compute them."""
 
     @abstractmethod
-    def fix_order(self, model: nn.Module) -> None:
-        """Replace matrix products in place so that a row has the same bits in every batch. Call it after `fuse`."""
+    def fix_order(self, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]) -> None:
+        """Replace matrix products in place so that a row has the same bits in every batch. Call it after `fuse`.
+
+        `pool` and `attentions` serve a trial pass, which writes to the trash block.
+        """
 
     @abstractmethod
     def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:

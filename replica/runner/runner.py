@@ -129,7 +129,7 @@ class Runner:
                     "deterministic is true, and modules of transformers compute recurrent layers, whose sums depend "
                     f"on the chunks of a prompt; use deterministic false ({'; '.join(fused.dropped) or 'fuse is off'})"
                 )
-            self.kernels.fix_order(model)
+            self.kernels.fix_order(model, pool, self._attentions)
         # None: the engine has no adapters.
         self.adapted: AdaptedModel | None = None
         if config.max_loaded_adapters:

@@ -1,0 +1,98 @@
+"""`deterministic: true` on the CPU for modules that Quire does not replace: their rows have bits of their own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quire.protos.sampling_params import SamplingParams
+from quire.replica.engine import Engine
+from quire.replica.model.deterministic.cpu_row_check import fix_other_modules
+from quire.replica.proof.model_proof import save_random_model
+from quire.replica.proof.tiny_config import tiny_config
+
+# Mixtures of experts with routers of three kinds; with latents, with recurrent layers.
+MODELS = ("mixtral", "deepseek_v3", "qwen3_next", "nemotron_h")
+NUM_TOKENS = 24
+
+
+def save(model_type: str, folder) -> str:
+    config = CONFIG_MAPPING[model_type]()
+    entries = tiny_config(config.to_dict(), own_names=config.attribute_map)
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    save_random_model({**entries, "architectures": [architecture]}, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_bits_are_equal_in_chunks_after_hits_and_beside_others(model_type, tmp_path):
+    rng = random.Random(1)
+    prompts = [[rng.randrange(5, 60) for _ in range(37 + 3 * i)] for i in range(5)]
+    greedy = dict(temperature=0.0, ignore_eos=True, logprobs=2)
+    params = SamplingParams(max_tokens=NUM_TOKENS, **greedy)
+    options = dict(model=save(model_type, tmp_path), dtype="float32", num_threads=1, prove=False)
+    with Engine(deterministic=True, **options) as engine:
+        (alone,) = engine.generate(prompts[:1], params, progress=False)
+        (hit,) = engine.generate(prompts[:1], params, progress=False)
+        beside, *_ = engine.generate(prompts, params, progress=False)
+        rest = SamplingParams(max_tokens=NUM_TOKENS - 10, **greedy)
+        given = prompts[0] + alone.token_ids[:10]
+        (resumed,) = engine.generate([given], rest, progress=False)
+    with Engine(deterministic=True, max_batch_tokens=16, **options) as engine:
+        (chunked,) = engine.generate(prompts[:1], params, progress=False)
+    assert hit.num_cached_tokens > 0
+    for other in (hit, beside, chunked):
+        assert (other.token_ids, other.logprobs) == (alone.token_ids, alone.logprobs)
+    assert resumed.logprobs == alone.logprobs[10:]
+
+
+class Mixing(nn.Module):
+    """A router and an expert; the rows of a call change the result by `rounding`."""
+
+    def __init__(self, rounding: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16))
+        self.rounding = rounding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(x, self.weight)
+        return torch.sigmoid(logits) + self.rounding * x.shape[-2]
+
+
+class Trial:
+    """Calls the decoder with a few rows."""
+
+    def __init__(self, decoder: nn.Module):
+        self._decoder = decoder
+
+    def context(self) -> None:
+        return None
+
+    def run(self, context: None) -> None:
+        for module in self._decoder:
+            module(torch.randn(1, 5, 16))
+
+    def normal(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape)
+
+
+@torch.inference_mode()
+def test_what_calls_products_is_fixed_and_what_cannot_be_fixed_is_named():
+    decoder = nn.Sequential(Mixing(0.0))
+    fix_other_modules(decoder, Trial(decoder))
+    x = torch.randn(1, 40, 16)
+    whole = decoder[0](x)
+    for begin, end in ((0, 1), (3, 5), (7, 18), (0, 39)):
+        assert torch.equal(decoder[0](x[:, begin:end]), whole[:, begin:end])
+    decoder = nn.Sequential(nn.Identity(), Mixing(1e-5))
+    with pytest.raises(ValueError, match=r"the rows of 1 \(Mixing\) have other bits in other comp"):
+        fix_other_modules(decoder, Trial(decoder))
+    # It mixes tokens by design.
+    decoder = nn.Sequential(Mixing(0.5))
+    fix_other_modules(decoder, Trial(decoder))
