@@ -393,6 +393,8 @@ class EngineConfig(EngineOptions):
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # full-attention first; heads of one rank
     reduction_splits: int = 1
     num_host_blocks: int = 0  # blocks of the host tier, of the same size; 0: no host tier
+    # Whether nobody asked for `deterministic`: then a model that cannot keep the promise is served without it.
+    is_deterministic_by_default: bool = False
     # Whether some layers are recurrent: they keep a state of each running request instead of blocks.
     has_states: bool = False
     # Number of slots for snapshots of the states, and number of blocks after which a prompt gets one in any case.

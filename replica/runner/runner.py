@@ -20,6 +20,8 @@ streams and returns. Step N+1 may be launched while step N runs: it reads the to
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
 from contextlib import AbstractContextManager
 from typing import Self
@@ -40,6 +42,7 @@ from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.open_device import open_device
 from quire.replica.device.state_pool import StatePool
 from quire.replica.kv_cache.groups import LayerGroup
+from quire.replica.model.deterministic.cpu_row_check import NotDeterministicError
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.model.layers.fixed_rope import fix_rope
@@ -60,6 +63,8 @@ from quire.replica.runner.step_outputs import InFlight
 from quire.replica.sampling.step_sampler import Masks, StepSampler
 
 _NO_BLOCKS = np.empty(0, np.int64)
+
+logger = logging.getLogger(__name__)
 
 
 class Runner:
@@ -129,7 +134,13 @@ class Runner:
                     "deterministic is true, and modules of transformers compute recurrent layers, whose sums depend "
                     f"on the chunks of a prompt; use deterministic false ({'; '.join(fused.dropped) or 'fuse is off'})"
                 )
-            self.kernels.fix_order(model, pool, self._attentions)
+            try:
+                self.kernels.fix_order(model, pool, self._attentions)
+            except NotDeterministicError as error:
+                if not config.is_deterministic_by_default:
+                    raise
+                logger.warning("%s. It was not asked for, so it is false now", error)
+                self.config = config = dataclasses.replace(config, deterministic=False)
         # None: the engine has no adapters.
         self.adapted: AdaptedModel | None = None
         if config.max_loaded_adapters:

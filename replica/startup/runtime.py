@@ -149,7 +149,7 @@ def load_runtime(
         runner.mark_ready()
         startup_s["warm_up"] = time.perf_counter() - began
         opened.pop_all()
-    return Runtime(checkpoint, spec, config, runner, node_pool, draft_runner)
+    return Runtime(checkpoint, spec, runner.config, runner, node_pool, draft_runner)
 
 
 def _check_budget(used: int, budget: int) -> None:

@@ -194,6 +194,7 @@ def resolve(
         num_host_snapshots=num_host_snapshots,
         snapshot_spacing=states.spacing,
         hidden_size=spec.hidden_size,
+        is_deterministic_by_default=args.deterministic is None,
     )
 
 

@@ -28,14 +28,18 @@ _PARTS = (slice(0, 1), slice(3, 5), slice(5, 12), slice(1, 24))
 _MOST_ROUNDING = 1e-3
 
 
+class NotDeterministicError(ValueError):
+    """A module's rows have other bits in other company."""
+
+
 @torch.inference_mode()
 def fix_other_modules(decoder: nn.Module, trial: TrialPass) -> None:
     """Fix the rows of the decoder's modules that `make_deterministic` has left, in place.
 
     Raises
     ------
-    ValueError
-        A module's rows have other bits in other company.
+    NotDeterministicError
+        A module's rows still have other bits in other company.
     """
     shapes = _row_inputs(decoder, trial)
     verdicts: dict[tuple[Any, ...], bool] = {}
@@ -49,7 +53,7 @@ def fix_other_modules(decoder: nn.Module, trial: TrialPass) -> None:
             continue
         _use_fixed_functions(module)
         if not _is_fixed(module, given):
-            raise ValueError(
+            raise NotDeterministicError(
                 f"deterministic: true cannot hold: the rows of {name} ({type(module).__name__}) have other bits in "
                 "other company; set deterministic: false"
             )

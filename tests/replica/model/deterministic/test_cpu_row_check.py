@@ -13,7 +13,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.engine import Engine
-from quire.replica.model.deterministic.cpu_row_check import fix_other_modules
+from quire.replica.model.deterministic.cpu_row_check import (
+    NotDeterministicError,
+    fix_other_modules,
+)
 from quire.replica.proof.model_proof import save_random_model
 from quire.replica.proof.tiny_config import tiny_config
 
@@ -50,6 +53,16 @@ def test_bits_are_equal_in_chunks_after_hits_and_beside_others(model_type, tmp_p
     for other in (hit, beside, chunked):
         assert (other.token_ids, other.logprobs) == (alone.token_ids, alone.logprobs)
     assert resumed.logprobs == alone.logprobs[10:]
+
+
+def test_a_model_that_cannot_be_fixed_is_served_where_nobody_asked_for_it(tmp_path):
+    options = dict(model=save("aria_text", tmp_path), dtype="float32", num_threads=1, prove=False)
+    with pytest.raises(NotDeterministicError, match="AriaTextMoELayer"):
+        Engine(deterministic=True, **options)
+    with Engine(**options) as engine:
+        assert engine.config.deterministic is False
+        (answer,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3), progress=False)
+        assert len(answer.token_ids) == 3
 
 
 class Mixing(nn.Module):
@@ -91,7 +104,9 @@ def test_what_calls_products_is_fixed_and_what_cannot_be_fixed_is_named():
     for begin, end in ((0, 1), (3, 5), (7, 18), (0, 39)):
         assert torch.equal(decoder[0](x[:, begin:end]), whole[:, begin:end])
     decoder = nn.Sequential(nn.Identity(), Mixing(1e-5))
-    with pytest.raises(ValueError, match=r"the rows of 1 \(Mixing\) have other bits in other comp"):
+    with pytest.raises(
+        NotDeterministicError, match=r"the rows of 1 \(Mixing\) have other bits in other comp"
+    ):
         fix_other_modules(decoder, Trial(decoder))
     # It mixes tokens by design.
     decoder = nn.Sequential(Mixing(0.5))
