@@ -141,7 +141,12 @@ UNLIKE_NAMES = tuple(_UNLIKE)
 
 def build_unlike(name: str, folder: Path) -> None:
     """Save the tiny model of a proof of latent attention, or of keys and values of unequal sizes."""
-    config = transformers.CONFIG_MAPPING[name](**_UNLIKE[name])
+    build_proven(name, folder, **_UNLIKE[name])
+
+
+def build_proven(name: str, folder: Path, **changes: object) -> None:
+    """Save the tiny model of a type's proof; `changes` are of the type's own configuration."""
+    config = transformers.CONFIG_MAPPING[name](**changes)
     entries = tiny_config(config.to_dict(), own_names=config.attribute_map)
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
     save_random_model({**entries, "architectures": [architecture]}, folder)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
+import model_zoo
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.engine import Engine
@@ -17,20 +16,10 @@ from quire.replica.model.deterministic.cpu_row_check import (
     NotDeterministicError,
     fix_other_modules,
 )
-from quire.replica.proof.model_proof import save_random_model
-from quire.replica.proof.tiny_config import tiny_config
 
 # Mixtures of experts with routers of three kinds; with latents, with recurrent layers.
 MODELS = ("mixtral", "deepseek_v3", "qwen3_next", "nemotron_h")
 NUM_TOKENS = 24
-
-
-def save(model_type: str, folder) -> str:
-    config = CONFIG_MAPPING[model_type]()
-    entries = tiny_config(config.to_dict(), own_names=config.attribute_map)
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    save_random_model({**entries, "architectures": [architecture]}, folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -39,7 +28,8 @@ def test_bits_are_equal_in_chunks_after_hits_and_beside_others(model_type, tmp_p
     prompts = [[rng.randrange(5, 60) for _ in range(37 + 3 * i)] for i in range(5)]
     greedy = dict(temperature=0.0, ignore_eos=True, logprobs=2)
     params = SamplingParams(max_tokens=NUM_TOKENS, **greedy)
-    options = dict(model=save(model_type, tmp_path), dtype="float32", num_threads=1, prove=False)
+    model_zoo.build_proven(model_type, tmp_path)
+    options = dict(model=str(tmp_path), dtype="float32", num_threads=1, prove=False)
     with Engine(deterministic=True, **options) as engine:
         (alone,) = engine.generate(prompts[:1], params, progress=False)
         (hit,) = engine.generate(prompts[:1], params, progress=False)
@@ -56,7 +46,8 @@ def test_bits_are_equal_in_chunks_after_hits_and_beside_others(model_type, tmp_p
 
 
 def test_a_model_that_cannot_be_fixed_is_served_where_nobody_asked_for_it(tmp_path):
-    options = dict(model=save("aria_text", tmp_path), dtype="float32", num_threads=1, prove=False)
+    model_zoo.build_proven("aria_text", tmp_path)
+    options = dict(model=str(tmp_path), dtype="float32", num_threads=1, prove=False)
     with pytest.raises(NotDeterministicError, match="AriaTextMoELayer"):
         Engine(deterministic=True, **options)
     with Engine(**options) as engine:
