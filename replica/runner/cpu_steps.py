@@ -105,11 +105,12 @@ class CpuSteps:
         largest steps would add 7 s to the start.
         """
         most = min(self._config.max_batch_tokens, self._config.max_model_len, _WARM_UP_TOKENS)
-        seconds = {}
+        seconds: dict[int, float] = {}
         for num_tokens, temperature in ((1, 0.0), (1, 1.0), (most, 0.0)):
             began_s = time.perf_counter()
             run(plans.plan([num_tokens], temperature))
-            seconds[num_tokens] = time.perf_counter() - began_s
+            took_s = time.perf_counter() - began_s
+            seconds[num_tokens] = min(took_s, seconds.get(num_tokens, took_s))
         return seconds
 
     def end_warm_up(self) -> None:

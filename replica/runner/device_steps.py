@@ -63,7 +63,7 @@ class DeviceSteps(Protocol):
         """Run the largest steps of each kind: decodes, a full prefill chunk, and both mixed; greedy and with sampling.
 
         `run` launches and collects a step; `plans` makes steps that write only to the trash block. Return the seconds
-        of the last step of one token alone and of the last step of one prompt, by their tokens.
+        of the fastest step of one token alone and of the fastest step of one prompt, by their tokens.
         """
         ...
 

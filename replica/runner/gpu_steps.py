@@ -191,15 +191,15 @@ class GpuSteps:
         rows = min(config.max_running_requests, budget)
         chunk = min(budget, config.max_model_len)
         mixed = [1] * min(rows, budget - chunk // 2) + [chunk // 2]
-        seconds = {}
+        seconds: dict[int, float] = {}
         for lengths in ([1], [1] * rows, [chunk], mixed):
             for temperature in (0.0, 1.0):
                 plan = plans.plan([n for n in lengths if n > 0], temperature)
                 began_s = time.perf_counter()
                 run(plan)
-                # The second step compiles nothing.
+                took_s = time.perf_counter() - began_s
                 if len(lengths) == 1:
-                    seconds[lengths[0]] = time.perf_counter() - began_s
+                    seconds[lengths[0]] = min(took_s, seconds.get(lengths[0], took_s))
         run(plans.special_plan(rows))
         return seconds
 

@@ -35,8 +35,8 @@ _LEAST_MEASURED = 4
 _DOUBT = 0.9
 
 
-# A step of no tokens takes at most as long as this many prefill tokens: on a GPU about 300, on a CPU 10 to 100. The
-# bound is for a measurement that other work on the machine has disturbed.
+# A step of no tokens takes at most as long as this many prefill tokens: on a GPU about 300, on a CPU 10 to 100. This
+# bound, and that of the tokens measured, are for a measurement that other work on the machine has disturbed.
 _MAX_OVERHEAD_TOKENS = 1024.0
 
 
@@ -52,10 +52,12 @@ def overhead_tokens(seconds: Mapping[int, float]) -> float:
     if len(seconds) < 2:
         return 0.0
     (few, few_s), *_, (many, many_s) = sorted(seconds.items())
+    # Other work on the machine has disturbed the measurement.
     if many_s <= few_s:
-        return _MAX_OVERHEAD_TOKENS
+        return 0.0
     # seconds = a * (tokens + overhead)
-    return min(max(0.0, (many * few_s - few * many_s) / (many_s - few_s)), _MAX_OVERHEAD_TOKENS)
+    overhead = (many * few_s - few * many_s) / (many_s - few_s)
+    return min(max(0.0, overhead), many, _MAX_OVERHEAD_TOKENS)
 
 
 class StepSpeed:
