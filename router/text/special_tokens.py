@@ -94,7 +94,8 @@ class SpecialTokens:
         self._beginnings = {word[:n] for word in words for n in range(1, len(word))}
         self._ends = {word[n:] for word in words for n in range(1, len(word))}
         self._longest = max(map(len, words), default=0)
-        self._starts = _any_of([f"(?={re.escape(word)})" for word in words])
+        # Tokens may overlap, so a match is one character.
+        self._starts = _any_of([f"{re.escape(word[0])}(?={re.escape(word[1:])})" for word in words])
         self._tokens = _any_of([_matcher(self._added[word]) for word in words])
 
     @property
@@ -198,9 +199,13 @@ def _unknown_ids(state: dict[str, Any]) -> set[int]:
 
 
 def _matcher(token: AddedToken) -> str:
-    """Return a pattern that matches the token where the tokenizer would find it, except behind GUARD."""
-    word = f"(?<!{GUARD}){re.escape(token.content)}"
-    return rf"(?<!\w){word}(?!\w)" if token.single_word else word
+    """Return a pattern that matches the token where the tokenizer would find it, except behind GUARD.
+
+    Its first character comes first: `re` looks for characters ten times as fast as for other conditions.
+    """
+    first, rest = re.escape(token.content[0]), re.escape(token.content[1:])
+    word = f"{first}(?<!{GUARD}{first}){rest}"
+    return rf"{first}(?<!\w{first}){word.removeprefix(first)}(?!\w)" if token.single_word else word
 
 
 def _any_of(alternatives: list[str]) -> re.Pattern[str] | None:

@@ -7,6 +7,7 @@ AutoTokenizer imports torch, which a router does not need.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,9 @@ from quire.router.text.token_cache import TokenCache, cuts_at_words, piece_patte
 # Texts up to this length are encoded on the event loop. Measured with byte-level BPE on one busy CPU core: 0.17 us
 # a character, so 90 us for 512 characters; a thread adds 50 to 80 us.
 INLINE_CHARS = 512
-# Pieces up to this total length are encoded one by one. A batch goes through the library's threads, which takes 150 us
-# for the two pieces of a small change; encoding them takes 70 us.
-SERIAL_CHARS = 2048
+# By default the library encodes a batch in threads of its own, one for each core. With them the pieces of an agent's
+# prompts took a fifth more processor time; `tokenizer_threads` is the number of threads without them.
+_LIBRARY_THREADS = "TOKENIZERS_PARALLELISM"
 # Texts up to this length are searched for special tokens on the event loop; it takes 1 ns a character.
 INLINE_SPLIT_CHARS = 128 * 1024
 # A text with more bytes is refused before it is encoded. Prose has 3 to 5 bytes a token, the densest code about 8.
@@ -184,14 +185,7 @@ class TextTokenizer:
         self, pieces: Sequence[str], max_model_len: int | None = None, num_output: int = 1
     ) -> list[np.ndarray]:
         """Return the ids of each piece of a text, [tokens] int32 each, without BOS and similar tokens."""
-        batches = [list(pieces)]
-        if sum(map(len, pieces)) <= SERIAL_CHARS:
-            batches = [[piece] for piece in pieces]
-        encodings = [
-            encoding
-            for batch in batches
-            for encoding in self.backend.encode_batch_fast(batch, add_special_tokens=False)
-        ]
+        encodings = self.backend.encode_batch_fast(list(pieces), add_special_tokens=False)
         _check_lens(encodings, max_model_len, num_output)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
@@ -262,6 +256,7 @@ class AsyncTokenizer:
         max_pending: int = 256,
         cache_bytes: int = 64 * 1024**2,
     ):
+        os.environ.setdefault(_LIBRARY_THREADS, "false")
         self.tokenizer = tokenizer
         self.cache = TokenCache(cache_bytes)
         self._pattern = tokenizer.piece_pattern if cache_bytes else None
