@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import model_zoo
 import numpy as np
 import pytest
 import torch
+import w4_checkpoints
 from adapter_folders import ALL_LAYERS, save_adapter, save_merged
 from step_driver import Driver, make_runner
 
@@ -82,6 +84,28 @@ def test_logits_equal_those_of_the_merged_checkpoint(zoo, tmp_path, name):
         assert deviation(plain, expected) > 1e-2, "the adapter must change the logits"
     (expected,) = logits_of(base, [0] * 4, [3])
     np.testing.assert_array_equal(found[3], expected)
+
+
+@pytest.mark.parametrize("desc_act", [False, True])
+@pytest.mark.parametrize("dtype, bound", [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_an_adapter_over_weights_of_four_bits_is_that_over_the_dequantised_ones(
+    tmp_path, desc_act, dtype, bound
+):
+    source = model_zoo.build("qwen3", tmp_path, hidden_size=128, intermediate_size=256, head_dim=32)
+    config = w4_checkpoints.config_of("gptq", 32, desc_act=desc_act)
+    coded, plain = w4_checkpoints.write(
+        source, tmp_path / "x", config, size=32, sorted_inputs=not desc_act
+    )
+    folder = save_adapter(tmp_path / "a", plain, rank=4, seed=1)
+    runner = adapted_runner(coded, deterministic=False, dtype=dtype)
+    load(runner, 1, folder)
+    found = logits_of(runner, [1, 0, 1, 0])
+    base = make_runner(plain)
+    merged = make_runner(save_merged(tmp_path / "merged", plain, folder))
+    for i, which in enumerate((merged, base, merged, base)):
+        (expected,) = logits_of(which, [0] * 4, [i])
+        assert deviation(found[i], expected) < bound
+    assert deviation(found[0], logits_of(base, [0] * 4, [0])[0]) > 4 * bound
 
 
 @pytest.mark.parametrize("library", ["compiled", "torch"])
