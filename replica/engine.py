@@ -148,7 +148,7 @@ class Engine:
         self.model: nn.Module = runtime.runner.model
         adapted = runtime.runner.adapted
         num_kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
-        self._adapters = AdapterLibrary(adapted and adapted.read, num_kept)
+        self._adapters = AdapterLibrary(None if adapted is None else adapted.read, num_kept)
         self._node_pool = runtime.node_pool
         self._draft_runner = runtime.draft_runner
         drafts = self._open_draft_source()
@@ -167,13 +167,14 @@ class Engine:
         if flight_path is not None:
             self.recorder = FlightRecorder(flight_path, self.config.max_running_requests)
         self._flight_path = flight_path
-        slots = scheduler.rows.adapters
-        reports = adapted and AdapterReports(slots, self._adapters, adapted.load_time)
-        runner, clock = self._equip(runtime.runner)
-        self._runner = runner
+        adapter_report = None
+        if adapted is not None:
+            slots = scheduler.rows.adapters
+            adapter_report = AdapterReports(slots, self._adapters, adapted.load_time).latest
+        self._runner, clock = self._equip(runtime.runner)
         self._loop = EngineLoop(
             scheduler,
-            runner,
+            self._runner,
             on_output,
             clock=clock,
             step_timeout_s=self.config.step_timeout_s,
@@ -181,7 +182,7 @@ class Engine:
             plans_ahead=self.config.plans_ahead,
             mark=runtime.runner.mark if self.config.nvtx else None,
             save_blocks=runtime.runner.save_blocks,
-            adapter_report=reports and reports.latest,
+            adapter_report=adapter_report,
         )
         self._grammars = GrammarCompiler(
             self.checkpoint / "tokenizer.json",
@@ -236,8 +237,7 @@ class Engine:
             The engine has no adapters, or the folder cannot be used; the message has the reason.
         """
         adapter = self._adapters.get(ref)
-        # An idle loop reports the adapter in the turn that this causes.
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(Unavailable):  # wakes an idle loop, which reports the adapter
             self._loop.post(lambda scheduler: None)
         return adapter
 

@@ -95,9 +95,7 @@ class AdapterLibrary:
             raise InvalidRequest("max_loaded_adapters is 0: the engine has no adapters")
         return self._read
 
-    def _fill(
-        self, future: Future[Adapter], ref: AdapterRef, read: Callable[[Path], Any]
-    ) -> None:
+    def _fill(self, future: Future[Adapter], ref: AdapterRef, read: Callable[[Path], Any]) -> None:
         began = time.perf_counter()
         adapter = self._load(ref, read)
         with self._lock:
