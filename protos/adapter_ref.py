@@ -42,6 +42,11 @@ def folder_digest(folder: Path) -> str:
     return hasher.hexdigest()
 
 
+def adapter_key(digest: str) -> int:
+    """Return the number that stands for an adapter in an `AdapterReport`: the first 8 bytes of its digest."""
+    return int(digest[:16], 16)
+
+
 def cache_namespace(tenant: str, adapter: AdapterRef | None) -> str:
     """Return the scope within which prompts share cached blocks: the tenant, and the adapter's weights.
 

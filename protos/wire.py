@@ -415,6 +415,22 @@ class Load(NamedTuple):
     host_blocks_retained: int = 0  # the same part of `host_blocks_cached`
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterReport(Record):
+    """The adapters that a replica has in memory, for the router's cost function. A number (`adapter_key`) names each.
+
+    The slots are the places for adapters in the device's memory.
+    """
+
+    seq: int  # number of the report within an epoch: 1, 2, ...
+    on_device: Hashes  # [n] uint64, in slots
+    on_host: Hashes  # [m] uint64, in host memory; most of those in slots are there too
+    slots: int  # `max_loaded_adapters`
+    slots_in_use: int  # slots of running requests; the others can get another adapter at once
+    read_s: float = 0.0  # measured seconds to read a folder to host memory; 0 = not yet known
+    load_s: float = 0.0  # measured seconds to put an adapter into a slot; 0 = not yet known
+
+
 @dataclass(frozen=True, slots=True)
 class Frame(Message):
     """The message of a replica to one router after each step, and as a heartbeat.
@@ -438,6 +454,8 @@ class Frame(Message):
     snapshot_more: bool = False  # another page follows
     # [m] uint64: the same page's hashes in the host tier
     host_snapshot: Hashes = field(default_factory=lambda: _NO_HASHES)
+    # The newest report of adapters, if this attach stream has not had it yet.
+    adapters: Annotated[AdapterReport | None, optional(record(AdapterReport))] = None
 
     def token_deltas(self) -> Iterator[TokenDelta]:
         """Return the new tokens of each stream with their facts."""

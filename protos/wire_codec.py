@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import msgpack
 import numpy as np
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 _CHECKSUM_BYTES = 4
 # Half of Serve's default, because Serve adds data of its own.
 MAX_MESSAGE_BYTES = 2 << 20

@@ -31,7 +31,8 @@ from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.sampling_params import SamplingParams
 from quire.protos.wire import Hello, Load
-from quire.replica.adapters.adapter_library import AdapterLibrary
+from quire.replica.adapters.adapter_library import MAX_HOST_ADAPTERS, AdapterLibrary
+from quire.replica.adapters.adapter_reports import AdapterReports
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import (
     LIGHT_FIELDS,
@@ -66,8 +67,6 @@ if TYPE_CHECKING:
 MAX_FAILED_STEPS = 3
 # Tokens of prompt and output of a typical request, a chat of several turns. `hello` reports how many of these fit.
 TYPICAL_LEN = 2048
-# Adapters in host memory, those in the device's memory included.
-MAX_HOST_ADAPTERS = 256
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 
@@ -147,10 +146,9 @@ class Engine:
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         # As it runs; a failed proof looks into it.
         self.model: nn.Module = runtime.runner.model
-        self._adapters: AdapterLibrary | None = None
-        if (adapted := runtime.runner.adapted) is not None:
-            num_kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
-            self._adapters = AdapterLibrary(adapted.read, num_kept)
+        adapted = runtime.runner.adapted
+        num_kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
+        self._adapters = AdapterLibrary(None if adapted is None else adapted.read, num_kept)
         self._node_pool = runtime.node_pool
         self._draft_runner = runtime.draft_runner
         drafts = self._open_draft_source()
@@ -169,11 +167,14 @@ class Engine:
         if flight_path is not None:
             self.recorder = FlightRecorder(flight_path, self.config.max_running_requests)
         self._flight_path = flight_path
-        runner, clock = self._equip(runtime.runner)
-        self._runner = runner
+        adapter_report = None
+        if adapted is not None:
+            slots = scheduler.rows.adapters
+            adapter_report = AdapterReports(slots, self._adapters, adapted.load_time).latest
+        self._runner, clock = self._equip(runtime.runner)
         self._loop = EngineLoop(
             scheduler,
-            runner,
+            self._runner,
             on_output,
             clock=clock,
             step_timeout_s=self.config.step_timeout_s,
@@ -181,6 +182,7 @@ class Engine:
             plans_ahead=self.config.plans_ahead,
             mark=runtime.runner.mark if self.config.nvtx else None,
             save_blocks=runtime.runner.save_blocks,
+            adapter_report=adapter_report,
         )
         self._grammars = GrammarCompiler(
             self.checkpoint / "tokenizer.json",
@@ -234,22 +236,20 @@ class Engine:
         InvalidRequest
             The engine has no adapters, or the folder cannot be used; the message has the reason.
         """
-        return self._library().get(ref)
+        adapter = self._adapters.get(ref)
+        with contextlib.suppress(Unavailable):  # wakes an idle loop, which reports the adapter
+            self._loop.post(lambda scheduler: None)
+        return adapter
 
     def known_adapter(self, ref: AdapterRef) -> Adapter | None:
         """Return an adapter that is in memory, or None."""
-        return self._library().find(ref)
+        return self._adapters.find(ref)
 
     def forget_adapter(self, digest: str) -> None:
         """Free the memory of an adapter; live requests keep it until they end."""
-        self._library().forget(digest)
+        self._adapters.forget(digest)
         with contextlib.suppress(Unavailable):
             self._loop.post(lambda scheduler: scheduler.rows.adapters.forget(digest))
-
-    def _library(self) -> AdapterLibrary:
-        if self._adapters is None:
-            raise InvalidRequest("max_loaded_adapters is 0: the engine has no adapters")
-        return self._adapters
 
     def abort(self, key: Hashable) -> None:
         """End a request if it is still alive; its last delta has the reason `abort`."""

@@ -39,7 +39,7 @@ import numpy as np
 from quire.protos.errors import StepFailed, Unavailable
 from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
-from quire.protos.wire import CacheEvents, Load, TokenDelta
+from quire.protos.wire import AdapterReport, CacheEvents, Load, TokenDelta
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.device.time_counters import HostTime
@@ -89,6 +89,7 @@ class LoopOutput:
     events_seq: int = 0
     digest: int = 0
     load: Load = field(default_factory=Load)
+    adapters: AdapterReport | None = None  # the newest report
 
 
 class EngineLoop:
@@ -112,6 +113,8 @@ class EngineLoop:
         Marks parts of the loop for a profiler.
     save_blocks
         Copies blocks to the host tier while no step is in flight.
+    adapter_report
+        Returns the newest report of the engine's adapters; called after every turn.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class EngineLoop:
         plans_ahead: bool = False,
         mark: Callable[[str], AbstractContextManager[None]] | None = None,
         save_blocks: Callable[[np.ndarray], None] | None = None,
+        adapter_report: Callable[[], AdapterReport | None] | None = None,
     ):
         self.step_watch = StepWatch(step_timeout_s, clock)
         self._scheduler = scheduler
@@ -134,6 +138,8 @@ class EngineLoop:
         self._recorder = recorder
         self._mark = mark or (lambda name: _NO_MARK)
         self._save_blocks = save_blocks
+        self._adapter_report = adapter_report or (lambda: None)
+        self._adapters_seq = 0  # of the last report that was sent
         self._busy_s: float | None = None  # end of the last step; None while idle
         self._clock = clock
         self._max_in_flight = (
@@ -378,11 +384,16 @@ class EngineLoop:
         if self._deltas:
             deltas.whole[:0] = self._deltas
             self._deltas = []
-        if not len(deltas) and batch is None:
+        adapters = self._adapter_report()
+        adapters_seq = 0 if adapters is None else adapters.seq
+        if not len(deltas) and batch is None and adapters_seq == self._adapters_seq:
             return
+        self._adapters_seq = adapters_seq
         began = perf_counter()
         with self._mark("send"):
-            self._on_output(LoopOutput(deltas, batch, events.seq, events.digest, self.load()))
+            self._on_output(
+                LoopOutput(deltas, batch, events.seq, events.digest, self.load(), adapters)
+            )
         self.time.send_s += perf_counter() - began
 
     def _sleep(self, until_s: float | None) -> None:

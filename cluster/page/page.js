@@ -323,7 +323,7 @@ function flash(name, kind) {
 const TERMS = [
   ["wait", "wait", ["wait_s"]],
   ["prefill", "prefill", ["prefill_s"]],
-  ["copy", "copy", ["host_copy_s", "pull_s", "handover_s"]],
+  ["copy", "copy", ["host_copy_s", "pull_s", "handover_s", "adapter_s"]],
   ["delay", "delay of others", ["interference_s", "later_s", "decode_s"]],
   ["memory", "memory", ["eviction_s", "memory_s"]],
 ];

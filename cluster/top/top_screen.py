@@ -25,7 +25,7 @@ _BLOCKS = (
 _TERMS = (
     ("red", "wait", ("wait_s",)),
     ("blue", "prefill", ("prefill_s",)),
-    ("cyan", "copy", ("host_copy_s", "pull_s", "handover_s")),
+    ("cyan", "copy", ("host_copy_s", "pull_s", "handover_s", "adapter_s")),
     ("magenta", "delay of others", ("interference_s", "later_s", "decode_s")),
     ("yellow", "memory", ("eviction_s", "memory_s")),
 )

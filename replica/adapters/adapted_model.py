@@ -12,8 +12,9 @@ there were none.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from torch import nn
 
 from quire.replica.adapters.adapter_folder import LowRank, read_adapter
 from quire.replica.core.adapter import AdapterLoad
+from quire.replica.device.time_counters import MeanTime
 from quire.replica.model.layers.linear_parts import LinearPart, parts_of
 
 
@@ -61,6 +63,8 @@ class AdaptedModel(ABC):
         self.num_slots = num_slots
         self.max_rank = max_rank
         self.dtype = dtype
+        # Of a call of `load`, for each adapter. On a GPU the copies end later.
+        self.load_time = MeanTime()
         self.products = list(_products(decoder))
         # Indices of the products that have been seen to add adapters.
         self._proven: set[int] = set()
@@ -99,8 +103,14 @@ class AdaptedModel(ABC):
     def begin(self, slots: Any) -> Any:
         """Return `StepContext.adapters` for a step with these slots, [T] int32, of its tokens."""
 
+    def load(self, loads: Sequence[AdapterLoad]) -> None:
+        """Put adapters, at least one, into slots."""
+        began = time.perf_counter()
+        self._load(loads)
+        self.load_time.add((time.perf_counter() - began) / len(loads))
+
     @abstractmethod
-    def load(self, loads: Iterable[AdapterLoad]) -> None:
+    def _load(self, loads: Sequence[AdapterLoad]) -> None:
         """Put adapters into slots."""
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,10 @@ from typing import Any
 from quire.protos.adapter_ref import AdapterRef, folder_digest
 from quire.protos.errors import InvalidRequest
 from quire.replica.core.adapter import Adapter
+from quire.replica.device.time_counters import MeanTime
+
+# Adapters in an engine's host memory, those in the device's memory included.
+MAX_HOST_ADAPTERS = 256
 
 
 class AdapterLibrary:
@@ -22,18 +27,22 @@ class AdapterLibrary:
     Parameters
     ----------
     read
-        Reads and checks a folder; returns the weights in the form of the runner's device.
+        Reads and checks a folder; returns the weights in the form of the runner's device. None: the engine has no
+        adapters, and all are refused.
     max_adapters
         Number of adapters to keep.
     """
 
-    def __init__(self, read: Callable[[Path], Any], max_adapters: int):
+    def __init__(self, read: Callable[[Path], Any] | None, max_adapters: int):
         self._read = read
         self._max_adapters = max_adapters
         self._lock = threading.Lock()
         # By digest, least recently used first. A future is done when its folder is read.
         self._adapters: OrderedDict[str, Future[Adapter]] = OrderedDict()
         self.num_reads = 0
+        self.read_time = MeanTime()
+        # Changes of `digests` so far.
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return len(self._adapters)
@@ -44,8 +53,9 @@ class AdapterLibrary:
         Raises
         ------
         InvalidRequest
-            The folder cannot be used, or has other files than the reference names.
+            The engine has no adapters; the folder cannot be used, or has other files than the reference names.
         """
+        read = self._reader()
         with self._lock:
             future = self._adapters.get(ref.digest)
             is_new = future is None
@@ -54,10 +64,11 @@ class AdapterLibrary:
                 self.num_reads += 1
                 while len(self._adapters) > self._max_adapters:
                     self._adapters.popitem(last=False)
+                    self.num_changes += 1
             self._adapters.move_to_end(ref.digest)
         if is_new:
             try:
-                future.set_result(self._load(ref))
+                self._fill(future, ref, read)
             except BaseException as error:
                 with self._lock:
                     if self._adapters.get(ref.digest) is future:
@@ -74,7 +85,26 @@ class AdapterLibrary:
             self._adapters.move_to_end(ref.digest)
             return future.result()
 
-    def _load(self, ref: AdapterRef) -> Adapter:
+    def digests(self) -> list[str]:
+        """Return the digests of the adapters in memory, without those that are being read."""
+        with self._lock:
+            return [digest for digest, future in self._adapters.items() if future.done()]
+
+    def _reader(self) -> Callable[[Path], Any]:
+        if self._read is None:
+            raise InvalidRequest("max_loaded_adapters is 0: the engine has no adapters")
+        return self._read
+
+    def _fill(self, future: Future[Adapter], ref: AdapterRef, read: Callable[[Path], Any]) -> None:
+        began = time.perf_counter()
+        adapter = self._load(ref, read)
+        with self._lock:
+            self.read_time.add(time.perf_counter() - began)
+            future.set_result(adapter)
+            self.num_changes += 1
+
+    @staticmethod
+    def _load(ref: AdapterRef, read: Callable[[Path], Any]) -> Adapter:
         folder = Path(ref.path)
         try:
             found = folder_digest(folder)
@@ -86,9 +116,10 @@ class AdapterLibrary:
                 f"expected {ref.digest}); load it again",
                 field="model",
             )
-        return Adapter(ref, self._read(folder))
+        return Adapter(ref, read(folder))
 
     def forget(self, digest: str) -> None:
         """Drop an adapter; unknown ones are ignored."""
         with self._lock:
-            self._adapters.pop(digest, None)
+            if self._adapters.pop(digest, None) is not None:
+                self.num_changes += 1

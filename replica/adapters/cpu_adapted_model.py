@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -95,8 +95,7 @@ class CpuAdaptedModel(AdaptedModel):
         self._rows.set(slots)
         return slots
 
-    def load(self, loads: Iterable[AdapterLoad]) -> None:
-        """See `AdaptedModel.load`."""
+    def _load(self, loads: Sequence[AdapterLoad]) -> None:
         for slot, adapter in loads:
             for product, adapters in zip(self.products, self._adapters, strict=True):
                 adapters.put(slot, tuple(adapter.weights.get(part.name) for part in product.parts))

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ class GpuAdaptedModel(AdaptedModel):
         """See `AdaptedModel.begin`."""
         return slots
 
-    def load(self, loads: Iterable[AdapterLoad]) -> None:
+    def _load(self, loads: Sequence[AdapterLoad]) -> None:
         """Queue the copies of adapters to their slots, after the steps that are queued."""
         copying = [(event, adapter) for event, adapter in self._copying if not event.is_done()]
         for slot, adapter in loads:

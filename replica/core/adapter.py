@@ -62,15 +62,26 @@ class AdapterSlots:
         self._loads: dict[int, Adapter] = {}
         self._num_adapted_rows = 0
         self.num_loads = 0
+        # Changes of `digests` and `num_used` so far.
+        self.num_changes = 0
 
     def __len__(self) -> int:
         """Number of slots that have an adapter."""
         return len(self._slots)
 
     @property
+    def num_slots(self) -> int:
+        """Number of slots, with an adapter or without."""
+        return len(self._num_users) - 1
+
+    @property
     def num_used(self) -> int:
         """Number of slots with rows."""
         return len(self._slots) - len(self._unused)
+
+    def digests(self) -> set[str]:
+        """Return the digests of the adapters in slots."""
+        return {adapter.ref.digest for adapter in self._slots}
 
     def fits(self, adapter: Adapter | None) -> bool:
         """Whether a request with this adapter can get a row now."""
@@ -84,6 +95,8 @@ class AdapterSlots:
         if slot is None:
             slot = self._place(adapter)
         self._unused.pop(slot, None)
+        if not self._num_users[slot]:
+            self.num_changes += 1
         self._num_users[slot] += 1
         self._of_row[row] = slot
         self._num_adapted_rows += 1
@@ -109,6 +122,7 @@ class AdapterSlots:
         self._num_users[slot] -= 1
         if not self._num_users[slot]:
             self._unused[slot] = None
+            self.num_changes += 1
 
     def forget(self, digest: str) -> None:
         """Free the slots of unused adapters with this digest."""
@@ -117,6 +131,7 @@ class AdapterSlots:
             del self._slots[self._adapters.pop(slot)]
             self._loads.pop(slot, None)
             self._free.append(slot)
+            self.num_changes += 1
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """The slots of rows [n] of the request table, [n] int32; empty if no row has an adapter."""

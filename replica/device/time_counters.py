@@ -36,6 +36,18 @@ class HostTime:
 
 
 @dataclass(slots=True)
+class MeanTime:
+    """Exponential average of a measured time; 0 = not yet known."""
+
+    mean_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Take in a measurement."""
+        weight = 0.25 if self.mean_s else 1.0
+        self.mean_s += weight * (seconds - self.mean_s)
+
+
+@dataclass(slots=True)
 class DeviceTime:
     """Times of steps on a GPU, measured by its events."""
 

@@ -10,11 +10,14 @@ After each step, a router gets one frame with the tokens of its requests and all
 Then it gets a heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the engine runs
 steps, and up to `max_heartbeat_s` after it while the engine is idle. Heartbeats show that the replica is alive, and
 their digest reveals lost events.
+
+A new report of adapters (`AdapterReport`) travels once in each attach stream, in the next frame.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections import deque
@@ -76,6 +79,7 @@ class _Attachment:
         self._ready = asyncio.Event()
         self._sent_s = clock()
         self._wait_s = heartbeat_s  # from the last frame to the next heartbeat
+        self.adapters_seq = 0  # of the last report that was sent
         self.closed = False
         self.columns = _ColumnFilter(source)
 
@@ -176,10 +180,12 @@ class AttachedRouters:
             mine = TokenDelta(stream_id, delta.index, delta.token_ids, delta.facts)
             by_router.setdefault(router_id, []).append(mine)
         events = [] if output.events is None else [output.events]
+        adapters_seq = 0 if output.adapters is None else output.adapters.seq
         for router_id, attachment in list(self._by_router.items()):
             deltas = by_router.get(router_id, [])
             tokens = attachment.columns.take(output.deltas)
-            if deltas or tokens is not None or events:
+            is_reported = attachment.adapters_seq == adapters_seq
+            if deltas or tokens is not None or events or not is_reported:
                 attachment.put(self._frame(events, Frame.pack(deltas, tokens)))
             else:
                 attachment.touch()
@@ -222,7 +228,8 @@ class AttachedRouters:
                 frame = await attachment.next()
                 if attachment.closed:
                     return
-                yield (frame or self._frame([], load=load())).encode()
+                frame = frame or self._frame([], load=load())
+                yield self._with_adapters(frame, attachment).encode()
         finally:
             self._detach(router_id, attachment)
 
@@ -257,6 +264,14 @@ class AttachedRouters:
             self._last.digest,
             self._shared(self._last.load if load is None else load),
         )
+
+    def _with_adapters(self, frame: Frame, attachment: _Attachment) -> Frame:
+        """`frame`, with the newest report of adapters if its router has not had it yet."""
+        report = self._last.adapters
+        if report is None or report.seq == attachment.adapters_seq:
+            return frame
+        attachment.adapters_seq = report.seq
+        return dataclasses.replace(frame, adapters=report)
 
     def _shared(self, load: Load) -> Load:
         """`load` with the number of attached routers."""

@@ -242,11 +242,14 @@ def _copy(fleet: FleetView) -> dict[str, Any]:
         facts["peers"] = dataclasses.asdict(fleet.peers)
     if fleet.prefill is not None:
         facts["prefill"] = dataclasses.asdict(fleet.prefill)
+    if fleet.adapter_s is not None:
+        facts["adapter_s"] = fleet.adapter_s.copy()
     return facts | {"demand": fleet.demand._asdict()} | fleet.named()
 
 
 def _fleet(values: dict[str, Any]) -> FleetView:
     peers, prefill = values.pop("peers", None), values.pop("prefill", None)
+    adapter_s = values.pop("adapter_s", None)
     known = {*_FACTS, *COLUMN_NAMES}
     if values.keys() != known:
         raise ValueError(f"fleet must have {sorted(known)}, got {sorted(values)}")
@@ -262,6 +265,8 @@ def _fleet(values: dict[str, Any]) -> FleetView:
     if prefill is not None:
         is_prefill = np.array(prefill["is_prefill"], bool)
         facts["prefill"] = PrefillRows(is_prefill, np.array(prefill["s_per_token"], np.float64))
+    if adapter_s is not None:
+        facts["adapter_s"] = np.array(adapter_s, np.float64)
     return FleetView.of(facts.pop("replicas"), named, **facts)
 
 

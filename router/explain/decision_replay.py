@@ -20,7 +20,7 @@ from quire.router.policy.cost import CostPolicy
 from quire.router.policy.fleet_view import FleetView
 from quire.router.policy.policy import Policy, RouteRequest
 
-_TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s", "pull_s")
+_TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s", "pull_s", "adapter_s")
 # Costs that differ by at most this many seconds count as equal; the default of `CostPolicy.tie_s`.
 _TIE = 1e-6
 
@@ -34,7 +34,7 @@ class Placement:
     cached_tokens
         Prompt tokens that the replica holds on its device and in host memory, by the router's index.
     ttft_s
-        Predicted time to the first token: the wait for queued prefill, the prefill and the copy from host memory.
+        Predicted time to the first token: the wait for queued prefill and for the adapter, the prefill and the copies.
     """
 
     replica: str

@@ -11,8 +11,10 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
 from quire.protos.wire import Frame, Load
+from quire.router.fleet.adapter_costs import adapter_seconds
 from quire.router.fleet.block_peers import BlockPeers
 from quire.router.fleet.demand import DemandMeter, Followers
 from quire.router.fleet.event_replay import EventReplay
@@ -209,6 +211,8 @@ class ReplicaTable:
             self._begin_epoch(entry, frame.epoch)
             entry.replay.expect_no_snapshot()
         self._take_report(entry, frame.load, now_s)
+        if frame.adapters is not None:
+            entry.adapters.take(frame.adapters)
         found = entry.replay.take(frame, now_s)
         if found.agrees and entry.state is ReplicaState.SYNCING:
             entry.move_to(ReplicaState.ATTACHED)
@@ -238,6 +242,7 @@ class ReplicaTable:
         num_prompt_tokens: int,
         now_s: float,
         session: str = "",
+        adapter: AdapterRef | None = None,
     ) -> RequestBooking:
         """Count a request that was just sent to the best replica of a ranking.
 
@@ -256,6 +261,8 @@ class ReplicaTable:
             self._followers.add(fleet.longest_prefix, now_s)
         if session:
             self.sessions.set_replica(session, best.replica)
+        if adapter is not None:
+            self._replicas[best.replica].adapters.book(adapter, now_s)
         return booking
 
     def book_cached(
@@ -342,6 +349,7 @@ class ReplicaTable:
         session: str = "",
         avoid: Set[str] = frozenset(),
         weights: str | None = None,
+        adapter: AdapterRef | None = None,
     ) -> FleetView:
         """Return the replicas that can take a request, as a policy sees them.
 
@@ -368,6 +376,11 @@ class ReplicaTable:
             held, speeds = held.take(kept, axis=1), speeds[kept]
             names = [names[row] for row in kept.tolist()]
         prefix = int(hashes[longest - 1]) if longest else None
+        demand = self._demand.demand(max(1, len(names)), now_s)
+        adapter_s = None
+        if adapter is not None:
+            entries = [self._replicas[name] for name in names]
+            adapter_s = adapter_seconds(entries, adapter, demand.output_tokens, now_s)
         return FleetView(
             replicas=names,
             columns=columns,
@@ -377,13 +390,14 @@ class ReplicaTable:
             now_s=now_s,
             work_per_token=self._demand.work_per_token,
             prior_s_per_work=self._speeds.prior_s_per_work,
-            demand=self._demand.demand(max(1, len(names)), now_s),
+            demand=demand,
             attention_context_tokens=self._attention_context_tokens,
             longest_prefix=prefix,
             followers=0.0 if prefix is None else self._followers.count(prefix, now_s),
             session_row=self._session_row(session, names) if session else -1,
             peers=self.peers.prefixes(names, held, now_s),
             prefill=self._prefill_rows(names, now_s, weights),
+            adapter_s=adapter_s,
         )
 
     def _prefill_rows(
@@ -481,14 +495,6 @@ class ReplicaTable:
     def statuses(self, now_s: float) -> list[ReplicaStatus]:
         """Return the status of every replica, including those that take no requests."""
         return [
-            ReplicaStatus(
-                replica=entry.name,
-                epoch=entry.epoch,
-                load=entry.load,
-                report_age_s=entry.report_age_s(now_s),
-                attached=entry.is_ready() and not entry.is_silent(now_s, self.lost_after_s),
-                indexed_blocks=self.index.num_blocks(entry.name),
-                state=entry.shown_state(now_s, self.lost_after_s).value,
-            )
+            entry.status(self.index.num_blocks(entry.name), now_s, self.lost_after_s)
             for entry in self._replicas.values()
         ]

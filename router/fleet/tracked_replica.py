@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from quire.protos.wire import Load
 from quire.router.fleet.demand import HORIZON_S
 from quire.router.fleet.event_replay import EventReplay
+from quire.router.fleet.held_adapters import HeldAdapters
 from quire.router.fleet.prefill_speeds import MeasuredSpeed
 from quire.router.fleet.request_bookings import ReplicaBookings
 from quire.router.policy.replica_columns import PerColumn
+from quire.router.status_types import ReplicaStatus
 
 _EVICTION_HORIZON_S = 10.0
 
@@ -82,6 +84,7 @@ class TrackedReplica:
     weights: str = ""
     bookings: ReplicaBookings = field(default_factory=ReplicaBookings)
     speed: MeasuredSpeed = field(default_factory=MeasuredSpeed)
+    adapters: HeldAdapters = field(default_factory=HeldAdapters)
     mean_kv_tokens: float = 0.0
     removed_per_s: float = 0.0
     num_removed: int = 0
@@ -106,6 +109,7 @@ class TrackedReplica:
         self.epoch = epoch
         self.replay.begin_epoch(epoch)
         self.bookings.clear()
+        self.adapters = HeldAdapters()
         self.mean_kv_tokens = 0.0
 
     def is_ready(self) -> bool:
@@ -125,6 +129,18 @@ class TrackedReplica:
     def shown_state(self, now_s: float, lost_after_s: float) -> ReplicaState:
         """Return its state; LOST for a silent one that is not marked as lost yet."""
         return ReplicaState.LOST if self.is_silent(now_s, lost_after_s) else self.state
+
+    def status(self, num_blocks: int, now_s: float, lost_after_s: float) -> ReplicaStatus:
+        """Return its status; `num_blocks` is as in `columns`."""
+        return ReplicaStatus(
+            replica=self.name,
+            epoch=self.epoch,
+            load=self.load,
+            report_age_s=self.report_age_s(now_s),
+            attached=self.is_ready() and not self.is_silent(now_s, lost_after_s),
+            indexed_blocks=num_blocks,
+            state=self.shown_state(now_s, lost_after_s).value,
+        )
 
     def take_load(self, load: Load, num_removed: int, now_s: float) -> None:
         """Take in a report.

@@ -1,6 +1,6 @@
 """The cost of a request on each replica: the seconds by which it delays itself and all other requests together.
 
-    cost = W + P + H + C + S + eta n P + Q(P, W + P) + delta D + E + M - V
+    cost = W + P + H + C + S + A + eta n P + Q(P, W + P) + delta D + E + M - V
 
     W        wait for the prefill queued before the request: the queue of the replica's last report, less the time
              since the report, plus our requests sent too late for the report to contain them. At least the prefill
@@ -10,6 +10,7 @@
     C        copy of the prompt tokens that a replica of another node holds, at the speed of earlier copies, where that
              takes less time than the prefill of these tokens. P is then the prefill of the rest
     S        hand-over of the stream after its first token, on replicas that only compute prompts, below
+    A        wait for the request's adapter, below
     eta n P  wait of the n requests in flight while the new prompt is prefilled
     Q        delay of later arrivals, below
     delta D  slow-down of decoding, below
@@ -54,6 +55,14 @@ first token: with the s seconds per token to copy KV there, and the U tokens of 
 D is then that of the best replica that decodes. So a long prompt goes to a prefill replica while many streams decode
 elsewhere and its queue is short; a short prompt, one with a hit, and one that meets few streams do not. A request that
 a replica has had before goes to a prefill replica only if there is no other.
+
+**A.** A request with an adapter starts when the adapter is in a slot of the device's memory. Where it is there already,
+A is 0. Else it is copied there from host memory, after it was read from its folder if it is not in host memory. While
+running requests use all n slots, the next slot becomes free in the mean after an n-th of an output's m steps:
+
+    A = read + load + m step / n
+
+So the requests with an adapter go to a replica that has it, until its queue is longer than A is elsewhere.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ class Terms(NamedTuple):
     copy_value_s: np.ndarray | None
     pull_s: np.ndarray | None
     handover_s: np.ndarray | None
+    adapter_s: np.ndarray | None
 
     def total_s(self) -> np.ndarray:
         """Return the sum of all terms, [n] float64."""
@@ -138,6 +139,7 @@ def terms_of(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> Terms:
         copy_value_s=_copy_value(cached, prices),
         pull_s=pull,
         handover_s=handover,
+        adapter_s=fleet.adapter_s,
     )
 
 

@@ -124,6 +124,9 @@ class FleetView:
         What the replicas could pull from other nodes; None: they can't.
     prefill
         The replicas that only compute prompts; None: there are none.
+    adapter_s
+        [n] float64, seconds until the request's adapter is on the device (`router/fleet/adapter_costs.py`); None: it
+        has none.
     """
 
     replicas: Sequence[str]
@@ -141,6 +144,7 @@ class FleetView:
     session_row: int = -1
     peers: PeerPrefixes | None = None
     prefill: PrefillRows | None = None
+    adapter_s: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.replicas)
@@ -190,6 +194,7 @@ class FleetView:
             and replace(self.peers, tokens=self.peers.tokens[one], rows=self.peers.rows[one]),
             prefill=self.prefill
             and PrefillRows(self.prefill.is_prefill[one], self.prefill.s_per_token[one]),
+            adapter_s=None if self.adapter_s is None else self.adapter_s[one],
         )
 
     def named(self) -> dict[str, np.ndarray]:

@@ -325,6 +325,7 @@ class Attempts:
             self._request.session,
             excluded,
             self._weights,
+            self._request.adapter,
         )
         # `fleet` contains excluded replicas only if there are no others.
         if self._refusal is not None and not excluded.isdisjoint(fleet.replicas):
@@ -354,7 +355,7 @@ class Attempts:
             self._router.observer.on_session_request(session_outcome(ranking))
         self.route = ranking.names()
         self.booking = self._router.table.book(
-            ranking, self._hashes, num_tokens, now_s, self._request.session
+            ranking, self._hashes, num_tokens, now_s, self._request.session, self._request.adapter
         )
         self._hand_over.on_decision(ranking, is_first=self.num_begun == 0)
         num_cached = best.held_tokens

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.protos.adapter_ref import AdapterRef, adapter_key
 from quire.protos.wire import (
     NO_FACTS,
+    AdapterReport,
     CacheEvents,
     Facts,
     Frame,
@@ -68,9 +70,30 @@ def test_a_frame_survives_the_wire():
     assert all(type(d.key) is type(d.index) is int for d in back.token_deltas())
 
 
+HASHES = st.lists(st.integers(0, 2**64 - 1), max_size=5)
+
+
+@given(HASHES, HASHES, st.integers(1, 9), st.floats(0, 10))
+def test_a_report_of_adapters_survives_the_wire(on_device, on_host, slots, seconds):
+    arrays = np.array(on_device, np.uint64), np.array(on_host, np.uint64)
+    report = AdapterReport(4, *arrays, slots, slots - 1, seconds, seconds / 2)
+    back = Frame.decode(Frame("e", adapters=report).encode()).adapters
+    assert equal(back.on_device, report.on_device) and equal(back.on_host, report.on_host)
+    assert (back.seq, back.slots, back.slots_in_use) == (4, slots, slots - 1)
+    assert (back.read_s, back.load_s) == (seconds, seconds / 2)
+
+
+def test_the_key_of_an_adapter_is_the_first_half_of_its_digest(tmp_path):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text(name)
+    digest = AdapterRef.of_folder("x", str(tmp_path)).digest
+    assert adapter_key(digest).to_bytes(8, "big") == bytes.fromhex(digest)[:8]
+
+
 def test_an_empty_frame_survives_the_wire():
     back = Frame.decode(Frame("e").encode())
     assert (back.tokens, back.facts, back.snapshot, back.load) == (None, [], None, Load())
+    assert back.adapters is None
     assert list(back.token_deltas()) == []
 
 
@@ -134,7 +157,7 @@ def test_facts_without_a_stream_are_refused():
 
 def test_foreign_messages_are_refused_by_name():
     values = opened(Frame("e").encode())
-    with pytest.raises(WireError, match="Frame: 9 fields, expected 10"):
+    with pytest.raises(WireError, match="Frame: 10 fields, expected 11"):
         Frame.decode(sealed(values[:-1]))
     for other in (6, 99):
         expected = f"Frame: wire version {other}, this side speaks {WIRE_VERSION}"

@@ -77,6 +77,35 @@ def test_adapters_are_loaded_chosen_and_unloaded_on_every_router_and_replica(
     assert text(answer(client, base["id"])) == plain
 
 
+def test_requests_with_an_adapter_return_to_the_replica_that_has_it(
+    cluster, client, adapter_folder
+):
+    """Both replicas have read it. After the first request one has it on its device, which both routers learn."""
+    save_adapter(adapter_folder / "kept", CHECKPOINT, rank=4, seed=3, size=0.7)
+    assert client.post("/v1/adapters", json={"name": "kept", "path": "kept"}).status_code == 200
+    answers: list[httpx.Response] = []
+    for i in range(40):
+        # Prompts without a common beginning, so that no replica has a prefix. New connections reach both routers.
+        body = {"model": "kept", "prompt": f"{i} bells", "max_tokens": 4, "ignore_eos": True}
+        with httpx.Client(base_url=cluster.url, timeout=60) as other:
+            answers.append(other.post("/v1/completions", json=body))
+        assert answers[-1].status_code == 200, answers[-1].text
+        if i >= 7 and len({answered.headers["x-quire-router"] for answered in answers}) == 2:
+            break
+    assert len({answered.headers["x-quire-router"] for answered in answers}) == 2
+    rankings = []
+    for answered in answers:
+        query = {"request_id": answered.json()["id"]}
+        (decision,) = client.get("/v1/router/explain", params=query).json()["data"]
+        rankings.append(decision["ranking"])
+    first, *later = rankings
+    assert all(score["terms"]["adapter_s"] > 0 for score in first), "only in host memory"
+    for best, second in later:
+        assert best["replica"] == first[0]["replica"]
+        assert best["terms"]["adapter_s"] == 0 < second["terms"]["adapter_s"]
+    assert client.delete("/v1/adapters/kept").status_code == 200
+
+
 def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(cluster, client, adapter_folder):
     save_adapter(adapter_folder / "dora", CHECKPOINT, use_dora=True)
     refused = client.post("/v1/adapters", json={"name": "dora", "path": "dora"})

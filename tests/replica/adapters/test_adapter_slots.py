@@ -16,9 +16,10 @@ def adapters(count: int) -> list[Adapter]:
     return [Adapter(AdapterRef(str(i), f"/{i}", f"digest{i}"), None) for i in range(count)]
 
 
-@given(
-    st.integers(1, 4), st.lists(st.tuples(st.integers(0, 7), st.integers(0, ROWS - 1)), max_size=80)
-)
+EVENTS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, ROWS - 1)), max_size=80)
+
+
+@given(st.integers(1, 4), EVENTS)
 def test_each_row_reads_the_slot_into_which_its_adapter_was_loaded(num_slots, events):
     known, slots = adapters(7), AdapterSlots(num_slots, ROWS)
     rows: dict[int, Adapter | None] = {}
@@ -49,6 +50,36 @@ def test_each_row_reads_the_slot_into_which_its_adapter_was_loaded(num_slots, ev
         slots.release(row)
     slots.check()
     assert slots.num_used == 0 and len(slots) <= num_slots
+
+
+@given(st.integers(1, 4), EVENTS)
+def test_the_listing_is_what_was_loaded_and_its_changes_are_counted(num_slots, events):
+    known, slots = adapters(7), AdapterSlots(num_slots, ROWS)
+    rows: dict[int, Adapter] = {}
+    device: dict[int, Adapter] = {}
+    seen, num_changes = (set(), 0), 0
+    assert slots.num_slots == num_slots
+    for number, row in events:
+        if row in rows:
+            slots.release(row)
+            del rows[row]
+        elif number < 7 and slots.fits(known[number]):
+            slots.take(known[number], row)
+            rows[row] = known[number]
+        elif number == 7:
+            slots.forget(f"digest{row}")
+            used = {adapter.ref.digest for adapter in rows.values()}
+            device = {
+                slot: adapter
+                for slot, adapter in device.items()
+                if adapter.ref.digest != f"digest{row}" or adapter.ref.digest in used
+            }
+        device |= {slot: loaded for slot, loaded in slots.take_loads()}
+        listed = slots.digests(), slots.num_used
+        assert listed[0] == {adapter.ref.digest for adapter in device.values()}
+        assert listed[1] == len(set(rows.values()))
+        assert listed == seen or slots.num_changes > num_changes
+        seen, num_changes = listed, slots.num_changes
 
 
 def test_an_unused_adapter_stays_until_its_slot_is_needed():

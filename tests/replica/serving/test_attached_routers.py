@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.protos.wire import CacheEvents, Facts, Frame, Load, TokenDelta
+from quire.protos.wire import AdapterReport, CacheEvents, Facts, Frame, Load, TokenDelta
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.kv_cache.cache_events import EventLog, Tier
 from quire.replica.loop import LoopOutput
@@ -110,6 +110,43 @@ def test_each_router_gets_its_own_tokens_and_all_events():
             await router.leave()
         assert detached == ["a", "b"]
         assert len(attachments) == 0
+
+    asyncio.run(run())
+
+
+def test_a_report_of_adapters_is_sent_once_in_each_attach_stream():
+    def report(seq: int) -> AdapterReport:
+        keys = np.array([seq], np.uint64)
+        return AdapterReport(seq, keys, keys, slots=2, slots_in_use=1)
+
+    async def run() -> None:
+        attachments, _ = make()
+        a = Router(attachments, "a")
+        await settle()
+        attachments.publish(output([], None, 0, 0, Load(), report(1)))
+        for i in range(3):
+            attachments.publish(output([delta("a", 1, i)], None, 0, 0, Load(), report(1)))
+        await settle()
+        b = Router(attachments, "b")
+        await settle()
+        attachments.send_snapshot("b", 0, np.empty(0, np.uint64), np.empty(0, np.uint64))
+        attachments.publish(output([], events(1, 5), 1, 3, Load(), report(1)))
+        attachments.publish(output([], None, 1, 3, Load(), report(2)))
+        await settle()
+
+        def seqs(router: Router) -> list[int]:
+            return [0 if f.adapters is None else f.adapters.seq for f in router.frames]
+
+        assert seqs(a) == [1, 0, 0, 0, 2, 0]
+        assert seqs(b) == [2, 0, 0]
+        assert a.frames[0].adapters.on_device.tolist() == [1]
+        again = Router(attachments, "a")
+        await settle()
+        attachments.publish(output([delta("a", 1, 3)], None, 1, 3, Load(), report(2)))
+        await settle()
+        assert seqs(again) == [2]
+        for router in (a, b, again):
+            await router.leave()
 
     asyncio.run(run())
 

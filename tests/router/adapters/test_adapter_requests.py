@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,29 @@ def test_the_model_of_a_request_chooses_its_adapter(transport, root, expected):
 
     asyncio.run(run())
     assert len({tuple(tokens) for tokens in expected.values()}) == 3
+
+
+def test_requests_with_an_adapter_go_to_the_replica_that_was_sent_it_first(transport, root):
+    async def run() -> None:
+        service = service_of(transport, root)
+        await service.load_adapter("x", "x")
+        replicas = {"x": [], None: []}
+        for i in range(8):
+            for model, found in replicas.items():
+                # Prompts without a common block: no replica holds a prefix.
+                prompt = tuple(range(5 + i, 45 + i))
+                stream = await service.generate(replace(asked(model), prompt=prompt))
+                await tokens_of(stream)
+                (score, *others) = service.ring.snapshot()[-1].ranking
+                found.append(score.replica)
+                costs_s = [other.terms["adapter_s"] for other in others]
+                if model is None:
+                    assert set(costs_s) == {score.terms["adapter_s"]} == {0.0}
+                elif i > 0:
+                    assert score.terms["adapter_s"] == 0.0 < min(costs_s)
+        assert len(set(replicas["x"])) == 1 < len(set(replicas[None]))
+
+    asyncio.run(run())
 
 
 def test_a_stream_that_loses_its_replica_keeps_its_adapter_even_if_it_was_unloaded(

@@ -88,6 +88,19 @@ def test_a_log_keeps_which_replicas_only_computed_prompts(tmp_path):
     assert replay([decision], make_policy("disaggregated"), "disaggregated").num_changed == 0
 
 
+def test_a_log_keeps_the_seconds_of_the_adapter(tmp_path):
+    fleet = fleet_of([idle(), idle(reported_work=1000)], adapter_s=np.array([0.5, 0.0]))
+    assert record(tmp_path, [fleet, fleet_of([idle()])]) == ["1", "0"]
+    first, second = read(tmp_path / "router-1.jsonl")
+    assert first.fleet.adapter_s.tolist() == [0.5, 0.0] and second.fleet.adapter_s is None
+    (again,) = replay([first], make_policy("slo"), "slo").redecisions
+    assert again.replayed.replica == "1"
+    (moved,) = replay([first], make_policy("least_loaded"), "least_loaded").redecisions
+    assert moved.replayed.ttft_s == pytest.approx(
+        0.5 + 0.1 if moved.replayed.replica == "0" else 0.2
+    )
+
+
 def test_another_policy_shows_what_it_would_have_cost(tmp_path):
     holder = idle(gpu_tokens=960, num_requests=3)
     busy = idle(gpu_tokens=960, reported_work=50_000, num_requests=9)

@@ -335,6 +335,7 @@ def plain_terms(policy, fleet, num_tokens):
         "copy_value_s": copy_value,
         "pull_s": pull,
         "handover_s": handover,
+        "adapter_s": np.zeros(len(fleet)) if fleet.adapter_s is None else fleet.adapter_s,
     }
 
 
@@ -361,9 +362,10 @@ DEMANDS = st.one_of(
     st.sampled_from([CostPolicy(), e2e_policy(speed_noise=0.0)]),
     st.one_of(st.none(), st.tuples(st.floats(0, 1e-3), st.floats(0, 1))),
     st.one_of(st.none(), st.floats(0, 1e-3)),
+    st.one_of(st.none(), st.floats(0, 1)),
 )
 def test_costs_are_those_of_the_plain_formulas_bit_for_bit(
-    rows, num_tokens, demand, followers, session_row, policy, pulls, handover_s
+    rows, num_tokens, demand, followers, session_row, policy, pulls, handover_s, adapter_s
 ):
     rows = [idle(**row) for row in rows]
     facts = {"attention_context_tokens": 3e4, "demand": demand, "followers": followers}
@@ -377,6 +379,8 @@ def test_costs_are_those_of_the_plain_formulas_bit_for_bit(
     if handover_s is not None:
         is_prefill = np.arange(len(rows)) % 4 == 0
         fleet.prefill = PrefillRows(is_prefill, np.full(len(rows), handover_s))
+    if adapter_s is not None:
+        fleet.adapter_s = adapter_s * (np.arange(len(rows)) % 3)
     expected = plain_terms(policy, fleet, num_tokens)
     ranking = policy.choose(RouteRequest(num_tokens), fleet, 0.0, random.Random(0))
     assert list(ranking.term_names) == list(expected)
@@ -401,6 +405,20 @@ def test_costs_are_those_of_the_plain_formulas_bit_for_bit(
     assert sorted(ranked) == ranked.tolist()
     left_out = np.delete(cost, ranking.rows)
     assert not len(left_out) or ranked.max() <= left_out.min() + policy.tie_s
+
+
+def test_a_replica_that_lacks_the_adapter_pays_for_it_until_the_other_queue_is_longer():
+    adapter_s = np.array([0.0, 0.2])
+    assert winners([idle(), idle()], adapter_s=adapter_s) == {"0": 400}
+    shorter = [idle(reported_work=1000), idle()]  # 0.1 s
+    best, other = choose(shorter, adapter_s=adapter_s)
+    assert (best.replica, best.terms["adapter_s"], other.terms["adapter_s"]) == ("0", 0.0, 0.2)
+    longer = [idle(reported_work=3000), idle()]  # 0.3 s
+    assert winners(longer, adapter_s=adapter_s) == {"1": 400}
+    alone = fleet_of(longer, adapter_s=adapter_s).only(1)
+    ranking = CostPolicy().choose(RouteRequest(1000), alone, 0.0, random.Random(0))
+    assert ranking[0].terms["adapter_s"] == 0.2
+    assert choose([idle()])[0].terms["adapter_s"] == 0.0
 
 
 def test_speeds_that_change_are_not_those_of_the_decision_before():
