@@ -7,7 +7,6 @@ AutoTokenizer imports torch, which a router does not need.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +26,6 @@ from quire.router.text.token_cache import TokenCache, cuts_at_words, piece_patte
 # Texts up to this length are encoded on the event loop. Measured with byte-level BPE on one busy CPU core: 0.17 us
 # a character, so 90 us for 512 characters; a thread adds 50 to 80 us.
 INLINE_CHARS = 512
-# By default the library encodes a batch in threads of its own, one for each core. With them the pieces of an agent's
-# prompts took a fifth more processor time; `tokenizer_threads` is the number of threads without them.
-_LIBRARY_THREADS = "TOKENIZERS_PARALLELISM"
 # Texts up to this length are searched for special tokens on the event loop; it takes 1 ns a character.
 INLINE_SPLIT_CHARS = 128 * 1024
 # A text with more bytes is refused before it is encoded. Prose has 3 to 5 bytes a token, the densest code about 8.
@@ -256,7 +252,6 @@ class AsyncTokenizer:
         max_pending: int = 256,
         cache_bytes: int = 64 * 1024**2,
     ):
-        os.environ.setdefault(_LIBRARY_THREADS, "false")
         self.tokenizer = tokenizer
         self.cache = TokenCache(cache_bytes)
         self._pattern = tokenizer.piece_pattern if cache_bytes else None
