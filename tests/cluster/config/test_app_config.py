@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 import ray.serve
+import tokenizers
 import yaml
 from grpc._cython import cygrpc
 from hypothesis import given
@@ -477,7 +478,7 @@ def test_cluster_yaml_is_right():
     assert app.config == AppConfig()
 
 
-def test_all_variables_are_read_by_ray_glibc_or_grpcio(data):
+def test_all_variables_are_read_by_ray_or_a_library(data):
     """A misspelt variable of an environment is ignored, by Ray and by everyone else."""
     source = "".join(p.read_text() for p in Path(inspect.getfile(ray.serve)).parent.rglob("*.py"))
     source += (Path(ray.__file__).parent / "_private/ray_constants.py").read_text()
@@ -495,6 +496,10 @@ def test_all_variables_are_read_by_ray_glibc_or_grpcio(data):
                 known = Path(cygrpc.__file__).read_bytes()
                 for experiment in value.split(","):
                     assert b"\0%b\0" % experiment.removeprefix("-").encode() in known, experiment
+                continue
+            if name.startswith("TOKENIZERS_"):
+                library = next(Path(tokenizers.__file__).parent.glob("tokenizers*.so"))
+                assert name.encode() in library.read_bytes(), name
                 continue
             is_allocators = name.startswith("MALLOC_") and b"\0%b\0" % name.encode() in loader
             assert is_allocators or f'"{name}"' in source, name
