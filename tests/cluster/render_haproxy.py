@@ -19,11 +19,17 @@ from ray.serve.config import HTTPOptions, gRPCOptions  # noqa: E402
 
 SERVICERS = ["quire.protos.generation_pb2_grpc.add_GenerationServicer_to_server"]
 
+NEVER = 100_000  # checks that must fail
+
 
 def backend(protocol: RequestProtocol, ports: list[int]) -> haproxy.BackendConfig:
+    """A single server counts as up whatever it answers: a busy machine delays the checks."""
     servers = [haproxy.ServerConfig(f"server{port}", "127.0.0.1", port) for port in ports]
     name = f"{protocol.value.lower()}-quire"
-    return haproxy.BackendConfig(name, "/", servers=servers, app_name="quire", protocol=protocol)
+    fall = NEVER if len(servers) == 1 else None
+    return haproxy.BackendConfig(
+        name, "/", servers=servers, app_name="quire", protocol=protocol, health_check_fall=fall
+    )
 
 
 async def write(asked: dict) -> None:
