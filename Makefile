@@ -64,7 +64,7 @@ venv: $(INSTALLED)
 # Without an NVIDIA driver torch goes first and alone, at one exact version: where pip is configured
 # with an index of CPU builds, 2.13.0+cpu satisfies ==2.13.0 and is preferred, and the second
 # command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
-# several GB. The C libraries, which take a minute of two cores, are compiled while pip fetches what Quire depends on.
+# several GB. The C libraries, which take a minute of two cores, are compiled while pip fetches torch and the rest.
 # pip compiles files to bytecode in one process; compileall uses every core, and compiles Quire as well.
 # NOT_COMPILED has half of the libraries' code, and hardly anything of it is ever imported: Python compiles that then.
 # Some packages contain files that are no valid Python: compileall's exit status does not matter.
@@ -75,12 +75,12 @@ $(INSTALLED): pyproject.toml setup.py $(wildcard kernels/cpu/native/* router/nat
 		exit 1; \
 	fi
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	if ! [ -e /proc/driver/nvidia/version ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
-		$(BIN)/python -m pip install --no-input --no-compile torch==2.13.0; \
-	fi
 	$(BIN)/python -m pip install --no-input --no-compile 'setuptools>=77'
 	$(BIN)/python -c '$(PRINT_DEPENDENCIES)' > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install --no-input --no-deps --no-build-isolation -e . & \
+	if ! [ -e /proc/driver/nvidia/version ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+		$(BIN)/python -m pip install --no-input --no-compile torch==2.13.0; \
+	fi; \
 	$(BIN)/python -m pip install --no-input --no-compile -r $(VENV)/requirements.txt; wait $$!
 	$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib cluster kernels protos replica router || true
 	mkdir -p $(VENV)/source/quire && for folder in cluster kernels protos replica router; do \

@@ -114,9 +114,14 @@ class HandOver:
         return peers.handover(left, ranking, num_tokens, now_s, is_alive=is_alive)
 
     async def copy_ahead(self, attempt: Attempt) -> None:
-        """Copy the KV to the replica of another node where the request will go on, unless computing takes less time."""
+        """Copy the KV to the replica of another node where the request will go on, unless computing takes less time.
+
+        A replica of the same node finds the KV in the pool, once the replica that runs the request has published it.
+        """
         with contextlib.suppress(QuireError, TimeoutError):
-            await self._pull(attempt, self._rank())
+            ranking = self._rank()
+            if ranking[0].replica != attempt.replica:
+                await self._bring(attempt, ranking)
 
     async def _leave(self, attempt: Attempt) -> None:
         """Let the stream go on on a replica that decodes, once its blocks are there."""
@@ -141,7 +146,11 @@ class HandOver:
             return await self._pull(attempt, ranking)
         self._book(target, self._answer.num_prompt_tokens)
         async with asyncio.timeout(MAX_AHEAD_S):
-            return await router.transport.publish(self._prompt(None), attempt.replica)
+            # A second time for the blocks that the stream has filled during the first.
+            for _ in range(2):
+                if not await router.transport.publish(self._prompt(None), attempt.replica):
+                    return False
+            return True
 
     async def _pull(self, attempt: Attempt, ranking: Ranking) -> bool:
         """Let the best replica of a ranking pull the blocks from another node; return whether it has done so."""

@@ -55,8 +55,11 @@ def story(number: int) -> str:
 
 
 @pytest.fixture
-def nodes(runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]]:
-    """Two replicas, each with the pool of its own node. Their engines publish nothing by themselves."""
+def nodes(request, runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]]:
+    """Two replicas, each with the pool of its own node. Their engines publish nothing by themselves.
+
+    With the parameter "aa" both are on the node "a".
+    """
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(publishing, "_PREFILL_SHARE", 0.0)
     # However slow the machine is, a request waits for its blocks.
@@ -69,17 +72,18 @@ def nodes(runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]]:
     monkeypatch.setattr(peer_pulls, "_MAX_ENGINE_S", 60.0)
     monkeypatch.setattr(block_export, "_MAX_PUBLISH_S", 60.0)
 
-    async def start(name: str) -> LocalReplica:
-        (tmp_path / name).mkdir()
-        place = PoolPlace("node", folder=tmp_path / name)
+    async def start(name: str, node: str) -> LocalReplica:
+        (tmp_path / node).mkdir(exist_ok=True)
+        place = PoolPlace("node", folder=tmp_path / node)
         monkeypatch.setattr(actor_module, "_pool_place", lambda app_name: place)
         replica = await start_replica(name, monkeypatch, **OPTIONS)
-        replica.actor._node = name
+        replica.actor._node = node
         replica.engine.call(lambda s: setattr(s.memory.publishing, "max_share", 1e-9)).result()
         return replica
 
     async def start_all() -> list[LocalReplica]:
-        return [await start(name) for name in "ab"]
+        node_names = getattr(request, "param", "ab")
+        return [await start(*pair) for pair in zip("ab", node_names, strict=True)]
 
     replicas = runner.run(start_all())
     yield replicas
@@ -104,6 +108,7 @@ def computed(monkeypatch) -> dict[object, int]:
     return found
 
 
+@pytest.mark.parametrize("nodes", ["ab", "aa"], indirect=True, ids=["other node", "same node"])
 def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, reference, computed):
     prompts, params = [story(number) for number in range(4)], [GREEDY, SAMPLED]
     params = [params[i % 2] | dict(max_tokens=300) for i in range(4)]
@@ -131,9 +136,12 @@ def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, referenc
             moved = [request for request, name in submits[4:] if name == target.name]
             assert len(moved) == len(moving) > 0
             again = [computed[stack.cluster.router_id, r.stream_id] for r in moved]
-            assert max(again) <= BLOCK_SIZE
-            # The prompt was copied while it ran.
-            assert min(request.pull.start for request in moved) >= 448
+            is_near = nodes[0].actor._node == nodes[1].actor._node
+            # On the same node it may fill one more between the last copy and its end.
+            assert max(again) <= (2 if is_near else 1) * BLOCK_SIZE
+            if not is_near:
+                # The prompt was copied while it ran.
+                assert min(request.pull.start for request in moved) >= 448
             assert len(stack.observer.moves) == len(moved)
 
     runner.run(run())
