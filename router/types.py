@@ -317,11 +317,12 @@ class Explain:
         Id of the router that decided.
     predicted_cached_tokens
         Prediction for the last attempt, device and host tier together.
-    cached_tokens, queue_s, ttft_s
-        Cached prompt tokens, seconds in the replica's queue and time to the first token, for the attempt that produced
-        it; 0 until `answered`. `ttft_s` counts from the request's arrival.
-    answered
-        The first token has arrived.
+    cached_tokens, queue_s
+        Cached prompt tokens and seconds in the replica's queue, of the attempt `answered_attempt`; 0 until `answered`.
+    ttft_s
+        Time from the request's arrival to the answer's first token; 0 until `answered`.
+    answered_attempt
+        The last attempt that has brought a token, counted from 1; 0: none has.
     """
 
     router: str = ""
@@ -331,9 +332,14 @@ class Explain:
     queue_s: float = 0.0
     runner_up: str = ""
     attempts: int = 0
-    answered: bool = False
+    answered_attempt: int = 0
     ttft_s: float = 0.0
     num_handovers: int = 0  # attempts after the first that no replica's loss began
+
+    @property
+    def answered(self) -> bool:
+        """Whether the first token has arrived."""
+        return self.answered_attempt > 0
 
 
 @dataclass(slots=True)

@@ -47,8 +47,8 @@ class RoutingDecision(NamedTuple):
 
     @property
     def is_answered(self) -> bool:
-        """Whether `explain` has the outcome of this attempt: the attempts of a request share it, so of the last one."""
-        return self.explain.answered and self.explain.attempts == self.attempt
+        """Whether `explain` has the outcome of this attempt; the attempts of a request share it."""
+        return self.explain.answered_attempt == self.attempt
 
 
 class DecisionRing:

@@ -151,9 +151,8 @@ class Accounting:
             )
         self.usage.cached_tokens = facts.num_cached_tokens
         self.usage.host_cached_tokens = facts.num_host_cached_tokens
-        explain.cached_tokens = facts.num_cached_tokens
-        explain.queue_s = facts.queue_s
-        explain.answered, explain.ttft_s = True, ttft_s
+        explain.ttft_s = ttft_s
+        self._explain_outcome(facts)
         if is_first_choice:
             router.observer.on_prediction(explain.predicted_cached_tokens, facts.num_cached_tokens)
         if self._available_tokens is not None:
@@ -177,7 +176,15 @@ class Accounting:
             self._trace.on_tokens(facts, replica, now_s)
         self._router.observer.on_inter_token(now_s - self._last_delta_s)
         self.explain.replica = replica
+        if self.explain.answered_attempt < self.explain.attempts:
+            self._explain_outcome(facts)
         self._last_delta_s = now_s
+
+    def _explain_outcome(self, facts: Facts) -> None:
+        """Record the outcome of an attempt at its first delta."""
+        explain = self.explain
+        explain.answered_attempt = explain.attempts
+        explain.cached_tokens, explain.queue_s = facts.num_cached_tokens, facts.queue_s
 
     def on_output(self, num_tokens: int) -> None:
         """Charge the tokens since the last call. The answer has `num_tokens` tokens now."""

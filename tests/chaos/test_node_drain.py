@@ -11,35 +11,24 @@ leaves a node, a replica that joins gets what requests share, and no token chang
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-import yaml
 from chaos_load import NUM_STREAMS, Load, until_changed
-from live import CHANGE_TIMEOUT_S, ROOT, SIZE, Cluster, take_ports, wait_until, write_bars
+from live import CHANGE_TIMEOUT_S, SIZE, Cluster, wait_until, write_bars
+from node_cluster import Nodes, explained, running_nodes
 
 from quire.cluster.bench.results.report import Bar
-from quire.cluster.local.ports import free_ports
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.engine import Engine
 
 NUM_DRAINS = {"ci": 1, "long": 3}[SIZE]
-# A stream cannot leave its router. On two cores with sixty of them, and a third of the replicas moving, it may take
-# longer than the 80 s that a router has by default.
-ROUTER_S = 120
-DEADLINE_S = ROUTER_S + 120
 MAX_TOLD = 20  # failures
 NUM_LONG, LONG_TOKENS = {"ci": 6, "long": 64}[SIZE], 1000
 # System prompts that requests share, streams that use them, and the time in which a replica that joins is watched.
@@ -53,102 +42,12 @@ pytestmark = [
 ]
 
 
-@dataclass
-class Nodes:
-    """A Ray cluster of several nodes and the application on it."""
-
-    cluster: Cluster
-    process: subprocess.Popen[str]
-    address: str  # of the GCS
-
-    def add(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("add\n")
-        self.process.stdin.flush()
-
-    def placed(self) -> dict[str, Counter[str]]:
-        """How many running replicas of each deployment a node has, by its id."""
-        found: dict[str, Counter[str]] = {}
-        deployments = self.cluster.serve_status()["applications"]["quire"]["deployments"]
-        for name, deployment in deployments.items():
-            for replica in deployment["replicas"]:
-                if replica["state"] == "RUNNING":
-                    found.setdefault(replica["node_id"], Counter())[name] += 1
-        return found
-
-    def is_complete(self) -> bool:
-        total = sum(self.placed().values(), Counter())
-        return self.cluster.is_running() and total == {"Router": 2, "Replica": 3}
-
-    def drain(self, node_id: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "quire.cluster.cli", "drain-node"]
-        command += ["--address", self.address, "--node-id", node_id]
-        command += ["--deadline-s", str(DEADLINE_S)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S + 60)
-
-
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
         yield from running_nodes(tmp_path_factory.mktemp("nodes"))
-
-
-def running_nodes(tmp_path: Path) -> Iterator[Nodes]:
-    (port,) = free_ports(1)
-    script = Path(__file__).parent / "ray_nodes.py"
-    output = tmp_path / "nodes.out"
-    with output.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, str(script), str(port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, output.read_text()
-        cluster = deployed(f"http://127.0.0.1:{port}", output)
-        yield Nodes(cluster, process, json.loads(line)["address"])
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(120)
-
-
-def deployed(dashboard: str, output: Path, num_replicas: int = 3) -> Cluster:
-    """Give Serve the repository's cluster.yaml with so many replicas, one for each worker."""
-    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    take_ports(config)
-    config["proxy_location"] = "HeadOnly"  # proxies of several nodes cannot share a machine's ports
-    config["http_options"]["host"] = "0.0.0.0"
-    args = config["applications"][0]["args"]
-    args |= {"replicas": num_replicas, "routers": 2}
-    args["engine"] = {"deterministic": True, "peer_transport": "grpc"}
-    args["replica_resources"] = {"num_cpus": 1.5}
-    # Streams of a replica that ends must move; those of a router have `ROUTER_S`.
-    args["router"] = {"max_move_s": 120.0, "drain_timeout_s": 0.0}
-    config["applications"][0]["deployments"] = [
-        {"name": "Router", "graceful_shutdown_timeout_s": ROUTER_S}
-    ]
-    env = config["controller_options"]["runtime_env"]["env_vars"]
-    env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
-    http_port, grpc_port = config["http_options"]["port"], config["grpc_options"]["port"]
-    cluster = Cluster(http_port, grpc_port, output, dashboard, config)
-    cluster.deploy(config)
-    wait_until(cluster.is_running, CHANGE_TIMEOUT_S, "Serve has started the application")
-    wait_until(cluster.every_router_knows_every_replica, CHANGE_TIMEOUT_S, "routers know replicas")
-    return cluster
-
-
-def explained(cluster: Cluster, answer_id: str) -> dict:
-    """The last decision of an answer."""
-    url = f"{cluster.url}/v1/router/explain?request_id={answer_id}"
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return json.loads(response.read())["data"][-1]
 
 
 def test_a_prefix_of_another_node_is_pulled_and_no_token_changes(nodes: Nodes) -> None:
@@ -182,7 +81,9 @@ def test_a_prefix_of_another_node_is_pulled_and_no_token_changes(nodes: Nodes) -
             "replicas"
         ]
     }
-    decisions = [explained(cluster, answer_id.removeprefix("cmpl-")) for answer_id, _, _ in answers]
+    decisions = [
+        explained(cluster, answer_id.removeprefix("cmpl-"))[-1] for answer_id, _, _ in answers
+    ]
     pulled = [d for d in decisions if d["ranking"][0]["pulled_tokens"]]
     assert pulled, [d["ranking"][0] for d in decisions]
     for decision in pulled:

@@ -89,7 +89,7 @@ class FakeStream:
             predicted_cached_tokens=64,
             runner_up="replica-b",
             attempts=1,
-            answered=True,  # the real service returns a stream with its first token
+            answered_attempt=1,  # the real service returns a stream with its first token
             cached_tokens=min(48, prompt_len),
             queue_s=0.002,
         )
@@ -254,7 +254,7 @@ class FakeService:
             raise
         logprobs = [[-float(len(reply)) for reply in question.replies] for question in questions]
         usage = Usage(prompt_tokens=120, cached_tokens=48)
-        explain = Explain(router="router-1", replica="replica-a", attempts=1, answered=True)
+        explain = Explain(router="router-1", replica="replica-a", attempts=1, answered_attempt=1)
         if request.bill is not None:
             request.bill.begin(usage.prompt_tokens, 1)
             request.bill.end(
@@ -283,7 +283,7 @@ class FakeService:
             for length in lengths
         ]
         usage = Usage(prompt_tokens=sum(lengths), cached_tokens=3)
-        explain = Explain(router="router-1", replica="replica-a", attempts=1, answered=True)
+        explain = Explain(router="router-1", replica="replica-a", attempts=1, answered_attempt=1)
         if request.bill is not None:
             request.bill.begin(usage.prompt_tokens, 1)
             request.bill.end(BilledAnswer("stop", True, False, 0, 0, 3, 0, 0.0, 0.5, 0.0))

@@ -153,7 +153,7 @@ class FleetService:
                 if item[0] <= self.now_s:
                     self.pending.remove(item)
                     _, explain, ttft_s = item
-                    explain.answered, explain.ttft_s, explain.queue_s = True, ttft_s, 0.002
+                    explain.answered_attempt, explain.ttft_s, explain.queue_s = 1, ttft_s, 0.002
                     explain.cached_tokens = explain.predicted_cached_tokens
             self.bookings.sort(key=lambda one: one[0])
             while self.bookings and self.bookings[0][0] <= self.now_s:

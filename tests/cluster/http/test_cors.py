@@ -85,7 +85,7 @@ def test_a_page_can_read_every_error(service):
 
 def test_every_header_of_an_answer_is_one_that_pages_may_read():
     headers = explain_headers(
-        Explain("r", "a", 1, 1, 0.1, "b", 1, answered=True, ttft_s=0.1), complete=True
+        Explain("r", "a", 1, 1, 0.1, "b", 1, answered_attempt=1, ttft_s=0.1), complete=True
     )
     assert set(headers) == set(EXPLAIN_HEADERS)
 

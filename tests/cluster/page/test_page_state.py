@@ -72,7 +72,8 @@ def test_a_replica_without_a_report_and_a_router_without_replicas_have_a_state()
 
 
 def answered(explain: Explain, ttft_s: float, cached_tokens: int) -> None:
-    explain.answered, explain.ttft_s, explain.cached_tokens = True, ttft_s, cached_tokens
+    explain.answered_attempt = explain.attempts
+    explain.ttft_s, explain.cached_tokens = ttft_s, cached_tokens
 
 
 def test_hits_and_latencies_are_those_of_answered_requests():

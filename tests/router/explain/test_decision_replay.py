@@ -138,7 +138,8 @@ def test_outcomes_join_their_decisions_and_the_log_holds_no_words(tmp_path):
         ranking = make_policy("slo").choose(request, fleet_of([idle()]), 0.0, rng)
         numbers.append(log.decided(request, ranking, 1, 0.0))
     log.answered(
-        numbers[1], Explain(replica="0", cached_tokens=64, queue_s=0.5, ttft_s=0.75, answered=True)
+        numbers[1],
+        Explain(replica="0", cached_tokens=64, queue_s=0.5, ttft_s=0.75, answered_attempt=1),
     )
     log.close()
     path = tmp_path / "made" / "router-1.jsonl"

@@ -75,7 +75,9 @@ def test_the_outcome_belongs_to_the_last_attempt():
     assert ring.find("moved")[0]["outcome"] is None  # not answered yet
     explain.attempts = 2
     ring.add("moved", "answer-of-moved", ranking_of([idle()]), 1000, explain, 1.0)
-    explain.answered, explain.replica, explain.cached_tokens = True, "0", 64
+    explain.answered_attempt, explain.cached_tokens = 1, 7
+    assert ring.find("moved")[1]["outcome"] is None  # the first attempt's is not its own
+    explain.answered_attempt, explain.replica, explain.cached_tokens = 2, "0", 64
     first, second = ring.find("moved")
     assert (first["attempt"], first["outcome"]) == (1, None)
     assert second["attempt"] == 2

@@ -34,7 +34,7 @@ def decide(ring, rows, chosen, *, at_s=0.0, tokens=TOKENS, policy=None, **outcom
         )
     explain = Explain(replica=str(chosen), attempts=1)
     if outcome:
-        explain = dataclasses.replace(explain, answered=True, **outcome)
+        explain = dataclasses.replace(explain, answered_attempt=1, **outcome)
     ring.add("id", "answer", ranking, tokens, explain, at_s)
 
 

@@ -143,6 +143,16 @@ def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, referenc
                 # The prompt was copied while it ran.
                 assert min(request.pull.start for request in moved) >= 448
             assert len(stack.observer.moves) == len(moved)
+            # What `explain` says of them is what they have had there.
+            for i in moving:
+                explain = answers[i].stream.explain
+                prompt = submits[i][0].prompt_ids.tolist()
+                (request,) = [r for r in moved if r.prompt_ids[: len(prompt)].tolist() == prompt]
+                num_known = (
+                    len(request.prompt_ids) - computed[stack.cluster.router_id, request.stream_id]
+                )
+                assert explain.answered_attempt == explain.attempts == 2
+                assert explain.cached_tokens == min(num_known, len(prompt)) > 0
 
     runner.run(run())
 

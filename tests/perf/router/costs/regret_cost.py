@@ -55,7 +55,7 @@ def full_ring(num_replicas: int) -> DecisionRing:
         explain = Explain(replica=ranking.names()[0], attempts=1)
         table.book(ranking, hashes, 4200, now_s)
         if i % 10:
-            explain.answered, explain.ttft_s = True, 0.4
+            explain.answered_attempt, explain.ttft_s = 1, 0.4
             explain.cached_tokens = ranking[0].cached_tokens
         ring.add(str(i), str(i), ranking, 4200, explain, now_s)
     return ring

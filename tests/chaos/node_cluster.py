@@ -1,0 +1,116 @@
+"""A Ray cluster of several nodes on this machine, with the repository's cluster.yaml on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from live import CHANGE_TIMEOUT_S, ROOT, Cluster, take_ports, wait_until
+
+from quire.cluster.local.ports import free_ports
+
+# A stream cannot leave its router. On two cores with sixty of them, and a third of the replicas moving, it may take
+# longer than the 80 s that a router has by default.
+ROUTER_S = 120
+DEADLINE_S = ROUTER_S + 120
+
+
+@dataclass
+class Nodes:
+    """A Ray cluster of several nodes and the application on it."""
+
+    cluster: Cluster
+    process: subprocess.Popen[str]
+    address: str  # of the GCS
+
+    def add(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("add\n")
+        self.process.stdin.flush()
+
+    def placed(self) -> dict[str, Counter[str]]:
+        """How many running replicas of each deployment a node has, by its id."""
+        found: dict[str, Counter[str]] = {}
+        deployments = self.cluster.serve_status()["applications"]["quire"]["deployments"]
+        for name, deployment in deployments.items():
+            for replica in deployment["replicas"]:
+                if replica["state"] == "RUNNING":
+                    found.setdefault(replica["node_id"], Counter())[name] += 1
+        return found
+
+    def is_complete(self) -> bool:
+        total = sum(self.placed().values(), Counter())
+        return self.cluster.is_running() and total == {"Router": 2, "Replica": 3}
+
+    def drain(self, node_id: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "quire.cluster.cli", "drain-node"]
+        command += ["--address", self.address, "--node-id", node_id]
+        command += ["--deadline-s", str(DEADLINE_S)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S + 60)
+
+
+def running_nodes(
+    tmp_path: Path, engine: dict[str, Any] | None = None, model: str = "embedded"
+) -> Iterator[Nodes]:
+    """Run the nodes with an application of three replicas, one for each worker."""
+    (port,) = free_ports(1)
+    script = Path(__file__).parent / "ray_nodes.py"
+    output = tmp_path / "nodes.out"
+    with output.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, output.read_text()
+        cluster = deployed(f"http://127.0.0.1:{port}", output, engine or {}, model)
+        yield Nodes(cluster, process, json.loads(line)["address"])
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(120)
+
+
+def deployed(dashboard: str, output: Path, engine: dict[str, Any], model: str) -> Cluster:
+    """Give Serve the repository's cluster.yaml with these options of the engine."""
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    take_ports(config)
+    config["proxy_location"] = "HeadOnly"  # proxies of several nodes cannot share a machine's ports
+    config["http_options"]["host"] = "0.0.0.0"
+    args = config["applications"][0]["args"]
+    args |= {"replicas": 3, "routers": 2, "model": model}
+    args["engine"] = {"deterministic": True, "peer_transport": "grpc", **engine}
+    args["replica_resources"] = {"num_cpus": 1.5}
+    # Streams of a replica that ends must move; those of a router have `ROUTER_S`.
+    args["router"] = {"max_move_s": 120.0, "drain_timeout_s": 0.0}
+    config["applications"][0]["deployments"] = [
+        {"name": "Router", "graceful_shutdown_timeout_s": ROUTER_S}
+    ]
+    env = config["controller_options"]["runtime_env"]["env_vars"]
+    env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
+    http_port, grpc_port = config["http_options"]["port"], config["grpc_options"]["port"]
+    cluster = Cluster(http_port, grpc_port, output, dashboard, config)
+    cluster.deploy(config)
+    wait_until(cluster.is_running, CHANGE_TIMEOUT_S, "Serve has started the application")
+    wait_until(cluster.every_router_knows_every_replica, CHANGE_TIMEOUT_S, "routers know replicas")
+    return cluster
+
+
+def explained(cluster: Cluster, answer_id: str) -> list[dict]:
+    """The decisions for an answer, one for each attempt."""
+    url = f"{cluster.url}/v1/router/explain?request_id={answer_id}"
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return json.loads(response.read())["data"]

@@ -1,0 +1,212 @@
+"""Long streams leave a node that is drained, and take their KV along.
+
+Real Ray: a head and three workers on this machine. `CHAOS_SIZE=long` has 64 streams of 8,000 prompt tokens, of a model
+with the embedded one's size and 16k positions; all of them decode while the node is drained.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import pytest
+from chaos_load import until_changed
+from live import CHANGE_TIMEOUT_S, SIZE, Cluster, wait_until, write_bars
+from node_cluster import Nodes, explained, running_nodes
+
+from quire.cluster.bench.results.measures import percentile
+from quire.cluster.bench.results.report import Bar
+from quire.protos.sampling_params import SamplingParams
+from quire.replica.builtin_model import CHECKPOINT
+from quire.replica.engine import Engine
+
+NUM_STREAMS, PROMPT_TOKENS = {"ci": (6, 2000), "long": (64, 8000)}[SIZE]
+BLOCK_SIZE = 32
+TOKEN_BYTES = 2048  # of KV
+# Tokens of an answer at most; the clients leave when the node is drained and their streams have gone on.
+MAX_TOKENS, TOKENS_AFTER = 6000, 40
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.chaos,
+    pytest.mark.slow,
+    pytest.mark.timeout(900 if SIZE == "ci" else 3600),
+]
+
+
+@dataclass
+class Stream:
+    """What a client has got."""
+
+    prompt: list[int]
+    answer_id: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    arrivals_s: list[float] = field(default_factory=list)
+
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(self.arrivals_s)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with 16k positions."""
+    folder = tmp_path_factory.mktemp("long") / "model"
+    shutil.copytree(CHECKPOINT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 16_384
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Nodes]:
+    """Each replica, and each node's pool, has room for nearly all streams."""
+    gib = NUM_STREAMS * (PROMPT_TOKENS + 1000) * TOKEN_BYTES / 2**30
+    engine = {
+        "kv_cache_gib": round(gib, 2),
+        "node_pool_gib": round(gib, 2),
+        "block_size": BLOCK_SIZE,
+        "num_threads": 1,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+        yield from running_nodes(tmp_path_factory.mktemp("nodes"), engine, str(model))
+
+
+def follow(cluster: Cluster, stream: Stream, ends: threading.Event) -> None:
+    """Read a stream until told to stop."""
+    client = cluster.openai()
+    answer = client.completions.create(
+        model=client.models.list().data[0].id,
+        prompt=stream.prompt,
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    with answer:
+        for chunk in answer:
+            stream.answer_id = chunk.id.removeprefix("cmpl-")
+            if chunk.choices and (ids := getattr(chunk.choices[0], "token_ids", None)):
+                stream.token_ids += ids
+                stream.arrivals_s.append(time.monotonic())
+            if ends.is_set():
+                return
+
+
+def test_long_streams_leave_with_their_blocks(nodes: Nodes, model: Path) -> None:
+    cluster, ends = nodes.cluster, threading.Event()
+    streams = [
+        Stream([3 + (7 * i * i + 31 * number + i) % 1000 for i in range(PROMPT_TOKENS)])
+        for number in range(NUM_STREAMS)
+    ]
+    imported = cluster.metric("quire_peer_imported_blocks_total")
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        readers = [threads.submit(follow, cluster, stream, ends) for stream in streams]
+        try:
+
+            def have_begun() -> bool:
+                for reader in readers:
+                    if reader.done():
+                        reader.result()  # raises its error
+                return all(len(stream.token_ids) >= 4 for stream in streams)
+
+            took_s = wait_until(have_begun, 1800, "all prompts are computed")
+            print(f"{NUM_STREAMS} prompts in {took_s:.0f} s", flush=True)
+            placed = nodes.placed()
+            # A stream cannot leave its router.
+            node_id = min(placed, key=lambda node: (placed[node]["Router"], node))
+            nodes.add()
+            began_s = time.monotonic()
+            result = nodes.drain(node_id)
+            print(result.stdout, f"{time.monotonic() - began_s:.1f} s", flush=True)
+            assert result.returncode == 0, result.stdout + result.stderr
+            counts = [len(s.token_ids) for s in streams]
+            go_on = lambda: all(  # noqa: E731
+                len(s.token_ids) >= min(n + TOKENS_AFTER, MAX_TOKENS)
+                for s, n in zip(streams, counts, strict=True)
+            )
+            wait_until(go_on, CHANGE_TIMEOUT_S, "all streams go on")
+            decisions = [explained(cluster, s.answer_id) for s in streams]
+        finally:
+            ends.set()
+        for reader in readers:
+            reader.result()
+    until_changed(nodes.is_complete, "3 replicas and 2 routers run")
+    moved = [(s, d) for s, d in zip(streams, decisions, strict=True) if len(d) > 1]
+    assert moved, "no stream was on the drained node"
+    write_bars("kv_drain_long.json", bars(moved, began_s))
+    pulled = cluster.metric("quire_peer_imported_blocks_total") - imported
+    print(f"{pulled:.0f} blocks were pulled, {len(moved)} streams moved", flush=True)
+    # By an engine alone.
+    with Engine(model=str(model), device="cpu", deterministic=True, num_threads=2) as engine:
+        for stream, _ in moved:
+            params = SamplingParams(
+                max_tokens=len(stream.token_ids), temperature=0, ignore_eos=True
+            )
+            (output,) = engine.generate([stream.prompt], params, progress=False)
+            assert output.token_ids == stream.token_ids
+
+
+def bars(moved: list[tuple[Stream, list[dict]]], began_s: float) -> list[Bar]:
+    """What moving has cost.
+
+    Parameters
+    ----------
+    began_s
+        When the drain began.
+    """
+    recomputed, stalls_s, resumed_s = [], [], []
+    for stream, decisions in moved:
+        last = decisions[-1]
+        recomputed.append(last["prompt_tokens"] - last["outcome"]["cached_tokens"])
+        gaps = [
+            (gap, end)
+            for gap, end in zip(stream.gaps_s(), stream.arrivals_s[1:], strict=True)
+            if end > began_s
+        ]
+        gap_s, end_s = max(gaps)
+        step_s = median(stream.gaps_s())
+        stalls_s.append(gap_s - 2 * step_s)
+        resumed_s.append(end_s - began_s)
+    step_s = median(median(stream.gaps_s()) for stream, _ in moved)
+    total_bytes = TOKEN_BYTES * sum(d[-1]["prompt_tokens"] for _, d in moved)
+    details = {
+        "streams": len(moved),
+        "prompt_tokens": PROMPT_TOKENS,
+        "step_ms": round(1e3 * step_s, 1),
+        "megabytes": round(total_bytes / 1e6),
+    }
+    return [
+        Bar(
+            "kv/drain/recomputed_tokens_most",
+            max(recomputed),
+            "tokens",
+            BLOCK_SIZE,
+            details=details | {"median": median(recomputed)},
+        ),
+        Bar(
+            "kv/drain/stall_beyond_2_steps_p99",
+            percentile(stalls_s, 99),
+            "s",
+            0.05,
+            details=details | {"median": round(median(stalls_s), 3)},
+        ),
+        Bar(
+            "kv/drain/last_stream_resumed",
+            max(resumed_s),
+            "s after the drain began",
+            # What the transport copies alone (`kv/transport_64_KiB`), and 30%.
+            1.3 * total_bytes / 0.386e9,
+            details=details,
+        ),
+    ]
