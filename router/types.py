@@ -439,13 +439,7 @@ class Service(Protocol):
         ...
 
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:
-        """Check a request with one prompt and encode the prompt; nothing is generated.
-
-        Raises
-        ------
-        QuireError
-            As `generate`, but never for a full queue.
-        """
+        """Check a request with one prompt and encode the prompt; raises as `generate` does, save for a full queue."""
         ...
 
     def adapters(self) -> list[AdapterEntry]:
@@ -458,13 +452,7 @@ class Service(Protocol):
         """Remove an adapter; raises `ModelNotFound` if there is none with this name."""
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of some token ids.
-
-        Raises
-        ------
-        InvalidRequest
-            An id is not in the vocabulary.
-        """
+        """Return the text of some token ids; raises `InvalidRequest` if one is not in the vocabulary."""
         ...
 
     async def tokens(self, token_ids: Sequence[int]) -> list[str]:

@@ -16,6 +16,7 @@ or is about to.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -27,9 +28,11 @@ from quire.replica.kv_cache.prefix_entries import Entry
 
 _BATCH = 16
 _MAX_WAIT_S = 0.05
-# A step is delayed by at most this, or by one block if blocks are large, or by a batch if a peer waits. A step without
-# prefill has a smaller budget.
+# A step is delayed by at most this, or by one block if blocks are large. A step without prefill has a smaller budget.
 _MAX_BATCH_S = 0.005
+# If a peer waits, a step is delayed by at least a batch, and by this share of its time, which counts up to the second
+# number in seconds. The streams whose blocks a peer waits for leave, mostly all at once.
+_ASKED_SHARE, _MAX_ASKED_STEP_S = 0.25, 0.4
 # Budget of a step with prefill, as a share of its time: computing a block takes 20 times as long as publishing it.
 _PREFILL_SHARE = 0.05
 # Unused budget is kept for so long, for the blocks of the next prompt.
@@ -84,6 +87,8 @@ class Publishing:
         self._seal_s = blocks.seal_s
         # Planning the blocks that are not sealed yet.
         self._plan_s = 0.0
+        # Time between the last two steps.
+        self._step_s, self._stepped_s = 0.0, math.inf
         self._num_sealed = blocks.num_sealed
         # (entry, group, device block), in the order in which they were filled.
         self._filled: deque[tuple[Entry, int, int]] = deque()
@@ -141,7 +146,8 @@ class Publishing:
         return coming
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a batch waits and the budget allows it, or a peer waits."""
+        """Whether a batch waits and the budget allows it, or a peer waits. Called at each step."""
+        self._step_s, self._stepped_s = max(0.0, now_s - self._stepped_s), now_s
         if self._asked:
             return True
         if not self._filled:
@@ -169,6 +175,8 @@ class Publishing:
         began_s = self._clock()
         queue, least = (self._asked, _BATCH) if self._asked else (self._filled, 1)
         budget_s = _MAX_BATCH_S if self._asked or is_idle else min(self._budget_s, _MAX_BATCH_S)
+        if self._asked:
+            budget_s = max(budget_s, _ASKED_SHARE * min(self._step_s, _MAX_ASKED_STEP_S))
         # At least one block fits, however large blocks are.
         most = max(least, int(budget_s / self._cost_s))
         filling = set(being_filled)

@@ -38,8 +38,8 @@ MAX_EXPORTS = 8
 _TOKEN_BYTES = 32
 # Longest wait for the next block that the engine publishes, and the time between two looks.
 _MAX_PUBLISH_S, _POLL_S = 1.0, 0.002
-# After this time without a block no export is in progress.
-_QUIET_S = 0.5
+# After this time without a block no export is in progress: importers that wait in line have asked by then.
+_QUIET_S = 1.5
 
 
 class BlockExport:
@@ -96,7 +96,7 @@ class BlockExport:
         """End all exports, after `linger_s` at most: streams that have just left this replica pull their blocks."""
         end_s = time.monotonic() + linger_s
         while time.monotonic() < min(end_s, self._exported_s + _QUIET_S):
-            time.sleep(_QUIET_S / 10)
+            time.sleep(_QUIET_S / 30)
         self._server.stop(grace=None).wait()
 
     def _export(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:

@@ -23,6 +23,8 @@ _HORIZON_S = 60.0
 _MAX_NODES = 4096
 # A replica waits at least this long for a pull that its router has asked for.
 _LEAST_WAIT_S = 0.05
+# The same for a stream that leaves a replica that still runs: nearly all blocks are there already.
+_LEAST_MOVE_WAIT_S = 1.0
 
 
 class _Peer(NamedTuple):
@@ -171,7 +173,10 @@ class BlockPeers:
         copy_s = PULL_OVERHEAD_S + (num_tokens - start) * self.s_per_token(now_s)
         if copy_s >= compute_s:
             return None
-        return PullHint(source, start, num_tokens, max(compute_s, _LEAST_WAIT_S))
+        # Without the blocks it would compute after all prompts that wait there.
+        least_s = _LEAST_MOVE_WAIT_S if is_alive else _LEAST_WAIT_S
+        wait_s = max(compute_s + best.terms.get("wait_s", 0.0), least_s)
+        return PullHint(source, start, num_tokens, wait_s)
 
     def offer(self, fleet: FleetView, replica: str, wait_s: float) -> PullHint | None:
         """Where a replica pulls a prompt's prefix from before any request needs it; None: it would pull nothing."""

@@ -8,6 +8,7 @@ write a class with the method of `Policy` in a module of its own, and give it a 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,16 @@ class Ranking:
         """Return the names of the ranked replicas, best first."""
         replicas = self.fleet.replicas
         return [replicas[row] for row in self.rows]
+
+    def led_by(self, replica: str) -> Ranking:
+        """Return the same ranking with this replica first, if it is one of the ranked."""
+        names = self.names()
+        if replica not in names:
+            return self
+        rank = names.index(replica)
+        order = [rank, *range(rank), *range(rank + 1, len(names))]
+        terms = None if self.terms is None else self.terms[order]
+        return dataclasses.replace(self, rows=[self.rows[i] for i in order], terms=terms)
 
 
 class Policy(Protocol):

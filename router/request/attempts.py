@@ -347,6 +347,7 @@ class Attempts:
 
     def _submit_ranked(self, ranking: Ranking) -> None:
         """Book and submit the next attempt to the best replica of a ranking."""
+        ranking = self._hand_over.prefer_target(ranking)
         now_s = self._router.clock()
         deadline_s = self._remaining_s(now_s)
         best, num_tokens = ranking[0], self._answer.num_prompt_tokens

@@ -29,7 +29,9 @@ from quire.router.types import GenerationRequest
 
 # A stream leaves a replica that drains after this time, though its KV is not copied. `cluster/app.py` leaves more for
 # moving.
-MAX_AHEAD_S = 8.0
+MAX_AHEAD_S = 20.0
+# The second round brings what the stream has added during the first one, so that little is left for its pause.
+_NUM_ROUNDS = 2
 
 
 class HandOver:
@@ -64,6 +66,8 @@ class HandOver:
         self._rank = rank
         # A booking where the blocks are copied ahead, until the attempt there begins.
         self._booking: RequestBooking | None = None
+        # The replica that has got the blocks ahead, until the attempt there begins.
+        self._target = ""
         # The prefill replicas, while the first attempt is at one and has no token.
         self._prefill: frozenset[str] = frozenset()
         self._leaving: asyncio.Task[None] | None = None
@@ -71,9 +75,14 @@ class HandOver:
     def on_decision(self, ranking: Ranking, *, is_first: bool) -> None:
         """Take in the decision for the next attempt; `is_first`: there was none before."""
         self._end_booking()
+        self._target = ""
         if self._prefill:
             self._router.observer.on_prefill("failed")
         self._prefill = _prefill_replicas(ranking) if is_first else frozenset()
+
+    def prefer_target(self, ranking: Ranking) -> Ranking:
+        """Put the replica first that has got the blocks. Another one would copy them during the stream's pause."""
+        return ranking.led_by(self._target) if self._target else ranking
 
     def follow(self, lead: HandOver) -> None:
         """Take over the lead's decision: this choice is a fork on the same replica."""
@@ -140,28 +149,28 @@ class HandOver:
             self._router.observer.on_prefill(outcome)
 
     async def _bring(self, attempt: Attempt, ranking: Ranking) -> bool:
-        """Bring the blocks to the best replica of a ranking, or to its node; return whether they are there."""
-        router, target = self._router, ranking[0].replica
-        if not router.table.peers.share_pool(attempt.replica, target):
-            return await self._pull(attempt, ranking)
-        self._book(target, self._answer.num_prompt_tokens)
-        async with asyncio.timeout(MAX_AHEAD_S):
-            # A second time for the blocks that the stream has filled during the first.
-            for _ in range(2):
-                if not await router.transport.publish(self._prompt(None), attempt.replica):
-                    return False
-            return True
+        """Bring the blocks to the best replica of a ranking, or to its node; return whether they are there.
 
-    async def _pull(self, attempt: Attempt, ranking: Ranking) -> bool:
-        """Let the best replica of a ranking pull the blocks from another node; return whether it has done so."""
+        The replica that runs the request publishes them first. All its streams ask for that at once, whereas a target
+        pulls for one stream after the other.
+        """
         router, target = self._router, ranking[0].replica
-        hint = self.pull_hint(attempt.replica, ranking, router.clock(), is_alive=True)
-        if hint is None:
-            return False
-        self._book(target, hint.end)
-        prompt = self._prompt(hint._replace(max_wait_s=MAX_AHEAD_S))
-        async with asyncio.timeout(MAX_AHEAD_S):  # It may hang.
-            await router.transport.pull(prompt, target)
+        async with asyncio.timeout(MAX_AHEAD_S):  # A replica may hang.
+            for _ in range(_NUM_ROUNDS):
+                is_near = router.table.peers.share_pool(attempt.replica, target)
+                hint = self.pull_hint(attempt.replica, ranking, router.clock(), is_alive=True)
+                if not is_near and hint is None:
+                    return False
+                self._book(target, self._answer.num_prompt_tokens)
+                is_published = await router.transport.publish(self._prompt(None), attempt.replica)
+                if hint is not None:
+                    wait_s = MAX_AHEAD_S  # in the target's line
+                    await router.transport.pull(
+                        self._prompt(hint._replace(max_wait_s=wait_s)), target
+                    )
+                elif not is_published:
+                    return False
+        self._target = target
         return True
 
     def _prompt(self, pull: PullHint | None) -> Submit:

@@ -95,7 +95,7 @@ def deployed(dashboard: str, output: Path, engine: dict[str, Any], model: str) -
     args["engine"] = {"deterministic": True, "peer_transport": "grpc", **engine}
     args["replica_resources"] = {"num_cpus": 1.5}
     # Streams of a replica that ends must move; those of a router have `ROUTER_S`.
-    args["router"] = {"max_move_s": 120.0, "drain_timeout_s": 0.0}
+    args["router"] = {"max_move_s": 120.0, "drain_timeout_s": 0.0, "max_wait_s": 900.0}
     config["applications"][0]["deployments"] = [
         {"name": "Router", "graceful_shutdown_timeout_s": ROUTER_S}
     ]

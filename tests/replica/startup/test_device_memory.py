@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 from fake_device import FakeDevice
@@ -16,6 +19,14 @@ from quire.replica.startup.device_memory import LEAST_GRAPH_BYTES, graph_bytes
 
 MAX_GRAPHS = 9
 SIZES = (6, 4, 2, 1)  # of steps of six rows
+
+
+@pytest.fixture(autouse=True)
+def collections_are_short() -> Iterator[None]:
+    """A start collects garbage several times. Each time would search all that the tests before have imported."""
+    gc.collect()
+    gc.freeze()
+    yield
 
 
 def test_the_largest_graph_counts_once_and_the_others_as_their_mean():

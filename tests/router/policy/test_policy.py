@@ -60,6 +60,17 @@ def wins(name, fleet, draws=400):
     return Counter(score.replica for score in chosen)
 
 
+@given(FLEETS, st.integers(1, 3000), st.integers(0, 99), st.sampled_from(POLICY_NAMES))
+def test_a_ranking_led_by_a_replica_keeps_the_order_of_the_others(rows, num_tokens, seed, name):
+    fleet = fleet_of(rows, num_tokens)
+    ranking = make_policy(name).choose(RouteRequest(num_tokens), fleet, 0.0, random.Random(seed))
+    for score in ranking:
+        led = ranking.led_by(score.replica)
+        assert led[0] == score
+        assert list(led)[1:] == [other for other in ranking if other.replica != score.replica]
+    assert list(ranking.led_by("another")) == list(ranking)
+
+
 def test_round_robin_takes_turns():
     assert wins("round_robin", fleet_of([idle()] * 4)) == dict.fromkeys("0123", 100)
 

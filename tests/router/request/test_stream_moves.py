@@ -21,6 +21,7 @@ from quire.replica.request_table.rows import RowTable
 from quire.replica.serving import actor as actor_module
 from quire.replica.serving import peer_pulls
 from quire.router.fleet import block_peers
+from quire.router.policy.by_name import make_policy
 from quire.router.request import hand_over
 from quire.router.transport import newcomers
 from tests.router.request.test_service import (
@@ -58,7 +59,7 @@ def story(number: int) -> str:
 def nodes(request, runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]]:
     """Two replicas, each with the pool of its own node. Their engines publish nothing by themselves.
 
-    With the parameter "aa" both are on the node "a".
+    The parameter has the node of each replica: with "aa" both are on the node "a".
     """
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(publishing, "_PREFILL_SHARE", 0.0)
@@ -83,7 +84,7 @@ def nodes(request, runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]
 
     async def start_all() -> list[LocalReplica]:
         node_names = getattr(request, "param", "ab")
-        return [await start(*pair) for pair in zip("ab", node_names, strict=True)]
+        return [await start(name, node) for name, node in zip("abc", node_names, strict=False)]
 
     replicas = runner.run(start_all())
     yield replicas
@@ -153,6 +154,39 @@ def test_a_drained_stream_computes_at_most_a_block_again(runner, nodes, referenc
                 )
                 assert explain.answered_attempt == explain.attempts == 2
                 assert explain.cached_tokens == min(num_known, len(prompt)) > 0
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize("nodes", ["abc"], indirect=True)
+def test_a_stream_goes_where_its_blocks_are_though_the_next_decision_is_another(
+    runner, nodes, reference, monkeypatch
+):
+    """Else its new replica would copy them again, while the client waits."""
+
+    async def run() -> None:
+        async with stack_of(nodes) as stack:
+            service, bus = stack.service, stack.cluster.bus
+            bus.drain_timeout_s = 0.0
+            stream = await stack.open(story(3), max_tokens=400)
+            left = stream.explain.replica
+            others = [replica for replica in nodes if replica.name != left]
+            # Each decision is for another replica than the one before.
+            service.policy = make_policy("round_robin")
+            pulled: list[str] = []
+            pull = type(bus).pull
+
+            async def noted_pull(submit: Submit, replica: str) -> None:
+                pulled.append(replica)
+                await pull(bus, submit, replica)
+
+            monkeypatch.setattr(bus, "pull", noted_pull)
+            stack.cluster.membership.update(frozenset(replica.name for replica in others))
+            answer = await read(stream)
+            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
+            assert answer.token_ids == whole.token_ids
+            assert len(set(pulled)) == 1
+            assert answer.stream.explain.replica == pulled[0]
 
     runner.run(run())
 
