@@ -30,7 +30,7 @@ HAS_COMPILER = shutil.which(os.environ.get("CC", "cc")) is not None
 
 QUICK_COMPILER = r"""#!/bin/bash
 set -e
-options=("${@/#-O[23]/-O1}" -g0)
+options=("${@/#-O[23]/-Og}" -g0)
 for ((i = 1; i < $#; i++)); do
   if [[ "${!i}" == -o ]]; then j=$((i + 1)) && output="${!j}"; fi
 done
