@@ -14,7 +14,8 @@ next session after a pause. The first session of each agent has already begun, s
 turns, and the contexts have all lengths.
 
 A session may fork once: a sub-agent goes on from the context so far, beside the session, with turns and pauses of its
-own. It has a session name of its own. The session itself is the same with and without the branch.
+own. It has a session name of its own. The session itself is the same with and without the branch. Branches, too, have
+already begun at the start.
 """
 
 from __future__ import annotations
@@ -204,9 +205,16 @@ def _agent(
             name = f"agent-{agent}-{session}"
             is_last = turn == num_turns - num_before - 1
             branch: tuple[TimedRequest, ...] = ()
-            if num_before + turn == forks_at:
-                most = num_turns - 1 - forks_at
-                branch = _branch(shape, name, turn, most, growth, vocab_size, fork_rng)
+            if num_before + turn == max(forks_at, num_before) and forks_at >= 0:
+                # Its context grows to no more than the session's.
+                num_turns_left = fork_rng.randint(1, num_turns - 1 - forks_at)
+                num_turns_left -= max(0, num_before - forks_at)
+                fork_tokens = shape.first_tokens + forks_at * growth
+                has_begun = forks_at < num_before
+                common = prompt[: shape.scaled(fork_tokens)] if has_begun else []
+                first_turn, branch_name = 0 if has_begun else turn + 1, f"{name}-branch"
+                parts = growth, vocab_size, fork_rng, common, len(prompt) - len(common)
+                branch = _branch(shape, branch_name, first_turn, num_turns_left, *parts)
             turns.append(TimedRequest(at_s, tuple(prompt), output, name, turn, not is_last, branch))
             total_s += at_s
             if total_s >= duration_s:
@@ -218,28 +226,40 @@ def _agent(
 def _branch(
     shape: AgentShape,
     session: str,
-    turn: int,
-    most_turns: int,
+    first_turn: int,
+    num_turns: int,
     growth: float,
     vocab_size: int,
     rng: random.Random,
+    common: list[int],
+    num_own: int,
 ) -> tuple[TimedRequest, ...]:
-    """The turns of a branch that begins after a turn of a session.
+    """The turns of a branch.
 
     Parameters
     ----------
-    most_turns
-        Turns that the session still has: so the branch's context grows to no more than the session's.
+    first_turn
+        Number of its first turn. 0: the branch has begun before, so its first prompt is a whole context.
+    num_turns
+        Turns that are left; below 1: it has ended before.
     growth
         Tokens by which the context grows in a turn, in the mean.
+    common, num_own
+        Of a whole context: the tokens that the session has too, and the number of further ones.
     """
-    num_turns = rng.randint(1, most_turns)
     turns = []
-    for i in range(1, num_turns + 1):
+    for i in range(num_turns):
         spread = 1 - _TOKENS_SPREAD, 1 + _TOKENS_SPREAD
         new = shape.scaled((growth - shape.answer_tokens) * rng.uniform(*spread))
+        prompt: list[int] = []
+        if i == 0 and first_turn == 0:
+            prompt, new = common, num_own
+        prompt = prompt + random_token_ids(rng, new, vocab_size)
         output = shape.scaled(shape.answer_tokens * rng.uniform(*spread))
-        prompt = tuple(random_token_ids(rng, new, vocab_size))
-        pause_s, name = shape.pause_s(rng), f"{session}-branch"
-        turns.append(TimedRequest(pause_s, prompt, output, name, turn + i, i < num_turns))
+        is_last = i == num_turns - 1
+        turns.append(
+            TimedRequest(
+                shape.pause_s(rng), tuple(prompt), output, session, first_turn + i, not is_last
+            )
+        )
     return tuple(turns)

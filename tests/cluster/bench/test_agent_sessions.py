@@ -115,6 +115,19 @@ def test_a_share_of_the_sessions_forks_and_is_the_same_otherwise():
     assert statistics.median(pauses) == pytest.approx(5 / 4, rel=0.15)
 
 
+def test_branches_have_begun_before_the_first_turn():
+    forking = agents(200, 1.0, dataclasses.replace(SMALL, fork_share=1.0), 1000)
+    begun = [turns for turns in forking if turns[0].branch and turns[0].branch[0].turn == 0]
+    assert 40 < len(begun) < 140
+    for main, *_ in begun:
+        first = main.branch[0].prompt_ids
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(first, main.prompt_ids, strict=False)) if a != b),
+            len(first),
+        )
+        assert len(first) == len(main.prompt_ids) and round(12_000 / 32) <= shared < len(first)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
