@@ -33,6 +33,7 @@ from quire.router.request.answer_text import AnswerText
 from quire.router.request.context import RouterContext
 from quire.router.request.crash_record import SUSPECTED_AFTER, CrashRecord, PoisonState
 from quire.router.request.hand_over import HandOver
+from quire.router.transport.retained_turns import Turn
 from quire.router.transport.transport import Attempt, Lost
 from quire.router.types import GenerationRequest
 
@@ -243,10 +244,20 @@ class Attempts:
         self._end(booking, len(self._answer.token_ids))
 
     def close(self, finish_reason: str) -> None:
-        """End the request. Its blocks stay retained if another turn of the conversation will follow soon."""
+        """End the request. Its blocks stay retained if another turn of the conversation will follow soon.
+
+        Those of the turn that it continues are retained no longer.
+        """
         is_retained = finish_reason == "tool_calls" or self._request.retain
-        if self.current is not None and is_retained:
-            self.current.drops_retained = False
+        if self.current is not None:
+            kept = self.current if is_retained and self.current.drops_retained else None
+            if kept is not None:
+                kept.drops_retained = False
+            if finish_reason not in ("abort", "error"):
+                num_prompt_tokens = self._answer.num_prompt_tokens
+                num_tokens = num_prompt_tokens + len(self._answer.token_ids)
+                turn = Turn(self._hashes, num_prompt_tokens, num_tokens, kept)
+                self._router.retained_turns.end_turn(self._request.session, turn)
         self.release()
         self._hand_over.close()
         self.submitted.set()

@@ -22,6 +22,7 @@ from quire.router.scoring.embedding_format import EmbeddingFormat
 from quire.router.status_types import Decisions, LiveState
 from quire.router.trace.request_trace import RequestTrace
 from quire.router.trace.tracer import Tracer
+from quire.router.transport.retained_turns import RetainedTurns
 from quire.router.transport.transport import Transport
 from quire.router.types import GenerationRequest
 
@@ -97,6 +98,7 @@ class RouterContext(Protocol):
     max_move_s: float
     # Seconds for which replicas retain the blocks of a conversation that will soon go on.
     retain_s: float
+    retained_turns: RetainedTurns
     scorer: TokenScorer
 
 

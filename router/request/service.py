@@ -56,6 +56,7 @@ from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.detokenizer import DetokenizerFactory
 from quire.router.text.tokenizer import AsyncTokenizer
 from quire.router.trace.tracer import Tracer
+from quire.router.transport.retained_turns import RetainedTurns
 from quire.router.transport.transport import Transport
 from quire.router.types import (
     Embeddings,
@@ -134,6 +135,7 @@ class RouterService(AdapterMethods):
         self.max_migrations = max_migrations
         self.budget = budget
         self.retain_s = retain_s
+        self.retained_turns = RetainedTurns()
         self.ready_timeout_s = ready_timeout_s
         self.clock = clock
         self.gate = AdmissionGate(admission or AdmissionLimits(), clock, max_away_s=max_move_s)

@@ -59,6 +59,7 @@ BENCHMARKS = {
     "agents": {
         "router_cost": "processor time of the routers for a million prompt tokens of agents, with tokenising",
         "agents": "agents on a real cluster: token hits and TTFT, against round_robin and Serve's router",
+        "over_oracle": "agents in virtual time against a pooled oracle, with pulls between nodes and without",
         "disaggregated": "long prompts next to streams that decode, with prefill replicas and without, in turns",
     },
     "gpu": {

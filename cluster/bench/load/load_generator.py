@@ -223,8 +223,8 @@ async def session_loop(
     """Run conversations. Each prompt has the earlier turns, the server's answers to them, and the new turn.
 
     A later turn is due after the last token of the previous answer and the user's pause. A turn 0 after others begins a
-    new session. A user stops at the first error, and before the first turn that is due at `until_s` or later. `clock`
-    is that of the client's arrival times.
+    new session. A branch goes on from a copy of the conversation, beside it. A user stops at the first error, and
+    before the first turn that is due at `until_s` or later. `clock` is that of the client's arrival times.
 
     Raises
     ------
@@ -233,20 +233,19 @@ async def session_loop(
     """
     sender = _Sender(client, progress, clock)
 
-    async def one(turns: Sequence[TimedRequest]) -> None:
-        history: list[int] = []
-        ended_s = 0.0
+    async def one(turns: Sequence[TimedRequest], history: list[int], ended_s: float) -> None:
+        branches: list[asyncio.Future[None]] = []
         for request in turns:
             due_s = ended_s + request.at_s
             if due_s >= until_s:
-                return
+                break
             await sender.wait_until(due_s)
             if request.turn == 0:
                 history = []
             history += request.prompt_ids
             answer = await sender.send(history, request, due_s)
             if answer is None:
-                return
+                break
             if len(answer.token_ids) != answer.num_tokens:
                 raise ValueError(
                     f"sessions need the answers' token ids: the server returned {len(answer.token_ids)} of "
@@ -254,5 +253,9 @@ async def session_loop(
                 )
             history += answer.token_ids
             ended_s = sender.now_s()
+            if request.branch:
+                branch = one(request.branch, history.copy(), ended_s)
+                branches.append(asyncio.ensure_future(branch))
+        await asyncio.gather(*branches)
 
-    return await sender.finish([asyncio.ensure_future(one(turns)) for turns in sessions])
+    return await sender.finish([asyncio.ensure_future(one(turns, [], 0.0)) for turns in sessions])

@@ -112,6 +112,7 @@ class TimedRequest:
 
     `at_s` counts from the start of the run; for later turns of a session, from the end of the previous turn. `retain`
     asks the server to retain the session, because the answer ends with a tool call and another turn follows soon.
+    `branch` are the turns of a second conversation that begins with this turn's answer and runs beside the session.
     """
 
     at_s: float
@@ -120,6 +121,7 @@ class TimedRequest:
     session: str = ""
     turn: int = 0
     retain: bool = False
+    branch: tuple[TimedRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import statistics
@@ -92,6 +93,41 @@ def test_the_same_seed_gives_the_same_agents_at_every_scale_of_time():
     assert [t.at_s for t in slow[0]] == pytest.approx([4 * t.at_s for t in fast[0]])
 
 
+def test_a_share_of_the_sessions_forks_and_is_the_same_otherwise():
+    forking = agents(40, 1000.0, dataclasses.replace(SMALL, fork_share=0.4), 1000)
+    main = [[dataclasses.replace(turn, branch=()) for turn in turns] for turns in forking]
+    assert main == agents_turns()
+    found = [session for turns in forking for session in sessions_of(turns)[1:-1]]
+    forked = [session for session in found if any(turn.branch for turn in session)]
+    assert len(forked) / len(found) == pytest.approx(0.4, abs=0.1)
+    places = []
+    for session in forked:
+        (at,) = (turn for turn in session if turn.branch)
+        places.append(at.turn / (len(session) - 1))
+        assert 1 <= len(at.branch) <= len(session) - 1 - at.turn
+        assert [turn.turn for turn in at.branch] == [at.turn + 1 + i for i in range(len(at.branch))]
+        assert {turn.session for turn in at.branch} == {f"{at.session}-branch"}
+        assert [turn.retain for turn in at.branch] == [True] * (len(at.branch) - 1) + [False]
+        branched = contexts([*session[: at.turn + 1], *at.branch])
+        assert max(branched) < 1.35 * contexts(session)[-1]
+    assert min(places) < 0.2 and max(places) > 0.8
+    pauses = [turn.at_s for turns in forking for at in turns for turn in at.branch]
+    assert statistics.median(pauses) == pytest.approx(5 / 4, rel=0.15)
+
+
+def test_branches_have_begun_before_the_first_turn():
+    forking = agents(200, 1.0, dataclasses.replace(SMALL, fork_share=1.0), 1000)
+    begun = [turns for turns in forking if turns[0].branch and turns[0].branch[0].turn == 0]
+    assert 40 < len(begun) < 140
+    for main, *_ in begun:
+        first = main.branch[0].prompt_ids
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(first, main.prompt_ids, strict=False)) if a != b),
+            len(first),
+        )
+        assert len(first) == len(main.prompt_ids) and round(12_000 / 32) <= shared < len(first)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -99,6 +135,7 @@ def test_the_same_seed_gives_the_same_agents_at_every_scale_of_time():
         ({"shared_tokens": 12_000}, "must be >= 0 and ascending, got 12000, 12000, 80000"),
         ({"num_shared_prompts": 0}, "num_shared_prompts: must be >= 1, got 0"),
         ({"pause_median_s": 90.0}, "pause_median_s, pause_p99_s: must be > 0 and ascending"),
+        ({"fork_share": 1.5}, "fork_share: must be from 0 to 1, got 1.5"),
         ({"token_scale": 0.0}, "token_scale: must be above 0 and at most 1, got 0"),
         ({"time_scale": 2.0}, "time_scale: must be above 0 and at most 1, got 2"),
         ({"input_per_output": 20.0}, "input_per_output: answers must be shorter"),

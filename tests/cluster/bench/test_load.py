@@ -125,6 +125,22 @@ def test_a_user_begins_new_sessions_and_stops_at_the_end():
     ]
 
 
+def test_a_branch_goes_on_from_the_answer_beside_its_session():
+    server = SerialServer()
+    branch = (
+        TimedRequest(0.03, (4,), 2, "a-branch", 1, retain=True),
+        TimedRequest(0.0, (5,), 2, "a-branch", 2),
+    )
+    turns = [
+        TimedRequest(0.0, (1, 2), 2, "a", 0, branch=branch),
+        TimedRequest(0.0, (3,), 2, "a", 1),
+    ]
+    run = asyncio.run(session_loop(server, [turns]))
+    assert len(run.records) == 4
+    assert [1, 2, 7, 8, 3] in server.prompts
+    assert server.prompts[-1] == [1, 2, 7, 8, 4, 7, 8, 5]
+
+
 def test_a_session_ends_at_its_first_error():
     turns = [TimedRequest(0.0, (13,), 2, "a", 0), TimedRequest(0.0, (3,), 2, "a", 1)]
     run = asyncio.run(session_loop(SerialServer(), [turns]))

@@ -13,7 +13,7 @@ from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs
 from quire.replica.startup.sizing import resolve
-from tests.perf.agents import agents
+from tests.perf.agents import agents, over_oracle
 from tests.perf.agents.simulated_cluster import run_in_virtual_time
 from tests.perf.cluster.paced_replica import PacedCopies
 from tests.perf.cluster.test_data_plane import plan
@@ -108,3 +108,30 @@ def test_virtual_time_has_the_sizes_of_the_real_replicas():
     same += ("safety_margin", "max_prefill_ms", "plans_ahead", "session_max_share", "scheduler")
     for name in (*same, "restore", "max_running_requests", "demotion_order"):
         assert getattr(real, name) == getattr(virtual, name), name
+
+
+FEW = argparse.Namespace(agents=48, warm_up_s=8.0, duration_s=5.0)
+
+
+def test_an_oracle_with_one_cache_bounds_the_policy_and_pulls_bring_blocks(monkeypatch):
+    shape = dataclasses.replace(agents.SHAPE, token_scale=1 / 128)
+    monkeypatch.setattr(agents, "SHAPE", shape)
+    monkeypatch.setattr(over_oracle, "SHAPE", shape)
+    systems = ("least_requests", "least_tokens", "slo", "slo+pulls")
+    rows = [run_in_virtual_time(over_oracle.simulate(system, 1, FEW)) for system in systems]
+    oracle, _, ours, theirs = rows
+    assert oracle["turns"] > 10 and oracle["moved_percent"] > 40 > ours["moved_percent"]
+    assert oracle["hit_percent"] >= ours["hit_percent"] - 1
+    assert oracle["restored_ms"] == 0 < ours["restored_ms"]
+    assert ours["pulled_blocks"] == 0 < theirs["pulled_blocks"]
+    for row in rows:
+        parts = ("computed_ms", "restored_ms", "step_ms", "waiting_ms")
+        assert sum(row[part] for part in parts) == pytest.approx(row["ttft_ms"], abs=0.1)
+    ratio = over_oracle.ratios(rows, "slo", (1,))
+    assert 0.9 < ratio["ttft"] < 1.5 and 0.9 < ratio["e2e"] < 1.3
+    table = {name: {"slo+pulls": ratio, "slo": ratio} for name in ("development", "hold-out")}
+    ttft, e2e = over_oracle.bars_of(table)
+    assert ttft.name == "kv/agents/virtual_ttft_over_oracle" and ttft.value == ratio["ttft"]
+    assert e2e.details["slo, development"] == ratio["e2e"]
+    # Nothing depends on the time that this machine takes.
+    assert run_in_virtual_time(over_oracle.simulate("slo+pulls", 1, FEW)) == theirs

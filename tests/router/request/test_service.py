@@ -228,6 +228,26 @@ def test_a_replica_retains_the_conversations_that_will_go_on(
     runner.run(run())
 
 
+def test_the_next_turn_of_a_session_ends_the_retention_of_the_one_before(
+    runner, replicas, monkeypatch
+):
+    async def run() -> None:
+        monkeypatch.setattr(bus_module, "LEASE_S", 0.8)
+        async with stack_of(replicas[:1]) as stack:
+            stack.service.retain_s = 30.0
+            scheduler = stack.cluster.replicas["a"].engine._loop._scheduler
+            asked = {"role": "user", "content": "How is the weather in the north today? " * 8}
+            answer = await stack.answer(None, messages=(asked,), session="s", retain=True)
+            assert scheduler.load().blocks_retained > 0
+            said = {"role": "assistant", "content": answer.text}
+            messages = (asked, said, {"role": "user", "content": "And in the south? " * 8})
+            await stack.answer(None, messages=messages, session="s")
+            await asyncio.sleep(0.5)
+            assert scheduler.load().blocks_retained == 0
+
+    runner.run(run())
+
+
 # -- answers ---------------------------------------------------------------------------------------------
 
 
