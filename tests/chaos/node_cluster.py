@@ -76,7 +76,7 @@ def running_nodes(
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, output.read_text()
-        cluster = deployed(f"http://127.0.0.1:{port}", output, engine or {}, model)
+        cluster = deployed(f"http://127.0.0.1:{port}", output, engine, model)
         yield Nodes(cluster, process, json.loads(line)["address"])
     finally:
         assert process.stdin is not None
@@ -84,15 +84,21 @@ def running_nodes(
         process.wait(120)
 
 
-def deployed(dashboard: str, output: Path, engine: dict[str, Any], model: str) -> Cluster:
+def deployed(
+    dashboard: str,
+    output: Path,
+    engine: dict[str, Any] | None = None,
+    model: str = "embedded",
+    num_replicas: int = 3,
+) -> Cluster:
     """Give Serve the repository's cluster.yaml with these options of the engine."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     take_ports(config)
     config["proxy_location"] = "HeadOnly"  # proxies of several nodes cannot share a machine's ports
     config["http_options"]["host"] = "0.0.0.0"
     args = config["applications"][0]["args"]
-    args |= {"replicas": 3, "routers": 2, "model": model}
-    args["engine"] = {"deterministic": True, "peer_transport": "grpc", **engine}
+    args |= {"replicas": num_replicas, "routers": 2, "model": model}
+    args["engine"] = {"deterministic": True, "peer_transport": "grpc", **(engine or {})}
     args["replica_resources"] = {"num_cpus": 1.5}
     # Streams of a replica that ends must move; those of a router have `ROUTER_S`.
     args["router"] = {"max_move_s": 120.0, "drain_timeout_s": 0.0, "max_wait_s": 900.0}

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from chaos_load import NUM_STREAMS, Load, until_changed
 from live import CHANGE_TIMEOUT_S, Cluster, wait_until, write_bars
-from test_node_drain import deployed
+from node_cluster import deployed
 
 from quire.cluster.bench.results.report import Bar
 from quire.cluster.local.ports import free_ports
