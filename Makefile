@@ -61,7 +61,7 @@ help:
 venv: $(INSTALLED)
 
 # The links let editors and type checkers find `quire.*`, which pip's editable installation shows to Python alone.
-# Without an NVIDIA driver torch goes first and alone, at one exact version: where pip is configured
+# Without an NVIDIA driver torch comes before what depends on it, at one exact version: where pip is configured
 # with an index of CPU builds, 2.13.0+cpu satisfies ==2.13.0 and is preferred, and the second
 # command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
 # several GB. The C libraries, which take a minute of two cores, are compiled while pip fetches torch and the rest.

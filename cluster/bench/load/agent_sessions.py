@@ -13,7 +13,7 @@ in few turns or in many. All agents run all the time: an agent begins its
 next session after a pause. The first session of each agent has already begun, so at any time the sessions are at all
 turns, and the contexts have all lengths.
 
-A session may fork once: a sub-agent goes on from the context so far, beside the session, with turns and pauses of its
+A session may fork once: a branch continues the context so far while the session does, with turns and pauses of its
 own. It has a session name of its own. The session itself is the same with and without the branch. Branches, too, have
 already begun at the start.
 """

@@ -2,8 +2,8 @@
 
     python -m tests.perf over-oracle
 
-The load is that of `agents`, but `FORK_SHARE` of the sessions fork: a sub-agent goes on from the context so far,
-beside the session. The replicas are those of `agents --virtual-time`. With pulls each is on a node of its own, and
+The load is that of `agents`, but `FORK_SHARE` of the sessions fork: a branch continues the context so far while
+the session does. The replicas are those of `agents --virtual-time`. With pulls each is on a node of its own, and
 copying a token's KV to another node takes a quarter of the time of computing it, as over 100 Gbit/s for an 8B model.
 The oracle (`pooled_oracle.py`) is the best of its rules for each metric. Its copies take no time. No router can avoid
 them, because a session's blocks are in a host tier while its tool runs. So `slo+free_copies` has replicas whose copies

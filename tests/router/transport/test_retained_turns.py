@@ -47,7 +47,7 @@ def test_a_turn_that_continues_another_conversation_ends_nothing():
     turns.end(1, "s", [7, 8])
     turns.end(2, "other", [7, 8, 9])
     turns.end(3, "", [7, 8, 9])
-    # A second answer to the same prompt, a sub-agent with the session's name, a shorter prompt, one without a hash.
+    # A second answer to the same prompt, a branch with the session's name, a shorter prompt, one without a hash.
     turns.end(4, "s", [7, 8])
     turns.end(5, "s", [7, 6, 5])
     turns.end(6, "s", [7])
