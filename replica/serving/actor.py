@@ -30,7 +30,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from quire.protos.adapter_ref import AdapterRef, cache_namespace
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.engine_facts import describe, describe_phases, engine_facts
 from quire.protos.errors import Aborted, QuireError, Unavailable
 from quire.protos.metric_families import Page
@@ -48,7 +48,7 @@ from quire.replica.serving.arrivals import Arrivals
 from quire.replica.serving.attached_routers import AttachedRouters
 from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.leases import Leases, StreamKey
-from quire.replica.serving.peer_pulls import PeerPulls
+from quire.replica.serving.peer_pulls import PeerPulls, pull_ahead
 from quire.replica.serving.prompt_publishing import kv_token_bytes, publish_prompt
 from quire.replica.serving.rank_actor import actor_starter
 from quire.replica.serving.ray_metrics import RayMetrics
@@ -224,18 +224,8 @@ class Replica:
 
     async def pull(self, submit: bytes, *, route: list[str]) -> bytes:
         """Pull what `Submit.pull` names, for a request that will come later. Returns a `Completion`."""
-        request = Submit.decode(submit)
-        pulled = ImportResult(0, 0, 0.0)
-        if self._pulls is not None and request.pull is not None and route == [self._replica_id]:
-            namespace = cache_namespace(request.tenant, request.adapter)
-            key = (request.router_id, request.stream_id)
-            pulled = await self._pulls.run(
-                key, request.prompt_ids, namespace, request.pull, is_ahead=True
-            )
-        ended = Completion("abort", len(request.prompt_ids), 0, 0)
-        return dataclasses.replace(
-            ended, pulled_bytes=pulled.num_bytes, pull_s=pulled.seconds
-        ).encode()
+        pulls = self._pulls if route == [self._replica_id] else None
+        return (await pull_ahead(pulls, Submit.decode(submit))).encode()
 
     async def publish(self, submit: bytes, *, route: list[str]) -> bool:
         """Publish the blocks of a prompt; return whether the node's pool has all of them."""

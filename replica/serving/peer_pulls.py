@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.protos.errors import QuireError
-from quire.protos.wire import BlockSource, PullHint
+from quire.protos.adapter_ref import cache_namespace
+from quire.protos.errors import QuireError, Unavailable
+from quire.protos.wire import BlockSource, Completion, PullHint, Submit
 from quire.replica.kv_transport.block_import import ImportResult
 from quire.replica.kv_transport.kv_transport import KvTransport
 from quire.replica.kv_transport.peer_blocks import wanted_blocks
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
     from quire.replica.engine import Engine
 
 logger = logging.getLogger("ray.serve")
-# No request waits longer, whatever its router believes.
-_MAX_WAIT_S = 10.0
+# No request waits longer, whatever its router believes, and no pull ahead of a request takes longer.
+_MAX_WAIT_S, _MAX_AHEAD_S = 10.0, 30.0
+# A pull ahead of a request, of at most so many tokens, does not wait for the long ones. It brings the rest of a stream,
+# which then leaves: if all streams waited for that until all had come, they would all leave at once.
+_SHORT_TOKENS = 512
 # Longest wait for the engine's answer, which comes between two steps.
 _MAX_ENGINE_S = 2.0
 
@@ -60,6 +64,7 @@ class PeerPulls:
         self.transport = KvTransport(place.name, place.folder, layout, host, self._publish)
         # One at a time, in the order of arrival: two requests with one prefix pull it once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-import")
+        # The same for long pulls ahead of requests.
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="quire-import-ahead")
         self._running: dict[Hashable, tuple[threading.Event, asyncio.Future[ImportResult]]] = {}
 
@@ -83,10 +88,12 @@ class PeerPulls:
         is_ahead
             No request waits for it yet.
         """
-        cancelled, wait_s = threading.Event(), min(hint.max_wait_s, _MAX_WAIT_S)
+        cancelled = threading.Event()
+        wait_s = min(hint.max_wait_s, _MAX_AHEAD_S if is_ahead else _MAX_WAIT_S)
         end_s = time.monotonic() + wait_s
-        pull = functools.partial(self._pull, token_ids, namespace, hint, end_s, cancelled, is_ahead)
-        thread = self._ahead if is_ahead else self._thread
+        is_long = is_ahead and hint.end - hint.start > _SHORT_TOKENS
+        pull = functools.partial(self._pull, token_ids, namespace, hint, end_s, cancelled, is_long)
+        thread = self._ahead if is_long else self._thread
         future = asyncio.get_running_loop().run_in_executor(thread, pull)
         self._running[key] = cancelled, future
         try:
@@ -137,7 +144,7 @@ class PeerPulls:
         hint: PullHint,
         end_s: float,
         cancelled: threading.Event,
-        is_ahead: bool,
+        is_long: bool,
     ) -> ImportResult:
         try:
             config = self._config
@@ -154,9 +161,9 @@ class PeerPulls:
             if left_s <= 0 or cancelled.is_set():
                 return ImportResult(0, 0, 0.0, "it is late")
             result = self.transport.import_blocks(
-                hint.source, wanted, left_s, cancelled, is_ahead=is_ahead
+                hint.source, wanted, left_s, cancelled, is_ahead=is_long
             )
-            if is_ahead:
+            if is_long:
                 # Routers learn of the blocks now, also from an idle engine.
                 self._engine.call(lambda scheduler: None)
         except Exception as error:
@@ -167,3 +174,24 @@ class PeerPulls:
                 "pulled %d blocks from %s: %s", result.num_blocks, hint.source, result.reason
             )
         return result
+
+
+async def pull_ahead(pulls: PeerPulls | None, submit: Submit) -> Completion:
+    """Pull what `Submit.pull` names, for a request that will come later; the error says why not all has come."""
+    pulled = ImportResult(0, 0, 0.0, "this replica pulls nothing")
+    if pulls is not None and submit.pull is not None:
+        pulled = await pulls.run(
+            (submit.router_id, submit.stream_id),
+            submit.prompt_ids,
+            cache_namespace(submit.tenant, submit.adapter),
+            submit.pull,
+            is_ahead=True,
+        )
+    error = Unavailable(pulled.reason).to_wire() if pulled.reason else None
+    return Completion(
+        "error" if error else "abort",
+        *(len(submit.prompt_ids), 0, 0),
+        error=error,
+        pulled_bytes=pulled.num_bytes,
+        pull_s=pulled.seconds,
+    )

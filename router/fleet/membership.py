@@ -21,6 +21,10 @@ class Membership:
         self._members: frozenset[str] = frozenset()
         self._listener: Listener | None = None
 
+    @property
+    def members(self) -> frozenset[str]:
+        return self._members
+
     def update(self, members: frozenset[str]) -> None:
         """Set the members. If they changed, call the listener in the caller's thread."""
         with self._lock:

@@ -369,15 +369,15 @@ class Attempts:
         self.booking = self._router.table.book(
             ranking, self._hashes, num_tokens, now_s, self._request.session, self._request.adapter
         )
+        left, pull = self._left_replica, self._router.table.peers.hint(ranking)
+        if left:
+            is_alive = self._left_drains
+            pull = self._hand_over.pull_hint(left, ranking, now_s, is_alive=is_alive) or pull
         self._hand_over.on_decision(ranking, is_first=self.num_begun == 0)
         num_cached = best.held_tokens
         self._accounting.on_submit(
             self.route, ranking, num_tokens, num_cached, self._decided_s, now_s
         )
-        left, pull = self._left_replica, self._router.table.peers.hint(ranking)
-        if left:
-            is_alive = self._left_drains
-            pull = self._hand_over.pull_hint(left, ranking, now_s, is_alive=is_alive) or pull
         self._submit(num_cached, deadline_s, fork_of=None, pull=pull)
 
     def _end(self, booking: RequestBooking | None, num_output_tokens: int = 0) -> None:

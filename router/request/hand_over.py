@@ -66,8 +66,8 @@ class HandOver:
         self._rank = rank
         # A booking where the blocks are copied ahead, until the attempt there begins.
         self._booking: RequestBooking | None = None
-        # The replica that has got the blocks ahead, until the attempt there begins.
-        self._target = ""
+        # The replica that has got the blocks ahead, until the attempt there begins, and whether it has got all.
+        self._target, self._is_complete = "", False
         # The prefill replicas, while the first attempt is at one and has no token.
         self._prefill: frozenset[str] = frozenset()
         self._leaving: asyncio.Task[None] | None = None
@@ -75,7 +75,7 @@ class HandOver:
     def on_decision(self, ranking: Ranking, *, is_first: bool) -> None:
         """Take in the decision for the next attempt; `is_first`: there was none before."""
         self._end_booking()
-        self._target = ""
+        self._target, self._is_complete = "", False
         if self._prefill:
             self._router.observer.on_prefill("failed")
         self._prefill = _prefill_replicas(ranking) if is_first else frozenset()
@@ -118,7 +118,13 @@ class HandOver:
     def pull_hint(
         self, left: str, ranking: Ranking, now_s: float, *, is_alive: bool
     ) -> PullHint | None:
-        """Where the best replica of a ranking pulls the blocks from that the replica `left` has; None: nowhere."""
+        """Where the best replica of a ranking pulls the blocks from that the replica `left` has; None: nowhere.
+
+        A replica that has got them ahead pulls nothing: what the stream has added since then, a block or two, is
+        computed in the step that gives the next token, whereas a pull waits for several steps of the replica `left`.
+        """
+        if self._is_complete and ranking[0].replica == self._target:
+            return None
         num_tokens, peers = self._answer.num_prompt_tokens, self._router.table.peers
         return peers.handover(left, ranking, num_tokens, now_s, is_alive=is_alive)
 
@@ -131,6 +137,8 @@ class HandOver:
             ranking = self._rank()
             if ranking[0].replica != attempt.replica:
                 await self._bring(attempt, ranking)
+        if not self._is_complete:
+            self._end_booking()
 
     async def _leave(self, attempt: Attempt) -> None:
         """Let the stream go on on a replica that decodes, once its blocks are there."""
@@ -151,10 +159,11 @@ class HandOver:
     async def _bring(self, attempt: Attempt, ranking: Ranking) -> bool:
         """Bring the blocks to the best replica of a ranking, or to its node; return whether they are there.
 
-        The replica that runs the request publishes them first. All its streams ask for that at once, whereas a target
-        pulls for one stream after the other.
+        A target of the same node needs them in the pool only, so the replica that runs the request publishes them. One
+        that drains does not, because Serve gives it no calls: it has published all but the last ones by itself.
         """
         router, target = self._router, ranking[0].replica
+        is_complete, brought = False, 0
         async with asyncio.timeout(MAX_AHEAD_S):  # A replica may hang.
             for _ in range(_NUM_ROUNDS):
                 is_near = router.table.peers.share_pool(attempt.replica, target)
@@ -162,15 +171,14 @@ class HandOver:
                 if not is_near and hint is None:
                     return False
                 self._book(target, self._answer.num_prompt_tokens)
-                is_published = await router.transport.publish(self._prompt(None), attempt.replica)
                 if hint is not None:
-                    wait_s = MAX_AHEAD_S  # in the target's line
-                    await router.transport.pull(
-                        self._prompt(hint._replace(max_wait_s=wait_s)), target
-                    )
-                elif not is_published:
+                    # It waits in the target's line.
+                    hint = hint._replace(start=max(hint.start, brought), max_wait_s=MAX_AHEAD_S)
+                    is_complete = await router.transport.pull(self._prompt(hint), target)
+                    brought = hint.end if is_complete else 0
+                elif not await router.transport.publish(self._prompt(None), attempt.replica):
                     return False
-        self._target = target
+        self._target, self._is_complete = target, is_complete
         return True
 
     def _prompt(self, pull: PullHint | None) -> Submit:

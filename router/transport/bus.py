@@ -172,10 +172,11 @@ class Bus:
         attempt.call = self._spawn(self._generate(attempt, submit.encode(), route))
         return attempt
 
-    async def pull(self, submit: Submit, replica: str) -> None:
-        """Let a replica pull what `submit.pull` names, before the request moves there."""
-        answer = await self._call("pull", submit.encode(), route=[replica])
-        self._table.peers.measured(Completion.decode(answer), time.monotonic())
+    async def pull(self, submit: Submit, replica: str) -> bool:
+        """Let a replica pull what `submit.pull` names; return whether its node has all of it now."""
+        answer = Completion.decode(await self._call("pull", submit.encode(), route=[replica]))
+        self._table.peers.measured(answer, time.monotonic())
+        return answer.error is None
 
     async def publish(self, submit: Submit, replica: str) -> bool:
         """Let a replica publish a prompt's blocks; return whether its node's pool has them."""

@@ -42,7 +42,7 @@ class Newcomers:
         router_id: str,
         table: ReplicaTable,
         next_stream_id: Callable[[], int],
-        pull: Callable[[Submit, str], Awaitable[None]],
+        pull: Callable[[Submit, str], Awaitable[object]],
     ):
         self._router_id = router_id
         self._table = table

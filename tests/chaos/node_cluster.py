@@ -58,7 +58,10 @@ class Nodes:
 
 
 def running_nodes(
-    tmp_path: Path, engine: dict[str, Any] | None = None, model: str = "embedded"
+    tmp_path: Path,
+    engine: dict[str, Any] | None = None,
+    model: str = "embedded",
+    dtype: str = "auto",
 ) -> Iterator[Nodes]:
     """Run the nodes with an application of three replicas, one for each worker."""
     (port,) = free_ports(1)
@@ -76,7 +79,7 @@ def running_nodes(
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, output.read_text()
-        cluster = deployed(f"http://127.0.0.1:{port}", output, engine, model)
+        cluster = deployed(f"http://127.0.0.1:{port}", output, engine, model, dtype=dtype)
         yield Nodes(cluster, process, json.loads(line)["address"])
     finally:
         assert process.stdin is not None
@@ -90,6 +93,7 @@ def deployed(
     engine: dict[str, Any] | None = None,
     model: str = "embedded",
     num_replicas: int = 3,
+    dtype: str = "auto",
 ) -> Cluster:
     """Give Serve the repository's cluster.yaml with these options of the engine."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
@@ -97,7 +101,7 @@ def deployed(
     config["proxy_location"] = "HeadOnly"  # proxies of several nodes cannot share a machine's ports
     config["http_options"]["host"] = "0.0.0.0"
     args = config["applications"][0]["args"]
-    args |= {"replicas": num_replicas, "routers": 2, "model": model}
+    args |= {"replicas": num_replicas, "routers": 2, "model": model, "dtype": dtype}
     args["engine"] = {"deterministic": True, "peer_transport": "grpc", **(engine or {})}
     args["replica_resources"] = {"num_cpus": 1.5}
     # Streams of a replica that ends must move; those of a router have `ROUTER_S`.

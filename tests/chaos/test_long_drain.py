@@ -1,7 +1,8 @@
 """Long streams leave a node that is drained, and take their KV along.
 
 Real Ray: a head and three workers on this machine. `CHAOS_SIZE=long` has 64 streams of 8,000 prompt tokens, of a model
-with the embedded one's size and 16k positions; all of them decode while the node is drained.
+with the embedded one's size and 16k positions; all of them decode while the node is drained. Then it has 8 streams of a
+model with the shape of Qwen3-0.6B.
 """
 
 from __future__ import annotations
@@ -22,17 +23,47 @@ from chaos_load import until_changed
 from live import CHANGE_TIMEOUT_S, SIZE, Cluster, wait_until, write_bars
 from node_cluster import Nodes, explained, running_nodes
 
+from quire.cluster.bench.engines.checkpoints import build
 from quire.cluster.bench.results.measures import percentile
 from quire.cluster.bench.results.report import Bar
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.engine import Engine
 
-NUM_STREAMS, PROMPT_TOKENS = {"ci": (6, 2000), "long": (64, 8000)}[SIZE]
 BLOCK_SIZE = 32
-TOKEN_BYTES = 2048  # of KV
-# Tokens of an answer at most; the clients leave when the node is drained and their streams have gone on.
-MAX_TOKENS, TOKENS_AFTER = {"ci": 6000, "long": 1500}[SIZE], 40
+# After the drain a client reads so many tokens more, and leaves.
+TOKENS_AFTER = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """Streams of one model."""
+
+    num_streams: int
+    prompt_tokens: int
+    max_tokens: int  # of an answer
+    token_bytes: int  # of KV
+    shape: str = ""  # of a model with random weights; empty: the embedded one's
+    dtype: str = "float32"
+    replica_share: float = (
+        1.0  # of the streams, for which each replica and each node's pool has room
+    )
+    bars: str = "kv_drain_long.json"
+
+    @property
+    def gib(self) -> float:
+        """Memory of a replica, and of a node's pool, for KV."""
+        tokens = self.num_streams * (self.prompt_tokens + self.max_tokens)
+        return round(self.replica_share * tokens * self.token_bytes / 2**30, 2)
+
+
+CASES = {
+    "ci": [Case(6, 2000, 6000, 2048)],
+    "long": [
+        Case(64, 8000, 1500, 2048),
+        Case(8, 600, 1500, 114_688, "halfb", "bfloat16", 0.5, "kv_drain_halfb.json"),
+    ],
+}[SIZE]
 
 pytestmark = [
     pytest.mark.system,
@@ -52,10 +83,17 @@ class Stream:
     arrivals_s: list[float] = field(default_factory=list)
 
 
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.shape or "embedded")
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with 16k positions."""
+def model(tmp_path_factory: pytest.TempPathFactory, case: Case) -> Path:
+    """The model of a shape, or the embedded one with 16k positions."""
     folder = tmp_path_factory.mktemp("long") / "model"
+    if case.shape:
+        return build(case.shape, folder)
     shutil.copytree(CHECKPOINT, folder)
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = 16_384
@@ -64,28 +102,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Nodes]:
-    """Each replica, and each node's pool, has room for all streams."""
-    gib = NUM_STREAMS * (PROMPT_TOKENS + MAX_TOKENS) * TOKEN_BYTES / 2**30
+def nodes(tmp_path_factory: pytest.TempPathFactory, case: Case, model: Path) -> Iterator[Nodes]:
     engine = {
-        "kv_cache_gib": round(gib, 2),
-        "node_pool_gib": round(gib, 2),
+        "kv_cache_gib": case.gib,
+        "node_pool_gib": case.gib,
         "block_size": BLOCK_SIZE,
         "num_threads": 1,
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
-        yield from running_nodes(tmp_path_factory.mktemp("nodes"), engine, str(model))
+        yield from running_nodes(tmp_path_factory.mktemp("nodes"), engine, str(model), case.dtype)
 
 
-def follow(cluster: Cluster, stream: Stream, ends: threading.Event) -> None:
+def follow(cluster: Cluster, stream: Stream, max_tokens: int, ends: threading.Event) -> None:
     """Read a stream until told to stop."""
     client = cluster.openai()
     answer = client.completions.create(
         model=client.models.list().data[0].id,
         prompt=stream.prompt,
-        max_tokens=MAX_TOKENS,
+        max_tokens=max_tokens,
         temperature=0,
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
@@ -100,15 +136,15 @@ def follow(cluster: Cluster, stream: Stream, ends: threading.Event) -> None:
                 return
 
 
-def test_long_streams_leave_with_their_blocks(nodes: Nodes, model: Path) -> None:
+def test_long_streams_leave_with_their_blocks(case: Case, nodes: Nodes, model: Path) -> None:
     cluster, ends = nodes.cluster, threading.Event()
     streams = [
-        Stream([3 + (7 * i * i + 31 * number + i) % 1000 for i in range(PROMPT_TOKENS)])
-        for number in range(NUM_STREAMS)
+        Stream([3 + (7 * i * i + 31 * number + i) % 1000 for i in range(case.prompt_tokens)])
+        for number in range(case.num_streams)
     ]
     imported = cluster.metric("quire_peer_imported_blocks_total")
-    with ThreadPoolExecutor(NUM_STREAMS) as threads:
-        readers = [threads.submit(follow, cluster, stream, ends) for stream in streams]
+    with ThreadPoolExecutor(case.num_streams) as threads:
+        readers = [threads.submit(follow, cluster, s, case.max_tokens, ends) for s in streams]
         try:
 
             def have_begun() -> bool:
@@ -118,7 +154,7 @@ def test_long_streams_leave_with_their_blocks(nodes: Nodes, model: Path) -> None
                 return all(len(stream.token_ids) >= 4 for stream in streams)
 
             took_s = wait_until(have_begun, 1800, "all prompts are computed")
-            print(f"{NUM_STREAMS} prompts in {took_s:.0f} s", flush=True)
+            print(f"{case.num_streams} prompts in {took_s:.0f} s", flush=True)
             placed = nodes.placed()
             # A stream cannot leave its router.
             node_id = min(placed, key=lambda node: (placed[node]["Router"], node))
@@ -129,7 +165,7 @@ def test_long_streams_leave_with_their_blocks(nodes: Nodes, model: Path) -> None
             assert result.returncode == 0, result.stdout + result.stderr
             counts = [len(s.token_ids) for s in streams]
             go_on = lambda: all(  # noqa: E731
-                len(s.token_ids) >= min(n + TOKENS_AFTER, MAX_TOKENS)
+                len(s.token_ids) >= min(n + TOKENS_AFTER, case.max_tokens)
                 for s, n in zip(streams, counts, strict=True)
             )
             wait_until(go_on, CHANGE_TIMEOUT_S, "all streams go on")
@@ -143,9 +179,10 @@ def test_long_streams_leave_with_their_blocks(nodes: Nodes, model: Path) -> None
     assert moved, "no stream was on the drained node"
     pulled = cluster.metric("quire_peer_imported_blocks_total") - imported
     print(f"{pulled:.0f} blocks were pulled, {len(moved)} streams moved", flush=True)
-    write_bars("kv_drain_long.json", bars(moved, int(pulled)))
+    write_bars(case.bars, bars(case, moved, int(pulled)))
     # By an engine alone.
-    with Engine(model=str(model), device="cpu", deterministic=True, num_threads=2) as engine:
+    options = dict(device="cpu", dtype=case.dtype, deterministic=True, num_threads=2)
+    with Engine(model=str(model), **options) as engine:
         for stream, _ in moved:
             params = SamplingParams(
                 max_tokens=len(stream.token_ids), temperature=0, ignore_eos=True
@@ -154,7 +191,7 @@ def test_long_streams_leave_with_their_blocks(nodes: Nodes, model: Path) -> None
             assert output.token_ids == stream.token_ids
 
 
-def bars(moved: list[tuple[Stream, list[dict]]], pulled: int) -> list[Bar]:
+def bars(case: Case, moved: list[tuple[Stream, list[dict]]], pulled: int) -> list[Bar]:
     """What moving has cost.
 
     Parameters
@@ -172,36 +209,38 @@ def bars(moved: list[tuple[Stream, list[dict]]], pulled: int) -> list[Bar]:
         steps_s.append(step_s)
         resumed_s.append(after_s)
         stalls_s.append(after_s - before_s - 2 * step_s)
-        recomputed.append(PROMPT_TOKENS - decisions[-1]["outcome"]["cached_tokens"])
+        recomputed.append(case.prompt_tokens - decisions[-1]["outcome"]["cached_tokens"])
     num_tokens = sum(decisions[-1]["prompt_tokens"] for _, decisions in moved)
-    total_bytes = TOKEN_BYTES * num_tokens
+    total_bytes = case.token_bytes * num_tokens
+    # What the transport copies alone (`kv/transport_64_KiB`, `kv/transport_8_MiB`).
+    bytes_per_s = 0.616e9 if case.shape else 0.386e9
+    prefix = f"kv/drain_{case.shape}" if case.shape else "kv/drain"
     details = {
         "streams": len(moved),
-        "prompt_tokens": PROMPT_TOKENS,
+        "prompt_tokens": case.prompt_tokens,
         "step_ms": round(1e3 * median(steps_s), 1),
         "megabytes": round(total_bytes / 1e6),
     }
     return [
         Bar(
-            "kv/drain/recomputed_prompt_tokens",
+            f"{prefix}/recomputed_prompt_tokens",
             max(recomputed),
             "tokens of a stream, at most",
             BLOCK_SIZE,
             details=details | {"pulled_blocks": pulled},
         ),
         Bar(
-            "kv/drain/stall_beyond_2_steps_p99",
+            f"{prefix}/stall_beyond_2_steps_p99",
             percentile(stalls_s, 99),
             "s",
             0.05,
             details=details | {"median": round(median(stalls_s), 3)},
         ),
         Bar(
-            "kv/drain/switches",
+            f"{prefix}/switches",
             max(resumed_s) - min(decided_s),
             "s from the first stream that leaves to the last one that goes on",
-            # What the transport copies alone (`kv/transport_64_KiB`), and 30%.
-            1.3 * total_bytes / 0.386e9,
+            1.3 * total_bytes / bytes_per_s,
             details=details,
         ),
     ]

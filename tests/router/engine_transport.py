@@ -88,8 +88,9 @@ class EngineTransport:
         )
         return attempt
 
-    async def pull(self, submit: Submit, replica: str) -> None:
+    async def pull(self, submit: Submit, replica: str) -> bool:
         self.pulls.append((Submit.decode(submit.encode()), replica))
+        return True
 
     async def publish(self, submit: Submit, replica: str) -> bool:
         """All names have one engine: its cache has the blocks."""

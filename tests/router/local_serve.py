@@ -79,16 +79,22 @@ async def start_replica(
 
 
 class LocalHandle:
-    """A `DeploymentHandle` to local replicas: the first living one of the call's `route` gets it."""
+    """A `DeploymentHandle` to local replicas: the first of the call's `route` that lives and is a member gets it.
 
-    def __init__(self, replicas: list[LocalReplica], stream: bool = False):
+    As in Serve, no call reaches a replica that drains, whatever the route says.
+    """
+
+    def __init__(
+        self, replicas: list[LocalReplica], members: membership.Membership, stream: bool = False
+    ):
         self._replicas = replicas
+        self._members = members
         self._stream = stream
         self.passes_over: set[str] = set()  # full, as Serve sees it
 
     def options(self, *, stream: bool = False, **transport: Any) -> LocalHandle:
         """Return the handle: every call stays in this process, for any `transport`."""
-        handle = LocalHandle(self._replicas, stream)
+        handle = LocalHandle(self._replicas, self._members, stream)
         handle.passes_over = self.passes_over
         return handle
 
@@ -98,7 +104,8 @@ class LocalHandle:
     def _call(self, method: str, args: tuple[Any, ...], route: list[str]) -> Any:
         order = {name: i for i, name in enumerate(route)}
         ranked = sorted(self._replicas, key=lambda r: order.get(r.name, len(order)))
-        free = [r for r in ranked if not r.dead and r.name not in self.passes_over]
+        listed = self._members.members - self.passes_over
+        free = [r for r in ranked if not r.dead and r.name in listed]
         if self._stream:
             return LocalStream(free, method, args, route)
         return LocalResponse(free, method, args, route)
@@ -194,10 +201,10 @@ class LocalCluster:
 
     def __init__(self, replicas: list[LocalReplica], table: ReplicaTable):
         self.replicas = {replica.name: replica for replica in replicas}
-        self.handle = LocalHandle(replicas)
         channel = uuid.uuid4().hex
         self.membership = membership.channel(channel)
         self.membership.update(frozenset(self.replicas))
+        self.handle = LocalHandle(replicas, self.membership)
         self.table = table
         self.router_id = f"router-{channel[:8]}"
         self.bus = Bus(self.handle, channel, self.router_id, table)
