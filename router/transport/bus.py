@@ -297,9 +297,10 @@ class Bus:
         if self._closed:
             return
         for attempt in due:
-            # Serve sends no calls to a replica that drains, so the attempt cannot get a grant and must migrate.
+            # Serve sends no calls to a replica that drains, so the attempt cannot get a grant and must migrate, before
+            # it has used up the other half of its credit.
             if attempt.replica not in self._members:
-                attempt.put(Lost(attempt.replica, "the replica drains", planned=True))
+                self._spawn(attempt.move("the replica drains"))
         grants = [
             (a.replica, a.stream_id, a.credit.extend(a.num_read))
             for a in due

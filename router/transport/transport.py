@@ -87,6 +87,7 @@ class Attempt:
         self.finished = False
         self.needs_abort = True
         self.before_move: Callable[[], Awaitable[None]] | None = None
+        self._is_moving = False
         self.drops_retained = False
         self.completed_s: float | None = None
         self.ended_s: float | None = None
@@ -129,7 +130,10 @@ class Attempt:
         self._wake()
 
     async def move(self, reason: str) -> None:
-        """Let the request go on elsewhere, since its replica drains."""
+        """Let the request go on elsewhere, since its replica drains. Only the first call does something."""
+        if self._is_moving:
+            return
+        self._is_moving = True
         try:
             if self.before_move is not None and not self.finished:
                 await self.before_move()

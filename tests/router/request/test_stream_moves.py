@@ -205,6 +205,36 @@ def test_a_stream_goes_where_its_blocks_are_though_the_next_decision_is_another(
     runner.run(run())
 
 
+def test_a_stream_that_gets_no_credit_while_its_replica_drains_takes_its_blocks_along(
+    runner, nodes, reference, computed, monkeypatch
+):
+    """It cannot stay there until the end of `drain_timeout_s`, because Serve brings no grant to that replica."""
+
+    async def run() -> None:
+        async with stack_of(nodes) as stack:
+            bus, submits = stack.cluster.bus, []
+            bus.drain_timeout_s, bus.credit_tokens = 3600.0, 64
+
+            def submit(request: Submit, route: list[str]):
+                submits.append(request)
+                return type(bus).submit(bus, request, route)
+
+            monkeypatch.setattr(bus, "submit", submit)
+            stream = await stack.open(story(3), max_tokens=400)
+            target = next(r for r in nodes if r.name != stream.explain.replica)
+            stack.cluster.membership.update(frozenset({target.name}))
+            answer = await read(stream)
+            assert answer.stream.explain.attempts == 2
+            at_first, after_it = computed.values()
+            assert at_first > 448 and after_it <= 2 * BLOCK_SIZE
+            assert submits[-1].pull is None, "all was copied while it ran"
+            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
+            assert answer.token_ids == whole.token_ids
+            assert target.actor._pulls.transport.num_imported >= 448 // BLOCK_SIZE
+
+    runner.run(run())
+
+
 def test_what_did_not_come_ahead_is_pulled_by_the_request(
     runner, nodes, reference, computed, monkeypatch
 ):
