@@ -135,13 +135,10 @@ def test_a_drained_stream_takes_its_blocks_along(runner, nodes, reference, compu
                 # Serve gives a replica that drains no calls, so it takes along what it has published by itself.
                 (engine,) = [replica.engine for replica in nodes if replica.name == left]
 
-                def publish_all(s) -> int:
-                    s.memory.publishing.max_share = 1.0
-                    return s.memory.publishing.num_published
-
-                async with asyncio.timeout(60):
-                    while await asyncio.wrap_future(engine.call(publish_all)) < 28 * len(moving):
-                        await asyncio.sleep(0.001)
+                engine.call(lambda s: setattr(s.memory.publishing, "max_share", 1.0)).result()
+                # The prompts' blocks come first, 28 of each at least.
+                num_blocks = sum(len(submits[i][0].prompt_ids) // BLOCK_SIZE for i in moving)
+                await until(lambda: engine.pool_blocks.num_sealed >= num_blocks, 60)
             stack.cluster.membership.update(frozenset({target.name}))
             answers = await asyncio.gather(*(read(stream) for stream in opened))
             for prompt, fields, answer in zip(prompts, params, answers, strict=True):
