@@ -24,6 +24,8 @@ from quire.router.fleet import block_peers
 from quire.router.policy.by_name import make_policy
 from quire.router.request import hand_over
 from quire.router.transport import newcomers
+from quire.router.transport.bus import Bus
+from quire.router.transport.transport import Attempt
 from tests.router.request.test_service import (
     GREEDY,
     SAMPLED,
@@ -107,6 +109,18 @@ def computed(monkeypatch) -> dict[object, int]:
 
     monkeypatch.setattr(RowTable, "claim", recorded_claim)
     return found
+
+
+def recorded_submits(bus: Bus, monkeypatch) -> list[Submit]:
+    """The requests that the bus sends to replicas from now on."""
+    submits: list[Submit] = []
+
+    def submit(request: Submit, route: list[str]) -> Attempt:
+        submits.append(request)
+        return type(bus).submit(bus, request, route)
+
+    monkeypatch.setattr(bus, "submit", submit)
+    return submits
 
 
 @pytest.mark.parametrize("nodes", ["ab", "aa"], indirect=True, ids=["other node", "same node"])
@@ -209,14 +223,8 @@ def test_a_stream_that_gets_no_credit_while_its_replica_drains_takes_its_blocks_
 
     async def run() -> None:
         async with stack_of(nodes) as stack:
-            bus, submits = stack.cluster.bus, []
+            bus, submits = stack.cluster.bus, recorded_submits(stack.cluster.bus, monkeypatch)
             bus.drain_timeout_s, bus.credit_tokens = 3600.0, 64
-
-            def submit(request: Submit, route: list[str]):
-                submits.append(request)
-                return type(bus).submit(bus, request, route)
-
-            monkeypatch.setattr(bus, "submit", submit)
             stream = await stack.open(story(3), max_tokens=400)
             target = next(r for r in nodes if r.name != stream.explain.replica)
             stack.cluster.membership.update(frozenset({target.name}))
@@ -237,18 +245,13 @@ def test_what_did_not_come_ahead_is_pulled_by_the_request(
 ):
     async def run() -> None:
         async with stack_of(nodes) as stack:
-            bus, submits = stack.cluster.bus, []
+            bus, submits = stack.cluster.bus, recorded_submits(stack.cluster.bus, monkeypatch)
             bus.drain_timeout_s = 0.0
 
             async def failing_pull(submit: Submit, replica: str) -> bool:
                 return False
 
-            def submit(request: Submit, route: list[str]):
-                submits.append(request)
-                return type(bus).submit(bus, request, route)
-
             monkeypatch.setattr(bus, "pull", failing_pull)
-            monkeypatch.setattr(bus, "submit", submit)
             stream = await stack.open(story(3), max_tokens=400)
             target = next(r for r in nodes if r.name != stream.explain.replica)
             stack.cluster.membership.update(frozenset({target.name}))
