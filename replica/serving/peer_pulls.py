@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from quire.replica.engine import Engine
 
 logger = logging.getLogger("ray.serve")
-# No request waits longer, whatever its router believes, and no pull ahead of a request takes longer.
+# Longest wait of a request, also if its router allows more, and longest pull ahead of a request.
 _MAX_WAIT_S, _MAX_AHEAD_S = 10.0, 30.0
-# A pull ahead of a request, of at most so many tokens, does not wait for the long ones. It brings the rest of a stream,
-# which then leaves: if all streams waited for that until all had come, they would all leave at once.
+# A pull ahead of at most this many tokens does not wait for the long ones. It brings the rest of a stream, which then
+# leaves. If the rests waited until the long pulls of all streams had ended, all streams would leave at once.
 _SHORT_TOKENS = 512
 # Longest wait for the engine's answer, which comes between two steps.
 _MAX_ENGINE_S = 2.0

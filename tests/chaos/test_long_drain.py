@@ -31,7 +31,7 @@ from quire.replica.builtin_model import CHECKPOINT
 from quire.replica.engine import Engine
 
 BLOCK_SIZE = 32
-# After the drain a client reads so many tokens more, and leaves.
+# Tokens that a client reads after the drain before it leaves.
 TOKENS_AFTER = 40
 
 

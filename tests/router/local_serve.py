@@ -81,7 +81,7 @@ async def start_replica(
 class LocalHandle:
     """A `DeploymentHandle` to local replicas: the first of the call's `route` that lives and is a member gets it.
 
-    As in Serve, no call reaches a replica that drains, whatever the route says.
+    As in Serve, no call reaches a replica that drains, even if the route names it.
     """
 
     def __init__(
