@@ -316,11 +316,16 @@ def test_without_a_router_that_answers_it_is_the_same(two_servers):
     assert_unavailable(two_servers)
 
 
-def is_up(proxy: Proxy, port: int) -> bool:
-    """Whether HAProxy sends requests to the server at a port."""
+def statistics(proxy: Proxy, port: int) -> dict[str, str]:
+    """HAProxy's statistics of the server at a port."""
     table = httpx.get(f"http://127.0.0.1:{proxy.stats_port}/stats;csv", timeout=20).text
     (row,) = [row for row in csv.DictReader(io.StringIO(table)) if row["svname"] == f"server{port}"]
-    return row["status"].startswith("UP")
+    return row
+
+
+def is_up(proxy: Proxy, port: int) -> bool:
+    """Whether HAProxy sends requests to the server at a port."""
+    return statistics(proxy, port)["status"].startswith("UP")
 
 
 def stop(proxy: Proxy) -> float:
@@ -351,19 +356,41 @@ def test_a_router_that_is_stopped_gets_no_request_after_3_s(two_servers):
         resume(two_servers)
         took_s = min(took_s, stop(two_servers))
     assert took_s <= 3
+    stopped_ports = [ports[0] for ports in (two_servers.http_servers, two_servers.grpc_servers)]
+    sent = [statistics(two_servers, port)["stot"] for port in stopped_ports]
+    alive = str(two_servers.servers[1].pid)
     with futures.ThreadPoolExecutor(8) as pool:
-        answers = list(
-            pool.map(
-                lambda _: httpx.get(f"{two_servers.url}/who", timeout=PATIENCE_S, verify=False),
-                range(24),
-            )
-        )
-    assert {answer.text for answer in answers} == {str(two_servers.servers[1].pid)}
-    for _ in range(6):
-        with two_servers.channel() as channel:
+        assert set(pool.map(lambda _: answering_server(two_servers), range(24))) == {alive}
+        assert set(pool.map(lambda _: grpc_answering_server(two_servers), range(6))) == {alive}
+    assert [statistics(two_servers, port)["stot"] for port in stopped_ports] == sent
+
+
+def answering_server(proxy: Proxy) -> str:
+    """The process that answers a request over HTTP.
+
+    Where the machine stands still for seconds, HAProxy finds no server, or no request in time: it answers so itself.
+    """
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        answer = httpx.get(f"{proxy.url}/who", timeout=PATIENCE_S, verify=False)
+        if answer.status_code == 200:
+            return answer.text
+        assert answer.status_code in (408, 503) and time.monotonic() < deadline_s, answer.text
+        time.sleep(0.2)
+
+
+def grpc_answering_server(proxy: Proxy) -> str:
+    """`answering_server` over gRPC."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        with proxy.channel() as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            answer = stub.GenerateOnce(generation_pb2.GenerateRequest(), timeout=PATIENCE_S)
-        assert answer.text == str(two_servers.servers[1].pid)
+            try:
+                return stub.GenerateOnce(generation_pb2.GenerateRequest(), timeout=PATIENCE_S).text
+            except grpc.RpcError as error:
+                assert error.code() == grpc.StatusCode.UNAVAILABLE, error
+                assert time.monotonic() < deadline_s, error
+        time.sleep(0.2)
 
 
 # --------------------------------------------------------------------------------------------------
