@@ -138,7 +138,7 @@ class BlockPeers:
             return None
         end = best.held_tokens
         start = end - best.pulled_tokens
-        compute_s = self._compute_s(fleet, row, start, end)
+        compute_s = self.compute_s(fleet, row, start, end)
         wait_s = max(compute_s, best.terms["pull_s"], _LEAST_WAIT_S)
         return PullHint(peer.source, start, end, wait_s)
 
@@ -169,7 +169,7 @@ class BlockPeers:
             return None
         source = self._peers[min(found, key=lambda name: (name == left) != is_alive)].source
         start = best.cached_tokens + best.host_tokens
-        compute_s = self._compute_s(ranking.fleet, row, start, num_tokens)
+        compute_s = self.compute_s(ranking.fleet, row, start, num_tokens)
         copy_s = PULL_OVERHEAD_S + (num_tokens - start) * self.s_per_token(now_s)
         if copy_s >= compute_s:
             return None
@@ -190,7 +190,7 @@ class BlockPeers:
         return PullHint(peer.source, start, start + int(fleet.peers.tokens[row]), wait_s)
 
     @staticmethod
-    def _compute_s(fleet: FleetView, row: int, start: int, end: int) -> float:
+    def compute_s(fleet: FleetView, row: int, start: int, end: int) -> float:
         """Seconds that a replica needs to compute these tokens; 0: not known."""
         s_per_work = float(fleet.prefill_s_per_work[row]) or fleet.prior_s_per_work
         work = prefill_work(float(end - start), float(start), fleet.attention_context_tokens)

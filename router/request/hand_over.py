@@ -81,8 +81,18 @@ class HandOver:
         self._prefill = _prefill_replicas(ranking) if is_first else frozenset()
 
     def prefer_target(self, ranking: Ranking) -> Ranking:
-        """Put the replica first that has got the blocks. Another one would copy them during the stream's pause."""
-        return ranking.led_by(self._target) if self._target else ranking
+        """Put the replica first that has got the blocks. Another one would copy them during the stream's pause.
+
+        It is passed over if another one costs so much less that even computing all blocks there is cheaper: a replica
+        may have joined meanwhile, and the one with the blocks may have no room.
+        """
+        led = ranking.led_by(self._target) if self._target else ranking
+        if ranking.terms is not None and led.rows[0] != ranking.rows[0]:
+            num_tokens, row = self._answer.num_prompt_tokens, ranking.rows[0]
+            compute_s = self._router.table.peers.compute_s(ranking.fleet, row, 0, num_tokens)
+            if led[0].cost_s > ranking[0].cost_s + compute_s:
+                return ranking
+        return led
 
     def follow(self, lead: HandOver) -> None:
         """Take over the lead's decision: this choice is a fork on the same replica."""

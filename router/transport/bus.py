@@ -51,6 +51,7 @@ from quire.router.transport.transport import Attempt, Lost
 logger = logging.getLogger("ray.serve")
 ATTACH_RETRY_S = 0.2
 WATCH_PERIOD_S = 1.0
+REPLACEMENT_S = 1.0  # longest wait of a draining replica's streams for its replacement
 # Grants of credit are collected for this time and sent in one call to each replica.
 GRANT_DELAY_S = 0.02
 GRANT_RETRY_S = 0.2
@@ -198,12 +199,7 @@ class Bus:
     ) -> tuple[dict[str, Page], int]:
         """Return the metrics of replicas that answer within `timeout_s`, by replica id, and the number of the others.
 
-        Parameters
-        ----------
-        labels
-            Labels to add to each sample; the replica adds its id.
-        vllm_names
-            Ask for vLLM's names too.
+        Each sample gets `labels`, and its replica's id; with `vllm_names` it comes under vLLM's name too.
         """
         members = self._members
         # Keyed by the replica's own id: Serve may have sent a call to another replica than its route says.
@@ -350,6 +346,10 @@ class Bus:
         So the replica becomes idle and can end before Serve kills it.
         """
         await asyncio.sleep(self.drain_timeout_s)
+        # Serve lists its replacement at the same moment. That one is often the best target, once it is attached.
+        end_s = time.monotonic() + REPLACEMENT_S
+        while self._table.num_ready() < len(self._members) and time.monotonic() < end_s:
+            await asyncio.sleep(0.02)
         # Serve lists it again.
         if replica in self._members:
             return

@@ -36,6 +36,9 @@ class Nodes:
         self.process.stdin.write("add\n")
         self.process.stdin.flush()
 
+    def end(self) -> None:
+        end(self.process)
+
     def placed(self) -> dict[str, Counter[str]]:
         """How many running replicas of each deployment a node has, by its id."""
         found: dict[str, Counter[str]] = {}
@@ -61,7 +64,6 @@ def running_nodes(
     tmp_path: Path,
     engine: dict[str, Any] | None = None,
     model: str = "embedded",
-    dtype: str = "auto",
 ) -> Iterator[Nodes]:
     """Run the nodes with an application of three replicas, one for each worker."""
     (port,) = free_ports(1)
@@ -79,12 +81,17 @@ def running_nodes(
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, output.read_text()
-        cluster = deployed(f"http://127.0.0.1:{port}", output, engine, model, dtype=dtype)
+        cluster = deployed(f"http://127.0.0.1:{port}", output, engine, model)
         yield Nodes(cluster, process, json.loads(line)["address"])
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(120)
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a cluster, also one that has ended."""
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(120)
 
 
 def deployed(
@@ -93,7 +100,6 @@ def deployed(
     engine: dict[str, Any] | None = None,
     model: str = "embedded",
     num_replicas: int = 3,
-    dtype: str = "auto",
 ) -> Cluster:
     """Give Serve the repository's cluster.yaml with these options of the engine."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
@@ -101,7 +107,7 @@ def deployed(
     config["proxy_location"] = "HeadOnly"  # proxies of several nodes cannot share a machine's ports
     config["http_options"]["host"] = "0.0.0.0"
     args = config["applications"][0]["args"]
-    args |= {"replicas": num_replicas, "routers": 2, "model": model, "dtype": dtype}
+    args |= {"replicas": num_replicas, "routers": 2, "model": model}
     args["engine"] = {"deterministic": True, "peer_transport": "grpc", **(engine or {})}
     args["replica_resources"] = {"num_cpus": 1.5}
     # Streams of a replica that ends must move; those of a router have `ROUTER_S`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import ray
@@ -22,6 +23,7 @@ from quire.replica.serving import actor as actor_module
 from quire.replica.serving import peer_pulls
 from quire.router.fleet import block_peers
 from quire.router.policy.by_name import make_policy
+from quire.router.policy.policy import Ranking
 from quire.router.request import hand_over
 from quire.router.transport import newcomers
 from quire.router.transport.bus import Bus
@@ -212,6 +214,82 @@ def test_a_stream_goes_where_its_blocks_are_though_the_next_decision_is_another(
             assert answer.token_ids == whole.token_ids
             assert len(set(pulled)) == 1
             assert answer.stream.explain.replica == pulled[0]
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize("nodes", ["abc"], indirect=True)
+def test_a_drained_stream_goes_to_the_replacement_that_is_listed_at_the_same_moment(
+    runner, nodes, reference, monkeypatch
+):
+    """Serve drains a node's replicas in the moment in which their replacements are ready."""
+
+    async def run() -> None:
+        async with stack_of(nodes) as stack:
+            bus, policy = stack.cluster.bus, stack.service.policy
+            bus.drain_timeout_s = 0.0
+            submits = recorded_submits(bus, monkeypatch)
+            stack.cluster.membership.update(frozenset("ab"))
+            stream = await stack.open(story(3), max_tokens=400)
+            left = stream.explain.replica
+            assert left in ("a", "b")
+
+            class Idle:
+                """The one that joins is best."""
+
+                def choose(self, request, fleet, now_s, rng) -> Ranking:
+                    return policy.choose(request, fleet, now_s, rng).led_by("c")
+
+            stack.service.policy = Idle()
+            stack.cluster.membership.update(frozenset("abc") - {left})
+            answer = await read(stream)
+            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
+            assert answer.token_ids == whole.token_ids
+            assert answer.stream.explain.replica == "c"
+            assert submits[-1].pull is None, "it has got its blocks ahead"
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize("nodes", ["abc"], indirect=True)
+def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
+    runner, nodes, reference, monkeypatch
+):
+    """A replica that joins meanwhile serves it sooner."""
+
+    async def run() -> None:
+        async with stack_of(nodes) as stack:
+            bus, policy = stack.cluster.bus, stack.service.policy
+            bus.drain_timeout_s = 0.0
+            submits = recorded_submits(bus, monkeypatch)
+            stream = await stack.open(story(3), max_tokens=400)
+            left = stream.explain.replica
+            pulled: list[str] = []
+            pull = type(bus).pull
+
+            async def noted_pull(submit: Submit, replica: str) -> bool:
+                pulled.append(replica)
+                return await pull(bus, submit, replica)
+
+            class Crowded:
+                """Every replica that has got blocks is crowded, by an hour."""
+
+                def choose(self, request, fleet, now_s, rng) -> Ranking:
+                    ranking = policy.choose(request, fleet, now_s, rng)
+                    cost_s = ranking.cost_s + [3600.0 * (n in pulled) for n in fleet.replicas]
+                    order = sorted(range(len(ranking)), key=lambda i: cost_s[ranking.rows[i]])
+                    rows = [ranking.rows[i] for i in order]
+                    return replace(ranking, cost_s=cost_s, rows=rows, terms=ranking.terms[order])
+
+            stack.service.policy = Crowded()
+            monkeypatch.setattr(bus, "pull", noted_pull)
+            others = frozenset(replica.name for replica in nodes if replica.name != left)
+            stack.cluster.membership.update(others)
+            answer = await read(stream)
+            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
+            assert answer.token_ids == whole.token_ids
+            assert {answer.stream.explain.replica} == others - set(pulled)
+            assert submits[-1].pull is not None, "it takes its blocks along nevertheless"
 
     runner.run(run())
 
