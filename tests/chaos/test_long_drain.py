@@ -182,6 +182,7 @@ def test_long_streams_leave_with_their_blocks(case: Case, nodes: Nodes, model: P
     pulled = cluster.metric("quire_peer_imported_blocks_total") - imported
     print(f"{pulled:.0f} blocks were pulled, {len(moved)} streams moved", flush=True)
     write_bars(case.bars, bars(case, moved, int(pulled)))
+    assert pulled * BLOCK_SIZE >= case.prompt_tokens, "no stream has taken its prompt along"
     nodes.end()  # The engine that computes the expected tokens needs its memory.
     options = dict(device="cpu", deterministic=True, num_threads=2)
     with Engine(model=str(model), **options) as engine:
