@@ -90,7 +90,9 @@ class HandOver:
         if ranking.terms is not None and led.rows[0] != ranking.rows[0]:
             num_tokens, row = self._answer.num_prompt_tokens, ranking.rows[0]
             compute_s = self._router.table.peers.compute_s(ranking.fleet, row, 0, num_tokens)
-            if led[0].cost_s > ranking[0].cost_s + compute_s:
+            # Not the costs, because those of replicas with late reports are raised.
+            more_s = sum(led[0].terms.values()) - sum(ranking[0].terms.values())
+            if more_s > compute_s:
                 return ranking
         return led
 

@@ -171,7 +171,7 @@ def test_light_fields_change_in_place(chaos_cluster):
     assert settled_pids(cluster) == before
     # Three replicas take one request each; who comes before those have a token may not wait.
     until_changed(lambda: "max_queued_requests" in burst(cluster), "some of a burst were refused")
-    told = httpx.get(f"{cluster.url}/v1/router/explain", params={"limit": 100}).json()
+    told = httpx.get(f"{cluster.url}/v1/router/explain", params={"limit": 100}, timeout=60).json()
     assert len(told["routers"]) == 2 and 1 <= len(told["data"]) <= 2  # one of each router
     cluster.deploy(cluster.config)
     until_changed(lambda: not any(refuses() for _ in range(4)), "the arguments hold again")

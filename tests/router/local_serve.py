@@ -237,7 +237,7 @@ async def assert_idle(replica: LocalReplica, router_id: str) -> None:
     await until(lambda: all(task.get_name() == "attach" for task in replica.calls))
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(2e-3)

@@ -187,7 +187,7 @@ def test_a_hung_step_ends_its_process_and_every_stream_goes_on(faulty_cluster, e
             wrong = wrong_others(others, expected)
             if answer != expected["alone"]:
                 wrong.append(f"the request whose step hung: {answer!r}")
-            ready = httpx.get(f"{faulty_cluster.url}/ready")
+            ready = httpx.get(f"{faulty_cluster.url}/ready", timeout=60)
             if ready.status_code != 200:
                 wrong.append(f"/ready: {ready.text}")
             wait_until_replaced(faulty_cluster, before, 1)

@@ -378,7 +378,12 @@ def test_hostile_clients_take_little_from_others(cluster: Cluster) -> None:
         "conversations": lambda: long_conversations(cluster),
     }
     with ThreadPoolExecutor(8) as pool:  # both replicas and both routers have served something
-        list(pool.map(lambda _: httpx.post(f"{cluster.url}/v1/completions", json=SMALL), range(32)))
+        list(
+            pool.map(
+                lambda _: httpx.post(f"{cluster.url}/v1/completions", json=SMALL, timeout=60),
+                range(32),
+            )
+        )
     before = settled_memory(cluster)
     reset_peaks(cluster)
     pids = [int(name.split()[1]) for name in before]

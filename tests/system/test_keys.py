@@ -156,8 +156,8 @@ def test_every_route_of_every_door_needs_the_key_that_its_rule_names(keyed, secr
         for path in ("/nothing", "/v1"):
             assert httpx.get(f"http://127.0.0.1:{port}{path}", timeout=60).status_code == 401
     assert not wrong
-    assert httpx.get(f"{keyed.url}/ready").json() == {"ready": True}
-    assert httpx.get(f"{keyed.url}/-/healthz").status_code == 200
+    assert httpx.get(f"{keyed.url}/ready", timeout=60).json() == {"ready": True}
+    assert httpx.get(f"{keyed.url}/-/healthz", timeout=60).status_code == 200
 
 
 def test_every_method_of_every_door_needs_the_key_that_its_rule_names(keyed, secrets):

@@ -169,7 +169,7 @@ def test_a_router_that_is_scaled_away_finishes_its_streams(plain_cluster):
         return plain_cluster.is_running() and num_routers(plain_cluster) == 1
 
     wait_until(is_changed, CHANGE_TIMEOUT_S, "one router is left and runs")
-    ready = httpx.get(f"{plain_cluster.url}/ready")
+    ready = httpx.get(f"{plain_cluster.url}/ready", timeout=60)
     assert ready.status_code == 200, ready.text
 
 

@@ -34,7 +34,7 @@ def test_routers_and_replicas_have_the_variables_that_the_file_does_not_give(clu
 
 
 def test_the_terminal_says_what_ready_says(cluster: Cluster):
-    engine = httpx.get(f"{cluster.url}/ready").json()["engine"]
+    engine = httpx.get(f"{cluster.url}/ready", timeout=60).json()["engine"]
     assert engine["model"] == "embedded" and engine["dtype"] == "float32"
     assert engine["kv_cache_tokens"] > engine["request_tokens"] * engine["concurrent_requests"] / 2
     printed = cluster.output.read_text()

@@ -90,7 +90,9 @@ def test_a_trace_explains_what_the_router_explains(cluster, collector):
     request_id = f"explained-{time.time()}"
     complete(cluster, "Once upon a time", parent, request_id)
     route = plain(spans_of(collector, trace_id)["route"].attributes)
-    answer = httpx.get(f"{cluster.url}/v1/router/explain", params={"request_id": request_id})
+    answer = httpx.get(
+        f"{cluster.url}/v1/router/explain", params={"request_id": request_id}, timeout=60
+    )
     (decision,) = answer.json()["data"]
     best, second = decision["ranking"]
     assert route["quire.replica"] == best["replica"]

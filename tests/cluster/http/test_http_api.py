@@ -69,13 +69,13 @@ def base_url(server: str, app: tuple[FastAPI, dict[str, object]], service) -> st
 
 @pytest.fixture
 def http(base_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=base_url, timeout=10, verify=False) as client:
+    with httpx.Client(base_url=base_url, timeout=60, verify=False) as client:
         yield client
 
 
 @pytest.fixture
 def client(base_url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def data_of(event: str) -> str:

@@ -99,7 +99,8 @@ def test_it_draws_a_fleet(browser, port):
         first = texts(browser, "#requests tr:first-child td")
         assert first[1] == newest["request_id"] and first[4] == newest["ranking"][0]["replica"]
         assert first[6].startswith("+") and first[6].endswith(newest["ranking"][1]["replica"])
-        assert len(colours_of_cells(browser)) >= 3  # in use, cached, free
+        # The cells are drawn in the browser's next frame.
+        wait_for(lambda: len(colours_of_cells(browser)) >= 3, "cells in use, cached and free")
         light = colours_of_cells(browser)
         browser.look(*SIZES[0], dark=True)
         wait_for(lambda: not colours_of_cells(browser) & light, "the cells in the dark scheme")

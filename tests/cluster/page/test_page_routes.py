@@ -169,4 +169,4 @@ def test_a_slow_viewer_is_disconnected_by_name_and_delays_nobody(fleet, keys, mo
         while watchers.num_open and time.monotonic() < end_s:
             time.sleep(0.01)
         assert watchers.num_open == 0
-        assert httpx.get(f"{http.base_url}/health").is_success
+        assert httpx.get(f"{http.base_url}/health", timeout=60).is_success

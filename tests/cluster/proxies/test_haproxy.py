@@ -310,7 +310,10 @@ def test_without_a_router_that_answers_it_is_the_same(two_servers):
         server.kill()
         server.wait()
     deadline_s = time.monotonic() + 10
-    while httpx.get(f"{two_servers.url}/-/healthz", verify=False).status_code == 200:
+    while (
+        httpx.get(f"{two_servers.url}/-/healthz", timeout=PATIENCE_S, verify=False).status_code
+        == 200
+    ):
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
     assert_unavailable(two_servers)
@@ -429,7 +432,7 @@ def test_unknown_methods_are_one_label(proxy):
     with contextlib.suppress(BlockingIOError):
         while proxy.metrics.recv(8192):
             pass
-    with httpx.Client() as client:
+    with httpx.Client(timeout=PATIENCE_S) as client:
         for method in ("GET", "get", "BREW", *(f"VERB{i}" for i in range(30))):
             status = client.request(method, f"{proxy.url}/who").status_code
             assert status == (200 if method.upper() == "GET" else 501), method

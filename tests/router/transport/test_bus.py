@@ -195,7 +195,7 @@ def test_a_replica_that_is_silent_costs_the_time_limit_and_hides_no_other():
         bus._members = frozenset(handle.answers)
         began_s = time.monotonic()
         assert await bus.metrics_pages({}, False, 0.05) == ({"a": page}, 3)
-        assert 0.04 < time.monotonic() - began_s < 2
+        assert 0.04 < time.monotonic() - began_s < 15
         assert [response.cancelled() for response in handle.pending] == [True]
         await bus.close()
 
