@@ -392,7 +392,8 @@ class Bus:
         try:
             hello = Hello.decode(await next_message(stream))
             if hello.replica != replica:
-                # Serve's membership is newer than ours; the next update or retry corrects that.
+                # Serve passes a replica over that does not answer at once, or its membership is newer than ours.
+                logger.info("Serve gave the attach call for %s to %s", replica, hello.replica)
                 return
             self._hellos[replica] = hello
             self._replica_deaths.remember(hello)
