@@ -124,6 +124,24 @@ def recorded_submits(bus: Bus, monkeypatch) -> list[Submit]:
     return submits
 
 
+def assert_is_whole(answer, reference) -> None:
+    """Assert that 400 greedy tokens after `story(3)` are those of an engine alone."""
+    whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
+    assert answer.token_ids == whole.token_ids
+
+
+def recorded_pulls(bus: Bus, monkeypatch) -> list[str]:
+    """The replicas that the bus lets pull blocks from now on."""
+    pulled: list[str] = []
+
+    async def pull(submit: Submit, replica: str) -> bool:
+        pulled.append(replica)
+        return await type(bus).pull(bus, submit, replica)
+
+    monkeypatch.setattr(bus, "pull", pull)
+    return pulled
+
+
 @pytest.mark.parametrize("nodes", ["ab", "aa"], indirect=True, ids=["other node", "same node"])
 def test_a_drained_stream_takes_its_blocks_along(runner, nodes, reference, computed):
     prompts, params = [story(number) for number in range(4)], [GREEDY, SAMPLED]
@@ -199,18 +217,10 @@ def test_a_stream_goes_where_its_blocks_are_though_the_next_decision_is_another(
             others = [replica for replica in nodes if replica.name != left]
             # Each decision is for another replica than the one before.
             service.policy = make_policy("round_robin")
-            pulled: list[str] = []
-            pull = type(bus).pull
-
-            async def noted_pull(submit: Submit, replica: str) -> bool:
-                pulled.append(replica)
-                return await pull(bus, submit, replica)
-
-            monkeypatch.setattr(bus, "pull", noted_pull)
+            pulled = recorded_pulls(bus, monkeypatch)
             stack.cluster.membership.update(frozenset(replica.name for replica in others))
             answer = await read(stream)
-            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
-            assert answer.token_ids == whole.token_ids
+            assert_is_whole(answer, reference)
             assert len(set(pulled)) == 1
             assert answer.stream.explain.replica == pulled[0]
 
@@ -242,8 +252,7 @@ def test_a_drained_stream_goes_to_the_replacement_that_is_listed_at_the_same_mom
             stack.service.policy = Idle()
             stack.cluster.membership.update(frozenset("abc") - {left})
             answer = await read(stream)
-            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
-            assert answer.token_ids == whole.token_ids
+            assert_is_whole(answer, reference)
             assert answer.stream.explain.replica == "c"
             assert submits[-1].pull is None, "it has got its blocks ahead"
 
@@ -263,12 +272,7 @@ def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
             submits = recorded_submits(bus, monkeypatch)
             stream = await stack.open(story(3), max_tokens=400)
             left = stream.explain.replica
-            pulled: list[str] = []
-            pull = type(bus).pull
-
-            async def noted_pull(submit: Submit, replica: str) -> bool:
-                pulled.append(replica)
-                return await pull(bus, submit, replica)
+            pulled = recorded_pulls(bus, monkeypatch)
 
             class Crowded:
                 """Every replica that has got blocks is crowded, by an hour."""
@@ -280,12 +284,10 @@ def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
                     return ranking.led_by(best.replica)
 
             stack.service.policy = Crowded()
-            monkeypatch.setattr(bus, "pull", noted_pull)
             others = frozenset(replica.name for replica in nodes if replica.name != left)
             stack.cluster.membership.update(others)
             answer = await read(stream)
-            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
-            assert answer.token_ids == whole.token_ids
+            assert_is_whole(answer, reference)
             assert {answer.stream.explain.replica} == others - set(pulled)
             assert submits[-1].pull is not None, "it takes its blocks along nevertheless"
 
@@ -309,8 +311,7 @@ def test_a_stream_that_gets_no_credit_while_its_replica_drains_takes_its_blocks_
             at_first, after_it = computed.values()
             assert at_first > 448 and after_it <= 2 * BLOCK_SIZE
             assert submits[-1].pull is None, "all was copied while it ran"
-            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
-            assert answer.token_ids == whole.token_ids
+            assert_is_whole(answer, reference)
             assert target.actor._pulls.transport.num_imported >= 448 // BLOCK_SIZE
 
     runner.run(run())
@@ -332,8 +333,7 @@ def test_what_did_not_come_ahead_is_pulled_by_the_request(
             target = next(r for r in nodes if r.name != stream.explain.replica)
             stack.cluster.membership.update(frozenset({target.name}))
             answer = await read(stream)
-            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
-            assert answer.token_ids == whole.token_ids
+            assert_is_whole(answer, reference)
             request = submits[-1]
             assert request.pull is not None and request.pull.start == 0
             assert computed[stack.cluster.router_id, request.stream_id] <= BLOCK_SIZE
@@ -356,8 +356,7 @@ def test_a_target_that_does_not_answer_holds_no_stream(runner, nodes, reference,
             monkeypatch.setattr(target.actor, "pull", hang)
             stack.cluster.membership.update(frozenset({target.name}))
             answer = await read(stream)
-            whole = expected(reference, story(3), **(GREEDY | dict(max_tokens=400)))
-            assert answer.token_ids == whole.token_ids
+            assert_is_whole(answer, reference)
             assert answer.stream.explain.attempts == 2
             # The bus gives the call up when its router does.
             for call in [c for c in target.calls if c.get_name() == "pull"]:
