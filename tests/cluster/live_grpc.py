@@ -130,7 +130,7 @@ def run(
 ) -> Any:
     async def main() -> Any:
         async with serving(service, mode, options) as clients:
-            return await asyncio.wait_for(body(clients), 20)
+            return await asyncio.wait_for(body(clients), 60)
 
     return asyncio.run(main())
 
@@ -153,6 +153,6 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)

@@ -127,7 +127,7 @@ def listening() -> Iterator[tuple[str, list[bytes]]]:
             except OSError:
                 return
             with connection:
-                connection.settimeout(1)
+                connection.settimeout(30)
                 with contextlib.suppress(OSError):
                     seen.append(connection.recv(200))
 

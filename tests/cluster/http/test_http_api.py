@@ -38,6 +38,7 @@ MAX_BODY_BYTES = 64 * 1024
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello there"}]
+PATIENCE_S = 30.0  # a machine may stand still for some seconds
 
 
 @pytest.fixture(scope="module")
@@ -1110,8 +1111,8 @@ def test_documentation_knows_every_field(http: httpx.Client) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _leave(base_url: str, body: dict, bytes_to_read: int) -> None:
-    """Send a request, read some bytes, close the socket."""
+def _leave(base_url: str, service, body: dict, bytes_to_read: int) -> None:
+    """Send a request, read some bytes or wait until the service has it, close the socket."""
     host, port = base_url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
@@ -1120,11 +1121,11 @@ def _leave(base_url: str, body: dict, bytes_to_read: int) -> None:
         if bytes_to_read:
             assert connection.recv(bytes_to_read)
         else:
-            time.sleep(0.2)
+            _wait_for(lambda: service.requests)
 
 
-def _wait_for(condition: Callable[[], object], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
+def _wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
@@ -1134,9 +1135,9 @@ def _wait_for(condition: Callable[[], object], timeout_s: float) -> None:
 def test_leaving_closes_the_stream(base_url: str, service, stream: bool) -> None:
     service.token_s = 0.02
     body = {"prompt": "x", "max_tokens": 500, "stream": stream}
-    _leave(base_url, body, bytes_to_read=64 if stream else 0)
-    _wait_for(lambda: service.streams, 1)
-    assert service.streams[0].closed.wait(1)
+    _leave(base_url, service, body, bytes_to_read=64 if stream else 0)
+    _wait_for(lambda: service.streams)
+    assert service.streams[0].closed.wait(PATIENCE_S)
     tokens = service.streams[0].usage.completion_tokens
     time.sleep(0.1)
     assert service.streams[0].usage.completion_tokens == tokens < 100
@@ -1145,15 +1146,15 @@ def test_leaving_closes_the_stream(base_url: str, service, stream: bool) -> None
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_before_the_first_token_cancels_the_request(base_url, service, stream) -> None:
     service.generate_s = 30
-    _leave(base_url, {"prompt": "x", "stream": stream}, bytes_to_read=0)
-    assert service.cancelled_in_generate.wait(1)
+    _leave(base_url, service, {"prompt": "x", "stream": stream}, bytes_to_read=0)
+    assert service.cancelled_in_generate.wait(PATIENCE_S)
 
 
 def test_finished_streams_are_closed(http: httpx.Client, service) -> None:
     for stream in (False, True):
         http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2, "stream": stream})
     assert len(service.streams) == 2
-    assert all(stream.closed.wait(1) for stream in service.streams)
+    assert all(stream.closed.wait(PATIENCE_S) for stream in service.streams)
 
 
 def test_first_token_does_not_wait_for_the_second(http: httpx.Client, service) -> None:

@@ -257,10 +257,10 @@ def test_requests_are_served_beside_4200_half_open_connections(proxy):
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(("127.0.0.1", proxy.http_port))
-        assert httpx.get(f"{proxy.url}/who", timeout=5).status_code == 200
+        assert httpx.get(f"{proxy.url}/who", timeout=30).status_code == 200
         with proxy.channel() as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            stub.GenerateOnce(generation_pb2.GenerateRequest(), timeout=5)
+            stub.GenerateOnce(generation_pb2.GenerateRequest(), timeout=30)
 
 
 # --------------------------------------------------------------------------------------------------

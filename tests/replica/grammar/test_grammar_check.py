@@ -21,6 +21,7 @@ from quire.replica.grammar import compiler as module
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.grammar.grammar_check import Budget
 from quire.replica.grammar.state import GrammarState
+from tests.cpu_time import least_cpu_s
 
 # Quire installs llguidance. A machine that only tests the GPU's path may lack it, and still collects this module.
 check_process = pytest.importorskip(
@@ -99,7 +100,7 @@ def answer_of_another_tenant(compiler, number: int) -> float:
     """Seconds until a choice that is not known yet has its matcher."""
     began = time.monotonic()
     outcome = ask(compiler, "choice", json.dumps(["yes", "no", str(number)]), "victim").get(
-        timeout=5
+        timeout=30
     )
     assert isinstance(outcome, GrammarState), outcome
     return time.monotonic() - began
@@ -156,10 +157,12 @@ def test_a_hostile_grammar_is_refused_by_name_and_others_are_answered(compiler, 
     assert isinstance(outcome, InvalidRequest), outcome
     assert outcome.field == FIELD
     assert outcome.message.startswith(f"the grammar is not valid or too complex; {FIELD}: ")
-    began = time.thread_time()
-    again = ask(compiler, *HOSTILE[name], tenant="another attacker").get_nowait()
-    assert again.message == outcome.message, "the verdict is remembered"
-    assert time.thread_time() - began < 0.1
+
+    def ask_again() -> None:
+        again = ask(compiler, *HOSTILE[name], tenant="another attacker").get_nowait()
+        assert again.message == outcome.message, "the verdict is remembered"
+
+    assert least_cpu_s(ask_again, 0.1) < 0.1
     assert resident_bytes() - before < 30 << 20
 
 

@@ -139,7 +139,7 @@ def test_a_call_that_the_replica_cancels_is_a_lost_replica_and_cancels_nothing_h
         for _, _, response in handle.calls:
             # As Serve raises a gRPC error of the replica: this process has not cancelled the call.
             response.set_exception(asyncio.CancelledError())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert isinstance(await attempt.next(), Lost)
         with pytest.raises(Unavailable):
             await granting

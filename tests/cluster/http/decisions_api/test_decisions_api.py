@@ -216,9 +216,12 @@ def test_an_error_of_the_router_has_its_status_and_the_clients_name(http, servic
 
 def test_a_client_that_leaves_ends_its_decision(http, service) -> None:
     service.generate_s = 30.0
-    with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/decisions", json=ASKED, timeout=0.3)
-    assert service.cancelled_in_generate.wait(5)
+    for timeout_s in (0.3, 3.0, 20.0):  # the service may get the first one too late
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/decisions", json=ASKED, timeout=timeout_s)
+        if service.requests:
+            break
+    assert service.cancelled_in_generate.wait(30)
 
 
 def test_openapi_describes_the_endpoint(http) -> None:

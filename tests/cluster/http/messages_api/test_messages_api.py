@@ -146,7 +146,7 @@ def test_a_client_that_leaves_ends_its_request(client, service) -> None:
     service.goes_on.clear()
     with client.stream("POST", PATH, json={**VALID, "stream": True}) as response:
         next(response.iter_lines())
-    assert service.streams[0].closed.wait(5)
+    assert service.streams[0].closed.wait(30)
 
 
 def test_what_ends_a_stream_is_sent_with_its_last_token(client, service) -> None:
