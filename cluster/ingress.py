@@ -39,6 +39,7 @@ from quire.protos.metric_families import Page
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.serving.final_errors import final_errors
+from quire.replica.serving.node_checkpoints import bring_checkpoint
 from quire.replica.serving.ray_metrics import RayMetrics
 from quire.router.adapters.adapter_control import AdapterControl
 from quire.router.adapters.adapter_registry import PlainEntry
@@ -85,6 +86,11 @@ def this_watchers() -> Watchers:
     return serve.get_replica_context().servable_object.watchers
 
 
+def _find_checkpoint(app: AppConfig) -> Path:
+    bring_checkpoint(app.model, app.revision, weights=False)
+    return resolve_checkpoint(app.model, app.revision, weights=False)
+
+
 class Router(GrpcApi):
     """One router: `serve.ingress` adds the HTTP API and `GrpcApi` adds the gRPC methods.
 
@@ -105,9 +111,7 @@ class Router(GrpcApi):
         app = AppConfig.from_args(config)
         with final_errors("router"):
             # In a thread, because the download of a Hugging Face model can take minutes.
-            checkpoint = await asyncio.to_thread(
-                resolve_checkpoint, app.model, app.revision, weights=False
-            )
+            checkpoint = await asyncio.to_thread(_find_checkpoint, app)
         # Serve starts its HTTP and gRPC servers in this actor task, so direct requests run in it. Each request that a
         # proxy forwards is a task of its own (`is_direct_call`).
         self._start_task = ray.get_runtime_context().get_task_id()

@@ -352,7 +352,7 @@ MAY_READ_ENVIRONMENT = {
     "quire.cluster.top.top_command",  # the key
     "quire.cluster.tracing.collector",  # OpenTelemetry's variables
     "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables
-    "quire.replica.proof.verdicts",  # the folder of a machine, not an option of an engine
+    "quire.replica.checkpoint.cache_folder",  # the folder of a machine, not an option of an engine
 }
 
 

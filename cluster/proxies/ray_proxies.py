@@ -1,20 +1,24 @@
-"""Changes to the processes of Ray Serve: HAProxy's configuration and the addresses of gRPC servers.
+"""Changes to the processes of Ray Serve: HAProxy's configuration, and the addresses and ports of gRPC servers.
 
 `cluster.yaml` names `set_up` in an environment variable. Ray calls it at the start of each process (Serve controller,
 proxy, router, replica), before the process reads its settings. It sets the variables that the file does not give
-(`ray_settings`), and changes two things that Ray has no settings for:
+(`ray_settings`), and changes three things that Ray has no settings for:
 
 - a part of HAProxy's configuration (`haproxy_template`);
 - the listening address of gRPC servers. Ray's gRPC servers listen on all interfaces, even if `http_options.host` is the
-  loopback, and even if the node's address is a loopback address and no other node exists.
+  loopback, and even if the node's address is a loopback address and no other node exists;
+- gRPC ports of routers. Ray asks gRPC not to share a port, with a text where gRPC takes a number only. So two routers
+  of one machine, of two nodes or two applications, would get the same port, and each one calls of the other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import resource
+import socket
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -112,8 +116,30 @@ class GrpcAddress:
         self._add_address(server, address)
 
 
+def check_port(port: int) -> None:
+    """Raise what Serve's start of an HTTP server raises if another process listens on the port: then it takes another.
+
+    Raises
+    ------
+    RuntimeError
+        Caused by an OSError with EADDRINUSE.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as probe:
+        # Connections that have ended do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RuntimeError(f"port {port} is in use") from error
+            raise
+
+
 def bind_grpc() -> None:
-    """Change the address of gRPC servers that Serve starts in this process later.
+    """Change the address and the port of gRPC servers that Serve starts in this process later.
 
     The functions are replaced in the modules in which they are looked up at call time, because Ray sends the classes of
     its proxies, with the functions that they reference, to other processes.
@@ -133,6 +159,14 @@ def bind_grpc() -> None:
         return add_port(server, address.replace(_ALL_INTERFACES, host or _ALL_INTERFACES))
 
     replica.add_port_to_grpc_server = add_internal_port
+    start = replica.start_grpc_server
+
+    async def start_on_free_port(factory: Any, options: Any, **how: Any) -> Any:
+        """Start a router's server for clients, unless another process has the port."""
+        check_port(options.port)
+        return await start(factory, options, **how)
+
+    replica.start_grpc_server = start_on_free_port
 
 
 def end_final_failures() -> None:

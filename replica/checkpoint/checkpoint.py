@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.protos.unique_keys import parse_json
+from quire.replica.checkpoint.cache_folder import copied_checkpoint
 from quire.replica.checkpoint.model_spec import CheckpointError, read_json
 
 _DTYPE_BYTES = {
@@ -27,16 +28,20 @@ _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _HUB_FILES = ("*.json", "tokenizer*", "*.jinja")
-_ALL_FILES = (*_HUB_FILES, "*.safetensors")
+_WEIGHT_FILES = ("*.safetensors",)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-class DownloadError(CheckpointError):
-    """The hub or the network failed; another attempt may succeed."""
+class NotHereError(CheckpointError):
+    """This machine has no such model. Another node may have it."""
+
+
+class DownloadError(NotHereError):
+    """The hub, the network or another node failed; another attempt may succeed."""
 
 
 def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the folder of a model, downloading it if necessary.
+    """Return the folder of a model, downloading it if necessary; else the copy that another node has given.
 
     Parameters
     ----------
@@ -53,24 +58,64 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool
     CheckpointError
         The model does not exist, or `check_files` rejects its files.
     """
+    try:
+        folder = own_checkpoint(model, revision, weights=weights)
+    except NotHereError:
+        copied = copied_checkpoint(model, revision, weights=weights)
+        if copied is None:
+            raise
+        folder = copied
+    check_files(folder, weights=weights)
+    return folder
+
+
+def own_checkpoint(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the folder of a model, without what other nodes have given, and unchecked; as `resolve_checkpoint`.
+
+    Raises
+    ------
+    NotHereError
+        This machine has no such folder, or could not download the model.
+    CheckpointError
+        The name is none.
+    """
+    if (folder := _folder_here(model)) is not None:
+        return folder
+    if model.startswith(("/", "./", "../", "~")):
+        path = Path(model).expanduser().absolute()
+        raise NotHereError(
+            f"model {model!r}: there is no folder {path} on node {platform.node()!r}"
+        )
+    if _HUB_ID.fullmatch(model):
+        return _download(model, revision, weights)
+    raise CheckpointError(
+        f"model {model!r} is neither 'embedded', nor a folder, nor a Hugging Face id (owner/name)"
+    )
+
+
+def checkpoint_here(model: str, revision: str | None, *, weights: bool) -> Path | None:
+    """Return the folder of a model if this machine has it, without a download; parameters as of `resolve_checkpoint`.
+
+    Raises
+    ------
+    CheckpointError
+        `check_files` rejects its files.
+    """
+    folder = _folder_here(model) or _cached(model, revision)
+    if folder is None:
+        folder = copied_checkpoint(model, revision, weights=weights)
+    if folder is not None:
+        check_files(folder, weights=weights)
+    return folder
+
+
+def _folder_here(model: str) -> Path | None:
     if model == "embedded":
         from quire.replica.builtin_model import CHECKPOINT
 
-        folder = Path(CHECKPOINT)
-    elif (path := Path(model).expanduser()).is_dir():
-        folder = path
-    elif model.startswith(("/", "./", "../", "~")):
-        raise CheckpointError(
-            f"model {model!r}: there is no folder {path.absolute()} on node {platform.node()!r}"
-        )
-    elif _HUB_ID.fullmatch(model):
-        folder = _download(model, revision, weights)
-    else:
-        raise CheckpointError(
-            f"model {model!r} is neither 'embedded', nor a folder, nor a Hugging Face id (owner/name)"
-        )
-    check_files(folder, weights=weights)
-    return folder
+        return Path(CHECKPOINT)
+    path = Path(model).expanduser()
+    return path if path.is_dir() else None
 
 
 def _download(model: str, revision: str | None, weights: bool) -> Path:
@@ -83,7 +128,7 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
         RevisionNotFoundError,
     )
 
-    patterns = list(_ALL_FILES if weights else _HUB_FILES)
+    patterns = [*_HUB_FILES, *(_WEIGHT_FILES if weights else ())]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -134,14 +179,18 @@ def files_digest(folder: Path) -> str:
 
     It hashes one line for each file, sorted by name, as `sha256sum` prints it.
     """
-    lines = []
-    for file in folder.rglob("*"):
-        name = file.relative_to(folder).as_posix()
-        if file.is_file() and any(fnmatch(name, pattern) for pattern in _ALL_FILES):
-            with file.open("rb") as stream:
-                lines.append((name, hashlib.file_digest(stream, "sha256").hexdigest()))
-    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(lines))
+    text = ""
+    for name in used_files(folder):
+        with (folder / name).open("rb") as stream:
+            text += f"{hashlib.file_digest(stream, 'sha256').hexdigest()}  {name}\n"
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def used_files(folder: Path, *, weights: bool = True) -> list[str]:
+    """Return the sorted names of the files that `resolve_checkpoint` downloads, relative to the folder."""
+    patterns = (*_HUB_FILES, *(_WEIGHT_FILES if weights else ()))
+    names = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
 
 
 def weights_revision(folder: Path) -> str:
@@ -155,8 +204,16 @@ def weights_revision(folder: Path) -> str:
     folder
         Result of `resolve_checkpoint` with weights.
     """
-    if folder.parent.name == "snapshots":  # the hub's cache: snapshots/<commit>
-        return folder.name
+    return commit_of(folder) or fingerprint(folder)
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of a download, whose folder is `snapshots/<commit>`; empty: it is another folder."""
+    return folder.name if folder.parent.name == "snapshots" else ""
+
+
+def fingerprint(folder: Path) -> str:
+    """Return the fingerprint of `weights_revision`."""
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for file in weight_files(folder):
         size = file.stat().st_size

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from quire.replica.builtin_model import CHECKPOINT
+from quire.replica.checkpoint.cache_folder import cache_folder
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.proof.first_difference import failed_module
 from quire.replica.proof.model_proof import StartEngine, find_difference, tiny_entries
@@ -100,8 +101,7 @@ def _verdict(spec: ModelSpec, device: str, start: StartEngine) -> str | None:
 
 def _file(key: str) -> Path:
     """Return the file of a verdict. Raises RuntimeError if this user has no home folder."""
-    folder = os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire"
-    return Path(folder) / "proofs" / f"{key}.json"
+    return cache_folder() / "proofs" / f"{key}.json"
 
 
 def _key(entries: dict[str, Any], device: str) -> str:

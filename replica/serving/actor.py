@@ -48,6 +48,7 @@ from quire.replica.serving.arrivals import Arrivals
 from quire.replica.serving.attached_routers import AttachedRouters
 from quire.replica.serving.final_errors import final_errors
 from quire.replica.serving.leases import Leases, StreamKey
+from quire.replica.serving.node_checkpoints import bring_models
 from quire.replica.serving.peer_pulls import PeerPulls, pull_ahead
 from quire.replica.serving.prompt_publishing import kv_token_bytes, publish_prompt
 from quire.replica.serving.rank_actor import actor_starter
@@ -86,6 +87,7 @@ class Replica:
         args = EngineArgs(**engine_args)
         place = _pool_place(serve.get_replica_context().app_name)
         with final_errors("replica"):
+            await asyncio.to_thread(bring_models, args)
             self._engine = await asyncio.to_thread(
                 self.engine_class,
                 args,

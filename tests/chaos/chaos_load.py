@@ -30,10 +30,17 @@ async def ask_until_sent(connection: Connection, spec: Spec, watch: Watch) -> Ou
 
 
 class Load:
-    """`NUM_STREAMS` clients, each with one stream after the other until told to stop."""
+    """`NUM_STREAMS` clients, each with one stream after the other until told to stop.
 
-    def __init__(self, cluster: Cluster):
+    Parameters
+    ----------
+    least_tokens
+        As of `Spec`.
+    """
+
+    def __init__(self, cluster: Cluster, least_tokens: int = 0):
         self._cluster = cluster
+        self._least_tokens = least_tokens
         self._stop = False
         self.expected: dict[int, Outcome] = {}  # the answer without faults
         self.bad: list[str] = []
@@ -41,6 +48,9 @@ class Load:
         self.num_moved = 0
         self.num_ready_asked = 0
         self.not_ready: list[str] = []  # what `/ready` said instead
+
+    def _spec(self, number: int) -> Spec:
+        return Spec(number, self._least_tokens)
 
     async def run(self, change: Callable[[], None]) -> None:
         """Ask every stream once in peace; then again and again until `change` has returned."""
@@ -52,7 +62,7 @@ class Load:
         ) as client:
 
             async def ask(number: int) -> Outcome:
-                spec, watch = Spec(number), Watch()
+                spec, watch = self._spec(number), Watch()
                 if spec.over_http:
                     outcome = await ask_http(client, spec, watch)
                 else:
@@ -66,11 +76,13 @@ class Load:
                     try:
                         outcome = await ask(number)
                     except Exception as error:
-                        self.bad.append(f"{clock_time()} {Spec(number)}: {error!r}")
+                        self.bad.append(f"{clock_time()} {self._spec(number)}: {error!r}")
                         await asyncio.sleep(0.5)
                         continue
                     if outcome != self.expected[number]:
-                        self.bad.append(f"{Spec(number)}: {outcome} is not the answer in peace")
+                        self.bad.append(
+                            f"{self._spec(number)}: {outcome} is not the answer in peace"
+                        )
 
             numbers = range(NUM_STREAMS)
             answers = await asyncio.gather(*map(ask, numbers))

@@ -31,9 +31,16 @@ KINDS = ("greedy", "sampled", "schema", "choices", "logprobs", "stop", "multi-by
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Stream number `i`: a function of it, so that asking again asks for the same."""
+    """Stream number `i`: a function of it, so that asking again asks for the same.
+
+    Attributes
+    ----------
+    least_tokens
+        Each answer has so many tokens at least, unless a grammar or a stop string ends it.
+    """
 
     i: int
+    least_tokens: int = 0
 
     @property
     def kind(self) -> str:
@@ -55,7 +62,7 @@ class Spec:
 
     def sampling(self) -> dict[str, Any]:
         """What both APIs call by the same names."""
-        max_tokens = 48 + 8 * (self.i % 7)
+        max_tokens = max(48 + 8 * (self.i % 7), self.least_tokens)
         if self.kind == "greedy":
             return {"temperature": 0.0, "max_tokens": max_tokens}
         sampling = {"temperature": 1.0, "seed": self.i, "max_tokens": max_tokens}

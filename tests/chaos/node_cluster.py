@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -16,11 +17,14 @@ import yaml
 from live import CHANGE_TIMEOUT_S, ROOT, Cluster, take_ports, wait_until
 
 from quire.cluster.local.ports import free_ports
+from quire.replica.builtin_model import CHECKPOINT
 
 # A stream cannot leave its router. On two cores with sixty of them, and a third of the replicas moving, it may take
 # longer than the 80 s that a router has by default.
 ROUTER_S = 120
 DEADLINE_S = ROUTER_S + 120
+# The embedded model, as if it had been downloaded.
+HUB_ID, COMMIT = "quire/embedded", "0123456789abcdef0123456789abcdef01234567"
 
 
 @dataclass
@@ -63,15 +67,30 @@ class Nodes:
 def running_nodes(
     tmp_path: Path,
     engine: dict[str, Any] | None = None,
-    model: str = "embedded",
+    model: str | None = None,
 ) -> Iterator[Nodes]:
-    """Run the nodes with an application of three replicas, one for each worker."""
+    """Run the nodes with an application of three replicas, one for each worker.
+
+    Parameters
+    ----------
+    model
+        A folder; None: `HUB_ID`, which one worker has. The others, and those that are added, get it from that one,
+        because they cannot reach the hub.
+    """
+    homes = tmp_path / "homes"
+    homes.mkdir()
+    if model is None:
+        model = HUB_ID
+        cache = homes / "0/.cache/huggingface/hub" / f"models--{HUB_ID.replace('/', '--')}"
+        shutil.copytree(CHECKPOINT, cache / "snapshots" / COMMIT)
+        (cache / "refs").mkdir()
+        (cache / "refs" / "main").write_text(COMMIT)
     (port,) = free_ports(1)
     script = Path(__file__).parent / "ray_nodes.py"
     output = tmp_path / "nodes.out"
     with output.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, str(script), str(port)],
+            [sys.executable, str(script), str(port), str(homes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -108,6 +127,7 @@ def deployed(
     config["http_options"]["host"] = "0.0.0.0"
     args = config["applications"][0]["args"]
     args |= {"replicas": num_replicas, "routers": 2, "model": model}
+    args["served_model_name"] = "embedded"
     args["engine"] = {"deterministic": True, "peer_transport": "grpc", **(engine or {})}
     args["replica_resources"] = {"num_cpus": 1.5}
     # Streams of a replica that ends must move; those of a router have `ROUTER_S`.

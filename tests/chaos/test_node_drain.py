@@ -123,7 +123,8 @@ def test_no_stream_fails_while_nodes_are_drained(nodes: Nodes) -> None:
             until_changed(nodes.is_complete, "3 replicas and 2 routers run")
             assert not set(drained) & set(nodes.placed())
 
-    load = Load(nodes.cluster)
+    # So long that some do not end while their blocks are copied.
+    load = Load(nodes.cluster, least_tokens=300)
     try:
         asyncio.run(load.run(drain_nodes))
     finally:
@@ -147,6 +148,7 @@ def test_no_stream_fails_while_nodes_are_drained(nodes: Nodes) -> None:
 class Use:
     """An answer to a prompt of which a part is shared."""
 
+    answer_id: str
     replica: str
     at_s: float
     num_prompt_tokens: int
@@ -165,6 +167,7 @@ def use_systems(cluster: Cluster, number: int, ends: threading.Event) -> list[Us
         answer, headers = raw.parse(), raw.headers
         uses.append(
             Use(
+                answer.id.removeprefix("cmpl-"),
                 headers["x-quire-replica"],
                 time.monotonic(),
                 answer.usage.prompt_tokens,
@@ -199,7 +202,10 @@ def test_a_replica_that_joins_hits_nearly_as_often_as_the_others(nodes: Nodes) -
     until_changed(nodes.is_complete, "3 replicas and 2 routers run")
     joined = [use for use in uses if use.replica not in known]
     # Else the others' hits would keep the requests away from it.
-    assert joined, "the replica that has joined got no request"
+    last = max(uses, key=lambda use: use.at_s)
+    assert joined, (
+        f"the replica that has joined got no request: {explained(cluster, last.answer_id)}"
+    )
     began_s = min(use.at_s for use in joined)
     in_time = [use for use in uses if 0 <= use.at_s - began_s <= JOINED_S]
     new = [use for use in in_time if use.replica not in known]

@@ -511,6 +511,7 @@ def test_calls_between_deployments_stay_on_a_node_without_others(monkeypatch):
     monkeypatch.setattr(replica, "add_port_to_grpc_server", lambda server, at: asked.append(at))
     monkeypatch.setattr(http_util, "is_ipv6", http_util.is_ipv6)
     monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
+    monkeypatch.setattr(replica, "start_grpc_server", replica.start_grpc_server)
     ray_proxies.bind_grpc()
     for address in ("127.0.0.1", "10.0.0.7"):
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda address=address: address)
