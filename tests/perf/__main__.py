@@ -52,6 +52,7 @@ BENCHMARKS = {
         "serving": "start-up, idle CPU and answers of the real cluster",
         "system_throughput": "HTTP through two routers against the engine alone",
         "data_plane": "streams through the whole system, with a device that takes 20 ms a step",
+        "checkpoint_copy": "a checkpoint from another node, against a copy without Ray",
         "tls_cost": "what TLS adds to a streamed token, against the plain ports, in turns",
         "ray_routers": "Quire against Ray Serve's own request routers, in turns; --mix spread or hot",
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
