@@ -3,8 +3,8 @@
     python -m tests.perf checkpoint-copy [--rounds 5]
 
 Two Ray nodes on this machine, with homes of their own. One has the 0.6B shape in the hub's cache. In turns the other
-node gets it, and one process copies it with the same functions: it reads, verifies and writes. The files are in the page
-cache.
+node gets it, and one process copies it with the same functions: it reads, verifies and writes. The files are in the
+page cache.
 """
 
 from __future__ import annotations
