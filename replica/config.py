@@ -91,7 +91,9 @@ class EngineOptions:
         "off",
         "How KV blocks travel from the node's pool to that of another node. grpc: over TCP, to replicas of the same "
         "application, on a port that the system chooses; a router then lets a replica pull a prefix that another node "
-        "holds, where copying takes less time than computing. off: every node computes. nixl is reserved.",
+        "holds, where copying takes less time than computing. nixl: the same over NVIDIA's NIXL (`quire[nixl]`), which "
+        "reads the other pool's memory itself, by RDMA where there is any; only in a network that no stranger reaches. "
+        "off: every node computes.",
     )
     restore: Literal["auto", "always"] = option(
         "auto",

@@ -49,6 +49,4 @@ def conflicts(options: Any) -> Iterator[str]:
             "speculation.method is 'draft_model', which is not supported with tensor_parallel or reduction_splits "
             "above 1: a draft model is not divided"
         )
-    if options.peer_transport == "nixl":
-        yield 'peer_transport "nixl" is not built; use "grpc" or "off"'
     yield from speculation_options.conflicts(options.speculation)

@@ -6,13 +6,17 @@ method for clients, and no reflection.
 
 A block that the engine of this process has on its device, but not in the pool, is published first: the running streams
 of a replica that drains have such blocks.
+
+With NIXL the contents do not travel in the stream: the importer reads the pool's memory itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +26,19 @@ import numpy as np
 
 from quire.protos.wire_codec import WireError
 from quire.replica.kv_transport.block_messages import (
+    LEND_METHOD,
     MAX_KEYS,
     METHOD,
     BlockHeaders,
     ExportRequest,
+    Lender,
     num_in_piece,
     split_keys,
 )
+from quire.replica.kv_transport.nixl_memory import NixlMemory
 from quire.replica.kv_transport.shared_pool import SharedPool
 from quire.replica.node_pool.pool_layout import KEY_BYTES, LAYOUT_VERSION
+from quire.replica.node_pool.slot_content import Content
 
 # Exports at a time; further ones are refused, and their importers compute. Each holds `PIECE_BYTES` and what gRPC
 # buffers for one stream.
@@ -53,6 +61,8 @@ class BlockExport:
         The address to listen on.
     publish
         Makes the engine publish what it has of these blocks; returns those that will be in the pool soon.
+    memory
+        The pool's memory, which importers read by NIXL; None: without NIXL.
 
     Attributes
     ----------
@@ -69,24 +79,28 @@ class BlockExport:
         pool: SharedPool,
         host: str,
         publish: Callable[[list[bytes]], set[bytes]] = lambda keys: set(),
+        memory: NixlMemory | None = None,
     ):
+        self._memory = memory
         self.token = secrets.token_hex(_TOKEN_BYTES)
         self.num_exported = 0
         self._exported_s = -math.inf
         self._pool = pool
         self._publish = publish
         self._wanted = f"Bearer {self.token}".encode()
-        service, method = METHOD.strip("/").split("/")
-        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(
-            self._export
-        )
+        service = METHOD.split("/")[1]
+        calls = {METHOD: self._export} if memory is None else {LEND_METHOD: self._lend}
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            method.split("/")[2]: grpc.unary_stream_rpc_method_handler(call)
+            for method, call in calls.items()
+        }
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_EXPORTS, thread_name_prefix="quire-export"),
             maximum_concurrent_rpcs=MAX_EXPORTS,
             options=[("grpc.so_reuseport", 0)],
         )
         self._server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(service, {method: handler})]
+            [grpc.method_handlers_generic_handler(service, handlers)]
         )
         port = self._server.add_insecure_port(f"{_bracketed(host)}:0")
         self.address = f"{_bracketed(host)}:{port}"
@@ -100,6 +114,38 @@ class BlockExport:
         self._server.stop(grace=None).wait()
 
     def _export(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        for piece in self._pieces(data, context):
+            headers, contents = self._pool.read(piece)
+            if not headers:
+                continue
+            yield _block_headers(headers).encode()
+            self._exported_s = time.monotonic()
+            yield contents
+            self._exported_s = time.monotonic()
+            self.num_exported += len(headers)
+
+    def _lend(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        assert self._memory is not None
+        loan = _Loan(self._pool, self._memory)
+        if not context.add_callback(loan.end):
+            loan.end()
+            return
+        pieces = self._pieces(data, context)
+        yield Lender(*self._memory.address).encode()
+        for piece in pieces:
+            headers = loan.add(piece)
+            if not headers:
+                continue
+            self._exported_s = time.monotonic()
+            slots = [header.slot for header in headers]
+            yield _block_headers(headers, slots).encode()
+            self.num_exported += len(headers)
+        yield _block_headers([]).encode()
+        while not loan.ended.wait(_QUIET_S / 3):
+            self._exported_s = time.monotonic()
+
+    def _pieces(self, data: bytes, context: grpc.ServicerContext) -> Iterator[list[bytes]]:
+        """Yield the keys of a request, piece by piece, once their blocks are in the pool."""
         self._check_token(context)
         keys = self._keys(data, context)
         count = num_in_piece(self._pool.layout.slot_bytes)
@@ -109,19 +155,7 @@ class BlockExport:
             piece = keys[begin : begin + count]
             if not self._have_come(coming.intersection(piece), context):
                 coming = set()
-            headers, contents = self._pool.read(piece)
-            if not headers:
-                continue
-            yield BlockHeaders(
-                b"".join(header.key for header in headers),
-                np.array([header.payer for header in headers], np.uint64),
-                np.array([header.checksum for header in headers], np.uint32),
-                np.array([header.routing_hash for header in headers], np.uint64),
-            ).encode()
-            self._exported_s = time.monotonic()
-            yield contents
-            self._exported_s = time.monotonic()
-            self.num_exported += len(headers)
+            yield piece
 
     def _have_come(self, coming: Collection[bytes], context: grpc.ServicerContext) -> bool:
         """Wait until the engine has published these blocks. Returns False if it does not: its pool may have no room."""
@@ -166,6 +200,51 @@ class BlockExport:
                 f"keys must be at most {MAX_KEYS} of {KEY_BYTES} bytes each, got {len(request.keys)} bytes",
             )
         return split_keys(request.keys)
+
+
+class _Loan:
+    """The leases of the slots that an importer reads, and help with reading, until its call ends.
+
+    Attributes
+    ----------
+    ended
+        The call has ended, so nothing more is leased.
+    """
+
+    def __init__(self, pool: SharedPool, memory: NixlMemory):
+        self.ended = threading.Event()
+        self._help = contextlib.ExitStack()
+        self._help.enter_context(memory.lending())
+        self._pool = pool
+        self._slots: list[int] = []
+        self._lock = threading.Lock()
+
+    def add(self, keys: Sequence[bytes]) -> list[Content]:
+        """Lease those of these blocks that the pool has; return their headers with the slots."""
+        with self._lock:
+            if self.ended.is_set():
+                return []
+            headers = self._pool.lend(keys)
+            self._slots += [header.slot for header in headers]
+            return headers
+
+    def end(self) -> None:
+        with self._lock:
+            self.ended.set()
+            slots, self._slots = self._slots, []
+            self._help.close()
+        if slots:
+            self._pool.release(slots)
+
+
+def _block_headers(headers: Sequence[Content], slots: Sequence[int] = ()) -> BlockHeaders:
+    return BlockHeaders(
+        b"".join(header.key for header in headers),
+        np.array([header.payer for header in headers], np.uint64),
+        np.array([header.checksum for header in headers], np.uint32),
+        np.array([header.routing_hash for header in headers], np.uint64),
+        np.array(slots, np.uint64),
+    )
 
 
 def _bracketed(host: str) -> str:

@@ -7,10 +7,11 @@ again before it uses it.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import grpc
@@ -18,15 +19,18 @@ import grpc
 from quire.protos.wire import BlockSource
 from quire.protos.wire_codec import WireError
 from quire.replica.kv_transport.block_messages import (
+    LEND_METHOD,
     MAX_KEYS,
     METHOD,
     PIECE_BYTES,
     BlockHeaders,
     ExportRequest,
+    Lender,
     WantedBlock,
     num_in_piece,
     split_keys,
 )
+from quire.replica.kv_transport.nixl_memory import LenderAddress, NixlError, NixlMemory
 from quire.replica.kv_transport.shared_pool import SharedPool
 from quire.replica.node_pool.pool_layout import LAYOUT_VERSION
 from quire.replica.node_pool.slot_content import Content
@@ -60,6 +64,8 @@ class BlockImport:
     ----------
     pool
         Where the blocks go.
+    memory
+        Reads them from the exporter's pool by NIXL; None: they come in the stream.
 
     Attributes
     ----------
@@ -67,8 +73,9 @@ class BlockImport:
         Blocks published so far, and blocks that were not, because they are wrong or there is no room.
     """
 
-    def __init__(self, pool: SharedPool):
+    def __init__(self, pool: SharedPool, memory: NixlMemory | None = None):
         self._pool = pool
+        self._memory = memory
         self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()
         # Address of a peer that could not be reached to the time from which it is asked again.
         self._avoided: dict[str, float] = {}
@@ -126,7 +133,7 @@ class BlockImport:
         )
         method: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel(
             source.address
-        ).unary_stream(METHOD)
+        ).unary_stream(METHOD if self._memory is None else LEND_METHOD)
         call = method(
             request.encode(),
             timeout=timeout_s,
@@ -134,12 +141,18 @@ class BlockImport:
         )
         progress = _Progress(missing)
         try:
-            reason = self._receive(call, progress, cancelled)
+            if self._memory is None:
+                reason = self._receive(call, progress, cancelled)
+            else:
+                reason = self._read(self._memory, call, progress, cancelled)
         except grpc.RpcError as error:
             code = error.code()
             if code is grpc.StatusCode.UNAVAILABLE:
-                self._avoided[source.address] = time.monotonic() + _AVOIDED_S
+                self._avoid(source)
             reason = f"{code.name}: {error.details()}"
+        except NixlError as error:
+            self._avoid(source)
+            reason = str(error)
         except WireError as error:
             reason = str(error)
         finally:
@@ -147,24 +160,75 @@ class BlockImport:
             self._pool.release(progress.slots)
         return len(progress.slots), reason
 
+    def _avoid(self, source: BlockSource) -> None:
+        self._avoided[source.address] = time.monotonic() + _AVOIDED_S
+
     def _receive(
         self, call: Iterator[bytes], progress: _Progress, cancelled: threading.Event | None
     ) -> str:
         """Write the blocks of an export. Returns why it ended before the last one."""
-        most = num_in_piece(self._pool.layout.slot_bytes)
         for message in call:
-            headers = _headers(message)
-            if len(headers) > most or not progress.expects([header.key for header in headers]):
-                self.num_refused += len(headers)
-                return "the peer lacks a block, or sent one that was not asked for"
-            slots = self._pool.write(headers, next(call, b""))
-            progress.slots += slots
-            if len(slots) < len(headers):
-                self.num_refused += len(headers) - len(slots)
-                return "a block was damaged on its way, or the pool has no room"
+            headers = _headers(BlockHeaders.decode(message))
+            reason = self._take_piece(
+                headers, progress, lambda headers: self._pool.write(headers, next(call, b""))
+            )
+            if reason:
+                return reason
             if cancelled is not None and cancelled.is_set():
                 return "it was cancelled"
         return "" if progress.is_complete else "the peer has no more"
+
+    def _read(
+        self,
+        memory: NixlMemory,
+        call: Iterator[bytes],
+        progress: _Progress,
+        cancelled: threading.Event | None,
+    ) -> str:
+        """Read the blocks that an exporter lends. Returns why it ended before the last one."""
+        lender = Lender.decode(next(call))
+        address = LenderAddress(lender.agent, lender.begin)
+        for message in call:
+            lent = BlockHeaders.decode(message)
+            headers, there = _headers(lent), lent.slots.tolist()
+            if not headers:
+                break
+            if len(there) != len(headers):
+                raise WireError(f"BlockHeaders: {len(headers)} keys, {len(there)} slots")
+
+            read = functools.partial(memory.read, address, there)
+            reason = self._take_piece(
+                headers, progress, functools.partial(self._pool.take, read=read)
+            )
+            if reason:
+                return reason
+            if cancelled is not None and cancelled.is_set():
+                return "it was cancelled"
+        return "" if progress.is_complete else "the peer has no more"
+
+    def _take_piece(
+        self,
+        headers: list[Content],
+        progress: _Progress,
+        take: Callable[[list[Content]], list[int]],
+    ) -> str:
+        """Publish the blocks of a piece. Returns why not all were published; empty: all were.
+
+        Parameters
+        ----------
+        take
+            Writes the blocks and publishes them; returns the slots.
+        """
+        most = num_in_piece(self._pool.layout.slot_bytes)
+        if len(headers) > most or not progress.expects([header.key for header in headers]):
+            self.num_refused += len(headers)
+            return "the peer lacks a block, or sent one that was not asked for"
+        slots = take(headers)
+        progress.slots += slots
+        if len(slots) < len(headers):
+            self.num_refused += len(headers) - len(slots)
+            return "a block was damaged on its way, or the pool has no room"
+        return ""
 
     def _channel(self, address: str) -> grpc.Channel:
         channel = self._channels.pop(address, None)
@@ -214,8 +278,7 @@ class _Progress:
         return not any(block.is_needed for block in self._wanted[self._next :])
 
 
-def _headers(message: bytes) -> list[Content]:
-    headers = BlockHeaders.decode(message)
+def _headers(headers: BlockHeaders) -> list[Content]:
     keys = split_keys(headers.keys)
     columns = [headers.payers, headers.checksums, headers.routing_hashes]
     if any(len(column) != len(keys) for column in columns):

@@ -1,4 +1,4 @@
-"""What two nodes say to each other: one gRPC call with a stream of blocks as its answer.
+"""What two nodes say to each other: one gRPC call with a stream of blocks as its answer, or of slots to read by NIXL.
 
 ```
  importer ── ExportRequest: keys in the order of the sequence ──▶ exporter
@@ -10,6 +10,9 @@
 A message has the bus' version and checksum (`wire_codec.py`). Contents travel as they are: each block's checksum is in
 its header. gRPC's flow control holds the exporter back while the importer writes. A message of its own for each block
 of 64 KiB was slower.
+
+With NIXL the same request is answered by `Lender`, and by `BlockHeaders` with slots instead of contents. The last ones
+are empty. The slots stay leased until the importer ends the call.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from quire.protos.wire_codec import Message, array
 from quire.replica.node_pool.pool_layout import KEY_BYTES
 
 METHOD = "/quire.KvBlocks/Export"
+LEND_METHOD = "/quire.KvBlocks/Lend"
 # Of the blocks of a piece, which are leased together by the exporter.
 PIECE_BYTES = 1 << 20
 # 2 MiB of keys; gRPC's default takes messages of 4 MiB.
@@ -48,12 +52,21 @@ class ExportRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class BlockHeaders(Message):
-    """The headers of a piece; its contents follow."""
+    """The headers of a piece; its contents follow, unless they say in which slots these are."""
 
     keys: bytes  # `KEY_BYTES` each
     payers: Annotated[np.ndarray, array("<u8")]  # [n] uint64
     checksums: Annotated[np.ndarray, array("<u4")]  # [n] uint32
     routing_hashes: Annotated[np.ndarray, array("<u8")]  # [n] uint64
+    slots: Annotated[np.ndarray, array("<u8")]  # [n] uint64 of the lender; [0]: the contents follow
+
+
+@dataclass(frozen=True, slots=True)
+class Lender(Message):
+    """Where the slots are that will be lent."""
+
+    agent: bytes  # NIXL's metadata
+    begin: int  # address of slot 0
 
 
 def split_keys(keys: bytes) -> list[bytes]:

@@ -20,6 +20,7 @@ from quire.protos.wire import BlockSource
 from quire.replica.kv_transport.block_export import BlockExport
 from quire.replica.kv_transport.block_import import BlockImport, ImportResult
 from quire.replica.kv_transport.block_messages import WantedBlock
+from quire.replica.kv_transport.nixl_memory import NixlMemory
 from quire.replica.kv_transport.shared_pool import SharedPool
 from quire.replica.node_pool.node_pool import open_node_pool
 from quire.replica.node_pool.pool_layout import PoolLayout
@@ -39,6 +40,13 @@ class KvTransport:
     publish
         Makes the engine of this process publish what its device has of these blocks; returns those that will be in the
         pool soon.
+    uses_nixl
+        Importers read the pool's memory by NIXL, as this process reads theirs. All nodes do, or none.
+
+    Raises
+    ------
+    NixlMissingError
+        `uses_nixl` is set, and NIXL cannot start.
     """
 
     def __init__(
@@ -48,18 +56,23 @@ class KvTransport:
         layout: PoolLayout,
         host: str,
         publish: Callable[[list[bytes]], set[bytes]] = lambda keys: set(),
+        *,
+        uses_nixl: bool = False,
     ):
         self.layout = layout
+        self._memory: NixlMemory | None = None
         self._pool = SharedPool(
             open_node_pool(name, layout, is_exact=False, folder=folder, is_engine=False)
         )
         try:
-            self.exporter = BlockExport(self._pool, host, publish)
+            if uses_nixl:
+                self._memory = NixlMemory(self._pool.slots)
+            self.exporter = BlockExport(self._pool, host, publish, self._memory)
         except BaseException:
             self._pool.close()
             raise
         # Streams that will move here later hold up no request that waits.
-        self._importer, self._ahead = BlockImport(self._pool), BlockImport(self._pool)
+        self._importer, self._ahead = (BlockImport(self._pool, self._memory) for _ in range(2))
 
     @property
     def source(self) -> BlockSource:
@@ -106,4 +119,6 @@ class KvTransport:
         self._importer.close()
         self._ahead.close()
         self.exporter.close(linger_s)
+        if self._memory is not None:
+            self._memory.close()
         self._pool.close()

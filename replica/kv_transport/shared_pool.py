@@ -7,10 +7,11 @@ until it ends, so that its last blocks do not evict its first ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from quire.replica.kv_transport.nixl_memory import NixlStuckError
 from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.node_pool.slot_checks import checksum
 from quire.replica.node_pool.slot_content import Content
@@ -77,23 +78,83 @@ class SharedPool:
             if len(content) != size or checksum(content) != header.checksum:
                 break
             sound.append(content)
-        with self._lock:
-            # Other engines' retained blocks are worth more than a copy of what a peer keeps.
-            slots = self._pool.claim(len(sound), may_evict_retained=False) if sound else None
-        if slots is None:
-            return []
-        is_published = False
-        try:
+
+        def fill(slots: list[int]) -> None:
             for slot, content in zip(slots, sound, strict=True):
                 self._pool.slots[slot] = content
-            filled = [h._replace(slot=slot) for h, slot in zip(headers, slots, strict=False)]
+
+        return self._put(headers[: len(sound)], fill, is_verified=True)
+
+    def take(self, headers: Sequence[Content], read: Callable[[list[int]], None]) -> list[int]:
+        """Let blocks be written into claimed slots, and publish those that are right.
+
+        Parameters
+        ----------
+        headers
+            As of `write`.
+        read
+            Fills the slots that it gets, one for each header. If it raises `NixlStuckError`, the slots stay leased.
+
+        Returns
+        -------
+        As of `write`.
+
+        Raises
+        ------
+        NixlError
+            As `read`; nothing is published.
+        """
+        return self._put(headers, read, is_verified=False)
+
+    def _put(
+        self,
+        headers: Sequence[Content],
+        fill: Callable[[list[int]], None],
+        *,
+        is_verified: bool,
+    ) -> list[int]:
+        with self._lock:
+            # Other engines' retained blocks are worth more than a copy of what a peer keeps.
+            slots = self._pool.claim(len(headers), may_evict_retained=False) if headers else None
+        if slots is None:
+            return []
+        published, is_free = 0, True
+        try:
+            fill(slots)
+            filled = [h._replace(slot=slot) for h, slot in zip(headers, slots, strict=True)]
+            if not is_verified:
+                is_wrong = (self._pool.checksum(c.slot) != c.checksum for c in filled)
+                filled = filled[: next((i for i, wrong in enumerate(is_wrong) if wrong), None)]
             with self._lock:
                 # Without the pool's lock nothing is published.
-                is_published = self._pool.publish(filled)
+                published = len(filled) if self._pool.publish(filled) else 0
+        except NixlStuckError:
+            is_free = False
+            raise
         finally:
-            if not is_published:
-                self.release(slots)
-        return slots if is_published else []
+            if is_free and published < len(slots):
+                self.release(slots[published:])
+        return slots[:published]
+
+    def lend(self, keys: Sequence[bytes]) -> list[Content]:
+        """Lease those of these blocks that the pool has, for another node; `release` gives their slots back.
+
+        Returns
+        -------
+        Their headers with the slots, in the order of the keys. Whoever reads the slots verifies them.
+        """
+        with self._lock:
+            self._pool.refresh()
+            known = [(key, s) for key in keys if (s := self._pool.find(key)) is not None]
+            leased = self._pool.lease([s for _, s in known], [key for key, _ in known])
+            return [
+                self._pool.content(s) for (_, s), held in zip(known, leased, strict=True) if held
+            ]
+
+    @property
+    def slots(self) -> np.ndarray:
+        """[num_slots, slot_bytes] uint8, the memory of all slots."""
+        return self._pool.slots
 
     def release(self, slots: Sequence[int]) -> None:
         """Release the slots of one sequence, in its order."""

@@ -104,7 +104,8 @@ class Replica:
         gc.freeze()
         # Collect again: CPython starts a full collection only after new objects exceed 25% of the last survivors.
         gc.collect()
-        self._pulls = _peer_pulls(self._engine, place)
+        with final_errors("replica"):
+            self._pulls = _peer_pulls(self._engine, place)
         self._attachments = AttachedRouters(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )

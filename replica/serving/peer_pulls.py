@@ -53,6 +53,11 @@ class PeerPulls:
         Where this pool is.
     host
         The node's address.
+
+    Raises
+    ------
+    NixlMissingError
+        `peer_transport` is nixl, and NIXL cannot start.
     """
 
     def __init__(self, engine: Engine, place: PoolPlace, host: str):
@@ -61,7 +66,14 @@ class PeerPulls:
         self._config = engine.config
         layout = self._blocks.pool.layout
         self._engine = engine
-        self.transport = KvTransport(place.name, place.folder, layout, host, self._publish)
+        self.transport = KvTransport(
+            place.name,
+            place.folder,
+            layout,
+            host,
+            self._publish,
+            uses_nixl=engine.config.peer_transport == "nixl",
+        )
         # One at a time, in the order of arrival: two requests with one prefix pull it once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-import")
         # The same for long pulls ahead of requests.

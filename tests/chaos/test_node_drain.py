@@ -11,6 +11,7 @@ share, and no token changes.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import random
 import threading
 import time
@@ -45,7 +46,10 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
-        yield from running_nodes(tmp_path_factory.mktemp("nodes"))
+        # `test_long_drain.py` has the other transport.
+        transport = "nixl" if importlib.util.find_spec("nixl") else "grpc"
+        engine = {"peer_transport": transport}
+        yield from running_nodes(tmp_path_factory.mktemp("nodes"), engine)
 
 
 def test_a_prefix_of_another_node_is_pulled_and_no_token_changes(nodes: Nodes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import multiprocessing
 import random
@@ -67,17 +68,19 @@ def keys_of(count: int, round_number: int) -> list[bytes]:
     return [chance.randbytes(KEY_BYTES) for _ in range(count)]
 
 
-def export_blocks(connection: Connection, folder: Path, layout: PoolLayout) -> None:
+def export_blocks(
+    connection: Connection, folder: Path, layout: PoolLayout, uses_nixl: bool
+) -> None:
     """Fill a pool with blocks of each round that is asked for, and answer with the processor time so far."""
     pool = open_node_pool("bench", layout, folder=folder)
-    transport = KvTransport("bench", folder, layout, HOST)
+    transport = KvTransport("bench", folder, layout, HOST, uses_nixl=uses_nixl)
     connection.send(tuple(transport.source))
     noise = np.frombuffer(random.Random(0).randbytes(layout.slot_bytes), np.uint8)
     try:
         while True:
             keys = keys_of(*connection.recv())
-            slots = pool.claim(len(keys))
-            assert slots is not None
+            while (slots := pool.claim(len(keys))) is None:
+                time.sleep(0.001)  # the last round's are still lent
             for slot in slots:
                 pool.slots[slot] = noise
             sum_ = pool.checksum(slots[0])
@@ -90,19 +93,22 @@ def export_blocks(connection: Connection, folder: Path, layout: PoolLayout) -> N
         pool.close()
 
 
-def bandwidth(root: Path, name: str, rounds: int, num_bytes: int) -> report.Bar:
+def bandwidth(
+    root: Path, name: str, rounds: int, num_bytes: int, *, uses_nixl: bool = False
+) -> report.Bar:
     """The bar of one block size."""
     slot_bytes = SLOT_BYTES[name]
     count = num_bytes // slot_bytes
     # Room for a round's blocks, so that each round evicts the one before.
     layout = PoolLayout(count + count // 8 + 2, slot_bytes)
-    folders = [root / f"{name}-{side}" for side in ("a", "b")]
+    kind = "transport_nixl" if uses_nixl else "transport"
+    folders = [root / f"{kind}-{name}-{side}" for side in ("a", "b")]
     for folder in folders:
         folder.mkdir()
     pool = open_node_pool("bench", layout, folder=folders[1])
-    transport = KvTransport("bench", folders[1], layout, HOST)
+    transport = KvTransport("bench", folders[1], layout, HOST, uses_nixl=uses_nixl)
     speeds, exporting, importing = [], [], []
-    with exporter(export_blocks, folders[0], layout) as connection:
+    with exporter(export_blocks, folders[0], layout, uses_nixl) as connection:
         source = BlockSource(*connection.recv())
         for i in range(rounds + 1):
             connection.send((count, i))
@@ -121,7 +127,7 @@ def bandwidth(root: Path, name: str, rounds: int, num_bytes: int) -> report.Bar:
     transport.close()
     pool.close()
     return report.Bar(
-        f"kv/transport_{name}",
+        f"kv/{kind}_{name}",
         statistics.median(speeds),
         "GB/s",
         GOAL_GB_PER_S,
@@ -246,7 +252,12 @@ def main() -> None:
         tempfile.TemporaryDirectory() as disk,
     ):
         root = Path(memory)
-        bars = [bandwidth(root, name, options.rounds, options.mib << 20) for name in SLOT_BYTES]
+        kinds = (False, True) if importlib.util.find_spec("nixl") else (False,)
+        bars = [
+            bandwidth(root, name, options.rounds, options.mib << 20, uses_nixl=uses_nixl)
+            for uses_nixl in kinds
+            for name in SLOT_BYTES
+        ]
         for shape in options.shapes:
             model = checkpoint_of(shape, Path(disk) / shape)
             bars.append(prefix(root, model, shape, options.tokens, options.rounds))

@@ -171,8 +171,7 @@ def test_only_the_blocks_that_the_next_token_sees_are_wanted():
     ]
 
 
-def test_a_transport_that_is_not_built_is_refused():
-    with pytest.raises(SizingError, match='peer_transport "nixl" is not built'):
-        check_args(EngineArgs(peer_transport="nixl"))
+def test_an_unknown_transport_is_refused():
+    check_args(EngineArgs(peer_transport="nixl"))
     with pytest.raises(SizingError, match="peer_transport must be one of off, grpc, nixl"):
         check_args(EngineArgs(peer_transport="pigeon"))
