@@ -308,6 +308,14 @@ def test_generated_code_runs_with_the_oldest_allowed_protobuf_and_grpcio():
             assert Version(".".join(match.groups())) <= lower_bound("protobuf"), path.name
 
 
+# The extra that a folder or module may import.
+EXTRAS = {
+    "cluster/bench/": "bench",
+    "cluster/tracing/": "otel",
+    "replica/kv_transport/nixl_memory.py": "nixl",
+}
+
+
 def test_what_the_package_imports_is_a_dependency(installed: Path):
     """Check the distribution of each imported module, so that no import works by accident."""
     code = """
@@ -337,7 +345,7 @@ for path in root.rglob("*.py"):
         owners = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
         extra = _names(
             requirement
-            for folder, name in (("cluster/bench/", "bench"), ("cluster/tracing/", "otel"))
+            for folder, name in EXTRAS.items()
             for requirement in project["optional-dependencies"][name]
             if path.startswith(folder)
         )

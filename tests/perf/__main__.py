@@ -19,6 +19,7 @@ BENCHMARKS = {
         "cpu_step": "a step of a 0.6B model on the CPU, fused and not; --dtype float32 for deterministic",
         "cpu_workloads": "W1 to W5 on the 0.6B shape against other engines, from recorded turns",
         "kv_transport": "KV blocks from node to node: bytes per second, and a pulled prefix against a computed one",
+        "checkpoint_copy": "a checkpoint from another node, against a copy without Ray",
         "step_profile": "where the time of an engine's step goes",
     },
     "engine": {
@@ -52,7 +53,6 @@ BENCHMARKS = {
         "serving": "start-up, idle CPU and answers of the real cluster",
         "system_throughput": "HTTP through two routers against the engine alone",
         "data_plane": "streams through the whole system, with a device that takes 20 ms a step",
-        "checkpoint_copy": "a checkpoint from another node, against a copy without Ray",
         "tls_cost": "what TLS adds to a streamed token, against the plain ports, in turns",
         "ray_routers": "Quire against Ray Serve's own request routers, in turns; --mix spread or hot",
         "truth": "the routers' view of the caches against their contents: a trace on a real cluster",
