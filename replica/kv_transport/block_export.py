@@ -114,7 +114,7 @@ class BlockExport:
         self._server.stop(grace=None).wait()
 
     def _export(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        for piece in self._pieces(data, context):
+        for piece in self._pieces(self._keys(data, context), context):
             headers, contents = self._pool.read(piece)
             if not headers:
                 continue
@@ -126,13 +126,13 @@ class BlockExport:
 
     def _lend(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         assert self._memory is not None
+        keys = self._keys(data, context)
         loan = _Loan(self._pool, self._memory)
         if not context.add_callback(loan.end):
             loan.end()
             return
-        pieces = self._pieces(data, context)
         yield Lender(*self._memory.address).encode()
-        for piece in pieces:
+        for piece in self._pieces(keys, context):
             headers = loan.add(piece)
             if not headers:
                 continue
@@ -144,10 +144,8 @@ class BlockExport:
         while not loan.ended.wait(_QUIET_S / 3):
             self._exported_s = time.monotonic()
 
-    def _pieces(self, data: bytes, context: grpc.ServicerContext) -> Iterator[list[bytes]]:
+    def _pieces(self, keys: list[bytes], context: grpc.ServicerContext) -> Iterator[list[bytes]]:
         """Yield the keys of a request, piece by piece, once their blocks are in the pool."""
-        self._check_token(context)
-        keys = self._keys(data, context)
         count = num_in_piece(self._pool.layout.slot_bytes)
         missing = self._pool.missing(keys)
         coming = self._publish(missing) if missing else set()
@@ -182,7 +180,8 @@ class BlockExport:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this replica is missing")
 
     def _keys(self, data: bytes, context: grpc.ServicerContext) -> list[bytes]:
-        """The keys of a request; ends the call if it cannot be served."""
+        """The keys of a request; ends the call if it may not or cannot be served."""
+        self._check_token(context)
         try:
             request = ExportRequest.decode(data)
         except WireError as error:

@@ -14,7 +14,6 @@ it waits, and so does a thread here, while slots are lent: over TCP a read needs
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import uuid
@@ -23,8 +22,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-
-logger = logging.getLogger(__name__)
 
 # Other nodes' agents that are remembered; the least recently used one is forgotten first.
 _MAX_AGENTS = 16
@@ -75,10 +72,10 @@ class NixlMemory:
             raise NixlMissingError(
                 f"peer_transport is nixl, and the package cannot be imported ({error}); install quire[nixl]"
             ) from error
-        self._slots = slots
+        self._slots = slots  # keeps the mapping
         self._begin, self._slot_bytes = slots.ctypes.data, slots.shape[1]
         self._lock = threading.Lock()
-        # Digest of an agent's metadata to its name.
+        # Metadata of another node's agent to its name.
         self._agents: OrderedDict[bytes, str] = OrderedDict()
         try:
             options = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
