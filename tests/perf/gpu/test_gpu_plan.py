@@ -113,6 +113,7 @@ def test_all_modules_of_kernels_and_replica_can_be_imported_there(copy):
         "quire.replica.grammar.check_process needs llguidance",
         "quire.replica.serving.actor needs ray",
         "quire.replica.serving.faults.faulty_actor needs ray",
+        "quire.replica.serving.node_checkpoints needs ray",
         "quire.replica.serving.rank_actor needs ray",
         "quire.replica.serving.ray_metrics needs ray",
     ]
