@@ -141,10 +141,9 @@ class BlockImport:
         )
         progress = _Progress(missing)
         try:
-            if self._memory is None:
-                reason = self._receive(call, progress, cancelled)
-            else:
-                reason = self._read(self._memory, call, progress, cancelled)
+            memory = self._memory
+            pieces = self._sent(call) if memory is None else self._lent(call, memory)
+            reason = self._receive(pieces, progress, cancelled)
         except grpc.RpcError as error:
             code = error.code()
             if code is grpc.StatusCode.UNAVAILABLE:
@@ -164,71 +163,45 @@ class BlockImport:
         self._avoided[source.address] = time.monotonic() + _AVOIDED_S
 
     def _receive(
-        self, call: Iterator[bytes], progress: _Progress, cancelled: threading.Event | None
+        self,
+        pieces: Iterator[_Piece],
+        progress: _Progress,
+        cancelled: threading.Event | None,
     ) -> str:
-        """Write the blocks of an export. Returns why it ended before the last one."""
-        for message in call:
-            headers = _headers(BlockHeaders.decode(message))
-            reason = self._take_piece(
-                headers, progress, lambda headers: self._pool.write(headers, next(call, b""))
-            )
-            if reason:
-                return reason
+        """Publish the blocks of an export. Returns why it ended before the last one."""
+        most = num_in_piece(self._pool.layout.slot_bytes)
+        for headers, take in pieces:
+            if len(headers) > most or not progress.expects([header.key for header in headers]):
+                self.num_refused += len(headers)
+                return "the peer lacks a block, or sent one that was not asked for"
+            slots = take(headers)
+            progress.slots += slots
+            if len(slots) < len(headers):
+                self.num_refused += len(headers) - len(slots)
+                return "a block was damaged on its way, or the pool has no room"
             if cancelled is not None and cancelled.is_set():
                 return "it was cancelled"
         return "" if progress.is_complete else "the peer has no more"
 
-    def _read(
-        self,
-        memory: NixlMemory,
-        call: Iterator[bytes],
-        progress: _Progress,
-        cancelled: threading.Event | None,
-    ) -> str:
-        """Read the blocks that an exporter lends. Returns why it ended before the last one."""
-        lender = Lender.decode(next(call))
+    def _sent(self, call: Iterator[bytes]) -> Iterator[_Piece]:
+        """The pieces of an export whose contents come in its stream."""
+        for message in call:
+            headers = _headers(BlockHeaders.decode(message))
+            yield _Piece(headers, lambda headers: self._pool.write(headers, next(call, b"")))
+
+    def _lent(self, call: Iterator[bytes], memory: NixlMemory) -> Iterator[_Piece]:
+        """The pieces of an export that lends its slots."""
+        lender = Lender.decode(next(call, b""))
         address = LenderAddress(lender.agent, lender.begin)
         for message in call:
             lent = BlockHeaders.decode(message)
             headers, there = _headers(lent), lent.slots.tolist()
             if not headers:
-                break
+                return
             if len(there) != len(headers):
                 raise WireError(f"BlockHeaders: {len(headers)} keys, {len(there)} slots")
-
             read = functools.partial(memory.read, address, there)
-            reason = self._take_piece(
-                headers, progress, functools.partial(self._pool.take, read=read)
-            )
-            if reason:
-                return reason
-            if cancelled is not None and cancelled.is_set():
-                return "it was cancelled"
-        return "" if progress.is_complete else "the peer has no more"
-
-    def _take_piece(
-        self,
-        headers: list[Content],
-        progress: _Progress,
-        take: Callable[[list[Content]], list[int]],
-    ) -> str:
-        """Publish the blocks of a piece. Returns why not all were published; empty: all were.
-
-        Parameters
-        ----------
-        take
-            Writes the blocks and publishes them; returns the slots.
-        """
-        most = num_in_piece(self._pool.layout.slot_bytes)
-        if len(headers) > most or not progress.expects([header.key for header in headers]):
-            self.num_refused += len(headers)
-            return "the peer lacks a block, or sent one that was not asked for"
-        slots = take(headers)
-        progress.slots += slots
-        if len(slots) < len(headers):
-            self.num_refused += len(headers) - len(slots)
-            return "a block was damaged on its way, or the pool has no room"
-        return ""
+            yield _Piece(headers, functools.partial(self._pool.take, read=read))
 
     def _channel(self, address: str) -> grpc.Channel:
         channel = self._channels.pop(address, None)
@@ -250,6 +223,14 @@ class BlockImport:
         """End the connections, and with them a running import."""
         for channel in list(self._channels.values()):
             channel.close()
+
+
+class _Piece(NamedTuple):
+    """Some blocks of an export."""
+
+    headers: list[Content]
+    # Writes the blocks and publishes them; returns their slots, fewer if some are wrong or there is no room.
+    take: Callable[[list[Content]], list[int]]
 
 
 class _Progress:

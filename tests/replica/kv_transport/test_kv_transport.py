@@ -386,7 +386,7 @@ class HostileLender(block_export.BlockExport):
 
     def _lend(self, data, context):
         messages = list(self._honest(self._keys(data, context)))
-        i, fault = self._chance.randrange(1, len(messages)), self._chance.randrange(6)
+        i, fault = self._chance.randrange(1, len(messages)), self._chance.randrange(7)
         headers, slots = messages[i]
         if fault == 0:
             messages[i] = headers, slots[::-1]  # each block has another one's bytes
@@ -398,8 +398,10 @@ class HostileLender(block_export.BlockExport):
             messages[i] = headers._replace(checksums=headers.checksums ^ np.uint32(1)), slots
         elif fault == 4:
             messages[i] = headers._replace(keys=key_of(10**6) + headers.keys[32:]), slots
-        else:
+        elif fault == 5:
             messages[i:] = []
+        else:
+            return  # says nothing at all
         yield Lender(*self._memory.address).encode()
         for headers, slots in messages:
             yield BlockHeaders(*headers, slots).encode()
