@@ -58,7 +58,7 @@ def bring_checkpoint(model: str, revision: str | None, *, weights: bool = True) 
     Raises
     ------
     DownloadError
-        The other node failed meanwhile. Another attempt may succeed.
+        The other node, or this one's disk, failed meanwhile. Another attempt may succeed.
     CheckpointError
         See `copy_checkpoint`.
     """
@@ -81,8 +81,10 @@ def bring_checkpoint(model: str, revision: str | None, *, weights: bool = True) 
             lambda pieces: _read(node, listing.folder, pieces),
             weights=weights,
         )
-    except (RayError, OSError) as error:
+    except RayError as error:  # also what a task there raises
         raise DownloadError(f"model {model!r}: node {node} has it and failed: {error}") from error
+    except OSError as error:
+        raise DownloadError(f"model {model!r} cannot be written to this node: {error}") from error
     if is_new:
         seconds = time.monotonic() - began_s
         logger.info(
