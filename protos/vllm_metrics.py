@@ -60,8 +60,12 @@ def _finished(metrics: MetricSet) -> Series:
     return counts
 
 
-def _hits(tier: str) -> Callable[[MetricSet], Series]:
-    return lambda metrics: {(): metrics.value("quire_prefix_hit_tokens_total", tier)}
+def _hits(*tiers: str) -> Callable[[MetricSet], Series]:
+    def count(metrics: MetricSet) -> Series:
+        found = [metrics.value("quire_prefix_hit_tokens_total", tier).value for tier in tiers]
+        return {(): Value(sum(found))}
+
+    return count
 
 
 def _missed_on_device(metrics: MetricSet) -> Series:
@@ -163,8 +167,8 @@ VLLM_NAMES = (
     VllmName(
         "vllm:external_prefix_cache_hits_total",
         "quire_prefix_hit_tokens_total",
-        "Prompt tokens found in the prefix cache in host memory.",
-        series=_hits("host"),
+        "Prompt tokens found in the prefix cache in host memory, of this node or another one.",
+        series=_hits("host", "peer"),
     ),
     VllmName(
         "vllm:spec_decode_num_draft_tokens_total",

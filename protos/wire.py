@@ -228,7 +228,7 @@ class PromptLogprobs:
 class Facts(NamedTuple):
     """Rare facts about a stream: its first output, its end, log-probabilities. Most frames have none.
 
-    A frame has the fields up to `num_accepted`. The others stay in the replica, for `Completion`.
+    A frame has the fields up to `num_peer_cached_tokens`. The others stay in the replica, for `Completion`.
     """
 
     finish_reason: str | None = None  # stop | length | abort | error, at the end only
@@ -244,12 +244,14 @@ class Facts(NamedTuple):
     # Drafted tokens that were verified, and the accepted ones among these. None: there were none.
     num_drafted: int | None = None
     num_accepted: int | None = None
+    # The part of `num_host_cached_tokens` that was pulled from another node for this request. None: 0.
+    num_peer_cached_tokens: int | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, those of earlier attempts included
     error: QuireError | None = None
 
     def to_wire(self) -> list[Any]:
-        values: list[Any] = list(self[:10])
+        values: list[Any] = list(self[:11])
         if self.prompt_logprobs is not None:
             values[6] = self.prompt_logprobs.to_wire()
         if self.embedding is not None:

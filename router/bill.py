@@ -18,8 +18,9 @@ class BilledAnswer:
         The answer has a first token; without one it costs nothing.
     is_fork
         A further choice of a prompt, whose prompt tokens the first choice has computed.
-    cached_tokens, host_cached_tokens
-        Prompt tokens from the caches of all tiers, and the part of them from the host tier.
+    cached_tokens, host_cached_tokens, peer_cached_tokens
+        Prompt tokens from the caches of all tiers, the part of them from the host tier, and the part of that from
+        another node.
     queue_s, prefill_s, decode_s
         Seconds of each phase; 0 unless `is_answered`.
     """
@@ -31,6 +32,7 @@ class BilledAnswer:
     reasoning_tokens: int
     cached_tokens: int
     host_cached_tokens: int
+    peer_cached_tokens: int
     queue_s: float
     prefill_s: float
     decode_s: float

@@ -273,6 +273,8 @@ class Usage:
         Prompt tokens that the replica found in its cache.
     host_cached_tokens
         The part of `cached_tokens` that was restored from the host tier.
+    peer_cached_tokens
+        The part of `host_cached_tokens` that was pulled from another node for this request.
     reasoning_tokens
         The part of `completion_tokens` that is reasoning.
     accepted_prediction_tokens, rejected_prediction_tokens
@@ -283,6 +285,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     host_cached_tokens: int = 0
+    peer_cached_tokens: int = 0
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0

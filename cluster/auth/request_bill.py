@@ -127,7 +127,7 @@ class RequestBill:
 
     def line(self) -> dict[str, Any]:
         """Return the line of the usage log for a request that has ended; the slowest answer's time of each phase."""
-        num_output = num_reasoning = num_cached = num_host = 0
+        num_output = num_reasoning = num_cached = num_host = num_peer = 0
         queue_s = prefill_s = decode_s = 0.0
         for answer in self._answers:
             if self._counts_output:
@@ -136,6 +136,7 @@ class RequestBill:
             if not answer.is_fork:
                 num_cached += answer.cached_tokens
                 num_host += answer.host_cached_tokens
+                num_peer += answer.peer_cached_tokens
             queue_s = max(queue_s, answer.queue_s)
             prefill_s = max(prefill_s, answer.prefill_s)
             decode_s = max(decode_s, answer.decode_s)
@@ -148,7 +149,11 @@ class RequestBill:
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_output,
             "reasoning_tokens": num_reasoning,
-            "cached_tokens": {"device": num_cached - num_host, "host": num_host},
+            "cached_tokens": {
+                "device": num_cached - num_host,
+                "host": num_host - num_peer,
+                "peer": num_peer,
+            },
             "ms": {
                 "queue": round(1000 * queue_s, 3),
                 "prefill": round(1000 * prefill_s, 3),

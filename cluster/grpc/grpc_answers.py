@@ -167,6 +167,7 @@ def set_usage(
     response.usage.completion_tokens = usage.completion_tokens
     response.usage.cached_tokens = usage.cached_tokens
     response.usage.host_cached_tokens = usage.host_cached_tokens
+    response.usage.peer_cached_tokens = usage.peer_cached_tokens
     response.usage.reasoning_tokens = usage.reasoning_tokens
     response.usage.accepted_prediction_tokens = usage.accepted_prediction_tokens
     response.usage.rejected_prediction_tokens = usage.rejected_prediction_tokens

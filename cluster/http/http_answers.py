@@ -6,7 +6,6 @@ shapes as plain dictionaries, because validating our own answers would cost time
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,9 +13,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from quire.cluster.api_common.front_end import retry_after_ms
 from quire.cluster.http.http_tools import ToolCallAnswer, ToolCallDelta
-from quire.protos.errors import DecisionNotFound, QuireError, Unauthenticated
+from quire.protos.errors import DecisionNotFound
 from quire.router.scored_token import ScoredToken, TokenScores
 from quire.router.status_types import AdapterEntry, Decisions, ModelInfo
 from quire.router.types import Usage
@@ -34,6 +32,9 @@ class PromptTokensDetails(_Answer):
     )
     host_cached_tokens: int = Field(
         description="Those of `cached_tokens` that were restored from host memory."
+    )
+    peer_cached_tokens: int = Field(
+        description="Those of `host_cached_tokens` that were copied from another node for this request."
     )
 
 
@@ -332,16 +333,22 @@ class DecisionList(_Answer):
 # --------------------------------------------------------------------------------------------------
 
 
+def prompt_tokens_details(usage: Usage) -> dict[str, int]:
+    """Build a `PromptTokensDetails`."""
+    return {
+        "cached_tokens": usage.cached_tokens,
+        "host_cached_tokens": usage.host_cached_tokens,
+        "peer_cached_tokens": usage.peer_cached_tokens,
+    }
+
+
 def usage_answer(usage: Usage) -> dict[str, Any]:
     """Build a `UsageAnswer`."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "host_cached_tokens": usage.host_cached_tokens,
-        },
+        "prompt_tokens_details": prompt_tokens_details(usage),
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
             "accepted_prediction_tokens": usage.accepted_prediction_tokens,
@@ -461,30 +468,6 @@ def decisions_answer(request_id: str | None, found: Decisions) -> dict[str, Any]
         "routers": found.routers,
         "silent_routers": found.num_silent,
         "data": found.decisions,
-    }
-
-
-def error_answer(error: QuireError) -> dict[str, Any]:
-    """Build an `ErrorAnswer`."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.openai_type,
-            "param": error.field,
-            "code": error.code,
-        }
-    }
-
-
-def error_headers(error: QuireError) -> dict[str, str]:
-    """Headers that say when to retry: whole seconds, and milliseconds for OpenAI's client. 401 asks for a key."""
-    if isinstance(error, Unauthenticated):
-        return {"www-authenticate": "Bearer"}
-    if error.retry_after_s is None:
-        return {}
-    return {
-        "retry-after": str(max(1, math.ceil(error.retry_after_s))),
-        "retry-after-ms": str(retry_after_ms(error.retry_after_s)),
     }
 
 

@@ -22,8 +22,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.api_common.front_end import internal_error, is_label
-from quire.cluster.http.error_response import error_response
-from quire.cluster.http.http_answers import error_answer, error_headers, json_response
+from quire.cluster.http.error_response import error_answer, error_headers, error_response
+from quire.cluster.http.http_answers import json_response
 from quire.protos.errors import InvalidRequest, QuireError
 
 REQUEST_ID = b"x-request-id"

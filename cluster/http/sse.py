@@ -16,10 +16,10 @@ from typing import Any
 
 import orjson
 
+from quire.cluster.http.error_response import error_answer
 from quire.cluster.http.http_answers import (
     chat_logprobs,
     completion_logprobs,
-    error_answer,
     shifted,
     usage_answer,
 )

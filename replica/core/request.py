@@ -175,9 +175,11 @@ class Request:
         # Entry of the newest block with a snapshot that moves on with the request (`state_snapshots.py`).
         self.moving_snapshot: Entry | None = None
         self.num_cached_tokens = 0  # prompt tokens found in the cache at first admission
-        self.num_host_cached_tokens = (
-            0  # the part of `num_cached_tokens` restored from the host tier
-        )
+        # The part of `num_cached_tokens` restored from the host tier, and the part of that pulled from another node.
+        self.num_host_cached_tokens = 0
+        self.num_peer_cached_tokens = 0
+        # Tokens that were pulled from another node for this request, before the engine got it.
+        self.num_pulled_tokens = 0
         # Drafted tokens that steps have verified, and the accepted ones among these.
         self.num_drafted = 0
         self.num_accepted = 0
@@ -330,6 +332,7 @@ class Request:
             error=error,
             num_drafted=self.num_drafted or None,
             num_accepted=self.num_accepted if self.num_drafted else None,
+            num_peer_cached_tokens=self.num_peer_cached_tokens or None,
         )
         return TokenDelta(self.key, index, token_ids, facts)
 

@@ -403,6 +403,9 @@ class StepComposer:
         request.first_scheduled_s = now_s
         request.num_cached_tokens = min(num_hit, num_prompt_tokens)
         request.num_host_cached_tokens = min(num_restored, request.num_cached_tokens)
+        request.num_peer_cached_tokens = min(
+            request.num_pulled_tokens, request.num_host_cached_tokens
+        )
         counters = self._book.counters
         counters.num_prefix_tokens_queried += num_prompt_tokens
         counters.num_prefix_tokens_hit += request.num_cached_tokens

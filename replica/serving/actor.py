@@ -223,6 +223,9 @@ class Replica:
         if request.key in self._aborted:
             self._aborted.discard(request.key)
             raise Aborted("the request was aborted before it started")
+        num_tokens = pulled.num_blocks * self._engine.config.block_size
+        # Models with several layer groups have several blocks for the same tokens.
+        request.num_pulled_tokens = min(num_tokens, hint.end - hint.start)
         return pulled
 
     async def pull(self, submit: bytes, *, route: list[str]) -> bytes:

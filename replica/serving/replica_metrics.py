@@ -108,7 +108,7 @@ _COUNTERS = (
         "Blocks from other nodes that were damaged, not asked for, or had no room.",
     ),
 )
-TIERS = ("device", "host")
+TIERS = ("device", "host", "peer")
 REPLICA_FAMILIES = (
     BUILD_INFO,
     CPU_SECONDS,
@@ -130,7 +130,8 @@ REPLICA_FAMILIES = (
     Family(
         "quire_prefix_hit_tokens_total",
         COUNTER,
-        "Prompt tokens found in the prefix cache, by the tier that held them.",
+        "Prompt tokens found in the prefix cache, by the tier that held them: the device, the pool of the node, or "
+        "another node from which the request pulled them.",
         ("tier",),
         values=TIERS,
     ),
@@ -158,7 +159,9 @@ class ReplicaMetrics:
         self._queried = value("quire_prefix_queried_tokens_total")
         self._drafted = value("quire_drafted_tokens_total")
         self._accepted = value("quire_accepted_draft_tokens_total")
-        self._hit, self._host_hit = (value("quire_prefix_hit_tokens_total", tier) for tier in TIERS)
+        self._hit, self._host_hit, self._peer_hit = (
+            value("quire_prefix_hit_tokens_total", tier) for tier in TIERS
+        )
         self.metrics.adopt("quire_engine_step_seconds", engine.step_seconds)
         config = engine.config
         value("quire_kv_block_tokens").value = config.block_size
@@ -180,10 +183,11 @@ class ReplicaMetrics:
             if delta.finish_reason is not None:
                 self._prompt.value += delta.facts.num_prompt_tokens
                 self._queried.value += delta.facts.num_prompt_tokens
-                self._hit.value += (
-                    delta.facts.num_cached_tokens - delta.facts.num_host_cached_tokens
-                )
-                self._host_hit.value += delta.facts.num_host_cached_tokens
+                on_host = delta.facts.num_host_cached_tokens
+                from_peer = delta.facts.num_peer_cached_tokens or 0
+                self._hit.value += delta.facts.num_cached_tokens - on_host
+                self._host_hit.value += on_host - from_peer
+                self._peer_hit.value += from_peer
                 self._drafted.value += delta.facts.num_drafted or 0
                 self._accepted.value += delta.facts.num_accepted or 0
         self._output.value += num_tokens

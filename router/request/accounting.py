@@ -151,6 +151,7 @@ class Accounting:
             )
         self.usage.cached_tokens = facts.num_cached_tokens
         self.usage.host_cached_tokens = facts.num_host_cached_tokens
+        self.usage.peer_cached_tokens = facts.num_peer_cached_tokens or 0
         explain.ttft_s = ttft_s
         self._explain_outcome(facts)
         if is_first_choice:
@@ -248,6 +249,7 @@ class Accounting:
                     usage.reasoning_tokens,
                     usage.cached_tokens,
                     usage.host_cached_tokens,
+                    usage.peer_cached_tokens,
                     end.router_s + end.queue_s,
                     end.prefill_s,
                     end.decode_s + end.delivery_s,

@@ -66,6 +66,7 @@ class ChoicesStream:
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=first.cached_tokens,
             host_cached_tokens=first.host_cached_tokens,
+            peer_cached_tokens=first.peer_cached_tokens,
             reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
             accepted_prediction_tokens=sum(usage.accepted_prediction_tokens for usage in usages),
             rejected_prediction_tokens=sum(usage.rejected_prediction_tokens for usage in usages),

@@ -50,6 +50,7 @@ class PromptsStream:
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=sum(usage.cached_tokens for usage in usages),
             host_cached_tokens=sum(usage.host_cached_tokens for usage in usages),
+            peer_cached_tokens=sum(usage.peer_cached_tokens for usage in usages),
             reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
             accepted_prediction_tokens=sum(usage.accepted_prediction_tokens for usage in usages),
             rejected_prediction_tokens=sum(usage.rejected_prediction_tokens for usage in usages),
@@ -155,7 +156,12 @@ class PromptOnlyStream:
     def usage(self) -> Usage:
         """The usage without the generated token."""
         usage = self._stream.usage
-        return Usage(usage.prompt_tokens, 0, usage.cached_tokens, usage.host_cached_tokens)
+        return Usage(
+            usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            host_cached_tokens=usage.host_cached_tokens,
+            peer_cached_tokens=usage.peer_cached_tokens,
+        )
 
     def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
         """See `GenerationStream`."""

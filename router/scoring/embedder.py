@@ -88,6 +88,7 @@ class Embedder:
             usage = self._numbers.usage
             usage.cached_tokens += stream.usage.cached_tokens
             usage.host_cached_tokens += stream.usage.host_cached_tokens
+            usage.peer_cached_tokens += stream.usage.peer_cached_tokens
         finally:
             await stream.aclose()
 

@@ -80,6 +80,7 @@ class ManyPrompts:
             reasoning_tokens=0,
             cached_tokens=self.usage.cached_tokens,
             host_cached_tokens=self.usage.host_cached_tokens,
+            peer_cached_tokens=self.usage.peer_cached_tokens,
             queue_s=queue_s,
             prefill_s=total_s - queue_s,
             decode_s=0.0,

@@ -95,6 +95,9 @@ class ReplyScorer:
         if question == 0:
             self._numbers.explain = stream.explain
             usage.host_cached_tokens = min(stream.usage.host_cached_tokens, num_cached)
+            usage.peer_cached_tokens = min(
+                stream.usage.peer_cached_tokens, usage.host_cached_tokens
+            )
         else:
             num_cached = max(0, num_cached - self._shared_len)
         usage.cached_tokens += num_cached

@@ -317,6 +317,7 @@ class AnswerTrace:
             {
                 "quire.cached_tokens": facts.num_cached_tokens,
                 "quire.host_cached_tokens": facts.num_host_cached_tokens,
+                "quire.peer_cached_tokens": facts.num_peer_cached_tokens or 0,
             },
         )
         add(attempt, "decode", prefilled_s, max(prefilled_s, end_s))

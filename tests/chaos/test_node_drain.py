@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from chaos_load import NUM_STREAMS, Load, until_changed
@@ -64,13 +65,13 @@ def test_a_prefix_of_another_node_is_pulled_and_no_token_changes(nodes: Nodes) -
     shared = text_of(0, 100)
     prompts = [shared + text_of(100 * (i + 1), 70) for i in range(12)]
 
-    def ask(prompt: str) -> tuple[str, str, int]:
+    def ask(prompt: str) -> tuple[str, str, Any]:
         answer = client.completions.create(
             model="embedded", prompt=prompt, max_tokens=16, temperature=0
         )
-        return answer.id, answer.choices[0].text, answer.usage.prompt_tokens
+        return answer.id, answer.choices[0].text, answer.usage
 
-    _, _, num_tokens = ask(shared)
+    num_tokens = ask(shared)[2].prompt_tokens
     # The holder publishes what it has computed once it is idle.
     published = lambda: cluster.metric("quire_host_blocks_cached") * 32 >= num_tokens - 64  # noqa: E731
     wait_until(published, CHANGE_TIMEOUT_S, f"{num_tokens} tokens are in the holder's pool")
@@ -99,6 +100,12 @@ def test_a_prefix_of_another_node_is_pulled_and_no_token_changes(nodes: Nodes) -
         and d["outcome"]["cached_tokens"] >= d["ranking"][0]["pulled_tokens"] - 64
     ]
     assert whole, [(d["ranking"][0], d["outcome"]) for d in pulled]
+    # The first pull of a node brings the prefix, later requests find it there.
+    peer_tokens = [usage.prompt_tokens_details.peer_cached_tokens for _, _, usage in answers]
+    for num_peer, decision in zip(peer_tokens, decisions, strict=True):
+        assert num_peer <= decision["ranking"][0]["pulled_tokens"]
+    assert max(peer_tokens) >= min(d["ranking"][0]["pulled_tokens"] for d in whole) - 64
+    assert cluster.metric("quire_prefix_hit_tokens_total", tier="peer") == sum(peer_tokens)
     # Computed by an engine that knows nothing of pools.
     with Engine(model="embedded", device="cpu", deterministic=True, num_threads=1) as engine:
         params = SamplingParams(max_tokens=16, temperature=0)

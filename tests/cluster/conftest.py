@@ -121,7 +121,11 @@ class FakeStream:
         if bill is not None and not self.closed.is_set():
             seconds = (self.explain.queue_s, 0.5, 0.25)
             tokens = (usage.completion_tokens, usage.reasoning_tokens)
-            cached = (usage.cached_tokens, usage.host_cached_tokens)
+            cached = (
+                usage.cached_tokens,
+                usage.host_cached_tokens,
+                usage.peer_cached_tokens,
+            )
             answer = BilledAnswer(self._finish_reason, True, False, *tokens, *cached, *seconds)
             bill.end(answer)
         self.closed.set()
@@ -129,6 +133,7 @@ class FakeStream:
     async def _generate(self) -> AsyncIterator[OutputDelta]:
         self.usage.cached_tokens = self.explain.cached_tokens
         self.usage.host_cached_tokens = self.usage.cached_tokens // 3
+        self.usage.peer_cached_tokens = self.usage.cached_tokens // 4
         self.usage.accepted_prediction_tokens = len(self._request.prediction)
         self.usage.rejected_prediction_tokens = len(self._request.prediction) // 2
         running = [self._choice(choice) for choice in range(self._request.n)]
@@ -258,7 +263,7 @@ class FakeService:
         if request.bill is not None:
             request.bill.begin(usage.prompt_tokens, 1)
             request.bill.end(
-                BilledAnswer("stop", True, False, 0, 0, usage.cached_tokens, 0, 0.0, 0.5, 0.0)
+                BilledAnswer("stop", True, False, 0, 0, usage.cached_tokens, 0, 0, 0.0, 0.5, 0.0)
             )
         return ReplyScores(logprobs, usage, explain)
 
@@ -286,7 +291,7 @@ class FakeService:
         explain = Explain(router="router-1", replica="replica-a", attempts=1, answered_attempt=1)
         if request.bill is not None:
             request.bill.begin(usage.prompt_tokens, 1)
-            request.bill.end(BilledAnswer("stop", True, False, 0, 0, 3, 0, 0.0, 0.5, 0.0))
+            request.bill.end(BilledAnswer("stop", True, False, 0, 0, 3, 0, 0, 0.0, 0.5, 0.0))
         return Embeddings(vectors, usage, explain)
 
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:

@@ -69,7 +69,8 @@ def a_replica(scale: int) -> MetricSet:
     for name, value in values.items():
         metrics.value(f"quire_{name}").value = scale * value
     metrics.value("quire_prefix_hit_tokens_total", "device").value = 300 * scale
-    metrics.value("quire_prefix_hit_tokens_total", "host").value = 50 * scale
+    metrics.value("quire_prefix_hit_tokens_total", "host").value = 30 * scale
+    metrics.value("quire_prefix_hit_tokens_total", "peer").value = 20 * scale
     return metrics
 
 

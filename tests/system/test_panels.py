@@ -162,7 +162,7 @@ def test_drops_hits_sessions_and_regret_have_series_by_their_labels(cluster):
     assert values_of("quire_answers_failed_total", "code") == set(ERROR_CODES)
     assert values_of("quire_requests_overloaded_total", "reason") == set(OVERLOAD_REASONS)
     assert values_of("quire_session_requests_total", "outcome") == set(SESSION_OUTCOMES)
-    assert values_of("quire_prefix_hit_tokens_total", "tier") == {"device", "host"}
+    assert values_of("quire_prefix_hit_tokens_total", "tier") == {"device", "host", "peer"}
     family = "quire_routing_regret"
     router = next(s.labels["router"] for s in samples if s.name == f"{family}_high_seconds")
     regret = {

@@ -27,7 +27,7 @@ from quire.cluster.api_common.front_end import (
 )
 from quire.cluster.http.answer_response import until_disconnect
 from quire.cluster.http.embeddings_api.embeddings_body import EmbeddingsRequest
-from quire.cluster.http.http_answers import PromptTokensDetails
+from quire.cluster.http.http_answers import PromptTokensDetails, prompt_tokens_details
 from quire.cluster.http.http_body import describe_route, parse_body
 from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.cluster.http.json_body import read_json
@@ -125,10 +125,7 @@ async def _encoded(found: Embeddings, model: str, form: str | None) -> AsyncIter
     usage = {
         "prompt_tokens": found.usage.prompt_tokens,
         "total_tokens": found.usage.prompt_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": found.usage.cached_tokens,
-            "host_cached_tokens": found.usage.host_cached_tokens,
-        },
+        "prompt_tokens_details": prompt_tokens_details(found.usage),
     }
     yield b'],"model":%s,"usage":%s}' % (orjson.dumps(model), orjson.dumps(usage))
 

@@ -22,7 +22,8 @@ from typing import Any
 import orjson
 
 from quire.cluster.api_common.front_end import Progress
-from quire.cluster.http.http_answers import chat_logprobs, error_answer
+from quire.cluster.http.error_response import error_answer
+from quire.cluster.http.http_answers import chat_logprobs
 from quire.cluster.http.responses_api.response_object import (
     ItemStatus,
     Status,

@@ -433,7 +433,7 @@ def test_a_usage_line_for_each_answered_request(http, keys, service):
         "prompt_tokens": 11,
         "completion_tokens": 4,
         "reasoning_tokens": 0,
-        "cached_tokens": {"device": 8, "host": 3},
+        "cached_tokens": {"device": 8, "host": 1, "peer": 2},
         "ms": {"queue": 2.0, "prefill": 500.0, "decode": 250.0},
         "finish_reasons": ["length"],
     }

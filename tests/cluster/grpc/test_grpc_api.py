@@ -44,7 +44,7 @@ def test_stream_says_the_same_as_the_whole_answer(service, mode: str) -> None:
         assert last.finish_reason == whole.finish_reason == generation_pb2.FINISH_REASON_LENGTH
         assert last.usage == whole.usage
         assert whole.usage.completion_tokens == 30 and whole.usage.cached_tokens == 9
-        assert whole.usage.host_cached_tokens == 3
+        assert (whole.usage.host_cached_tokens, whole.usage.peer_cached_tokens) == (3, 2)
         for call in (once, stream):
             metadata = dict(await call.trailing_metadata())
             assert metadata["x-quire-replica"] == "replica-a"

@@ -171,6 +171,17 @@ def test_evicted_prefixes_return_from_the_host_tier_and_are_told():
     assert scheduler.snapshot()["prefix"]["tokens_hit_on_host"] == 24
 
 
+@pytest.mark.parametrize(("num_pulled", "told"), [(0, None), (16, 16), (100, 24)])
+def test_pulled_tokens_are_a_part_of_those_from_the_host_tier(num_pulled, told):
+    scheduler = make_scheduler()
+    for i in range(4):
+        submit(scheduler, i, range(100 * i, 100 * i + 30), 1)
+        run(scheduler)
+    submit(scheduler, "again", range(0, 30), 1).num_pulled_tokens = num_pulled
+    facts = step(scheduler)[1]["again"].facts
+    assert (facts.num_host_cached_tokens, facts.num_peer_cached_tokens) == (24, told)
+
+
 # -- pause -----------------------------------------------------------------------------------------------
 
 

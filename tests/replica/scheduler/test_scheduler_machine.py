@@ -304,6 +304,7 @@ class Client:
             assert delta.facts.num_output_tokens == self.request.num_emitted + len(self.output)
             cached, on_host = delta.facts.num_cached_tokens, delta.facts.num_host_cached_tokens
             assert on_host <= cached <= delta.facts.num_prompt_tokens
+            assert delta.facts.num_peer_cached_tokens is None, "it was not pulled"
 
 
 FULL = LayerGroup()

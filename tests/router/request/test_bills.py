@@ -154,7 +154,7 @@ def test_a_decision_is_one_request_of_its_key(run):
         line = door.lines[-1]
         assert (line["request_id"], line["finish_reasons"]) == ("d", ["stop"])
         assert (line["prompt_tokens"], line["completion_tokens"]) == (first.prompt_tokens, 0)
-        assert line["cached_tokens"] == {"device": again.cached_tokens, "host": 0}
+        assert line["cached_tokens"] == {"device": again.cached_tokens, "host": 0, "peer": 0}
         assert len(door.lines) == 3
         # What is refused costs nothing, and a running request counts until it has ended.
         late = dataclasses.replace(asked, deadline_s=1e-9)

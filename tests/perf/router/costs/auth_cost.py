@@ -37,7 +37,7 @@ from quire.router.types import GenerationRequest
 KEYS, REQUESTS, ROUNDS = 1000, 100, 300
 QUOTAS = {"tokens_per_minute": 10**12, "concurrent_requests": 1000}
 PATH = "/v1/chat/completions"
-ANSWER = BilledAnswer("stop", True, False, 200, 0, 1024, 256, 0.01, 0.1, 2.0)
+ANSWER = BilledAnswer("stop", True, False, 200, 0, 1024, 256, 0, 0.01, 0.1, 2.0)
 Handle = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
