@@ -481,7 +481,7 @@ def _lead(args: EngineArgs, start_rank: StartRank | None) -> LeadingRanks:
     from quire.replica.ranks.leading_ranks import LeadingRanks, start_process
 
     check_args(args)
-    return LeadingRanks(args, start_process if start_rank is None else start_rank)
+    return LeadingRanks(args.tensor_parallel, start_process if start_rank is None else start_rank)
 
 
 def _close(

@@ -24,7 +24,7 @@ from quire.replica.config import SizingError
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device, Event, Stream
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.node_pool.node_pool import NodePool
+from quire.replica.node_pool.pool_file import PoolSlots
 
 NONE = np.empty((0, 2), np.int64)
 NONE.setflags(write=False)
@@ -57,8 +57,8 @@ class HostPool:
         The device's KV pool.
     device
         Its offload stream runs the copies; the CPU by default.
-    node_pool
-        The node's pool: its slots are the tier's blocks. None: the memory is private.
+    pool_slots
+        The tier's blocks are these slots of the node's pool, or this rank's part of them. None: the memory is private.
 
     Raises
     ------
@@ -71,7 +71,7 @@ class HostPool:
         num_blocks: int,
         pool: KVPool,
         device: Device | None = None,
-        node_pool: NodePool | None = None,
+        pool_slots: PoolSlots | None = None,
     ):
         self.num_blocks = num_blocks
         self._pool = pool
@@ -89,13 +89,13 @@ class HostPool:
         # Host block to the event after its newest save, until `take_saved` has returned the block.
         self._unsaved: dict[int, Event] = {}
         shape, dtype = (num_blocks, pool.data.shape[1]), pool.data.dtype
-        if node_pool is None:
+        if pool_slots is None:
             self.data = self._pinned(shape, dtype)
         else:
-            self._mapping = self._device.pin(node_pool.memory.memory)
+            self._mapping = self._device.pin(pool_slots.memory)
             # Otherwise the first copy to each page waits for this process's page table.
             back_with_memory(self._mapping)
-            self.data = torch.from_numpy(node_pool.slots).view(dtype)
+            self.data = torch.from_numpy(pool_slots.slots).view(dtype)
 
     def _pinned(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         try:

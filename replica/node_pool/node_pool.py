@@ -126,8 +126,8 @@ class NodePool:
         return self._views.slots
 
     @property
-    def memory(self) -> PoolFile:
-        """The mapped file, for pinning it."""
+    def file(self) -> PoolFile:
+        """The mapped file, for copies between its slots and the device."""
         return self._file
 
     # -- finding ---------------------------------------------------------------------------------------------
@@ -360,7 +360,6 @@ class NodePool:
             return
         self._forget_member(self._member)
         self._locks.leave(self._member)
-        # Closing the file releases the mutex.
         self._file.close(remove=not self._locks.has_others())
 
     # -- under the mutex -------------------------------------------------------------------------------------

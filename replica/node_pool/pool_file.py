@@ -24,6 +24,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,11 +58,31 @@ class PoolPlace:
     folder: Path = SHM
 
 
+class PoolSlots(NamedTuple):
+    """The memory of a pool's slots, or one rank's part of it."""
+
+    memory: mmap.mmap  # the whole file
+    slots: np.ndarray  # [slots, bytes of the part] uint8
+
+    @classmethod
+    def of(cls, fd: int, layout: PoolLayout) -> PoolSlots:
+        """Map the slots of an open pool file. The mapping lives until its last view is freed."""
+        memory = _map(fd, layout)
+        return cls(memory, PoolViews(memory, layout).slots)
+
+    def part(self, rank: int, num_ranks: int) -> PoolSlots:
+        """One of `num_ranks` equal parts of each slot."""
+        width = self.slots.shape[1] // num_ranks
+        return self._replace(slots=self.slots[:, rank * width : (rank + 1) * width])
+
+
 class PoolFile:
     """An open and mapped pool file. `make_pool_file` makes it.
 
     Attributes
     ----------
+    fd
+        The opening that has the locks.
     views
         Arrays over the mapping.
     is_new
@@ -73,27 +94,38 @@ class PoolFile:
         self.layout = layout
         self.is_new = is_new
         self.locks = PoolLocks(fd)
-        self._fd = fd
-        # The mapping keeps a duplicate of what it was made from. So it gets an opening of its own: the locks end when
-        # `fd` is closed, also while the mapping lives.
-        mapped = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            # Shared: all members write to the same pages.
-            self.memory = mmap.mmap(mapped, layout.num_bytes, mmap.MAP_SHARED)
-        finally:
-            os.close(mapped)
-        self.views = PoolViews(self.memory, layout)
+        self.fd = fd
+        self._memory = _map(fd, layout)
+        self.views = PoolViews(self._memory, layout)
+
+    @property
+    def slots(self) -> PoolSlots:
+        """The memory of all slots."""
+        return PoolSlots(self._memory, self.views.slots)
 
     def touch(self) -> None:
         """Renew the file's time, by which other applications see that it is not stale."""
-        os.utime(self._fd)
+        os.utime(self.fd)
 
     def close(self, *, remove: bool) -> None:
-        """Close the file, which ends its locks. The mapping lives until its last view is freed."""
+        """Release the mutex and close the file. The mapping lives until its last view is freed."""
         if remove:
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
-        os.close(self._fd)
+        # Ranks may still have this opening, and with it the mutex.
+        self.locks.unlock()
+        os.close(self.fd)
+
+
+def _map(fd: int, layout: PoolLayout) -> mmap.mmap:
+    # The mapping keeps a duplicate of what it was made from. So it gets an opening of its own: the locks end when `fd`
+    # is closed, also while the mapping lives.
+    mapped = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        # Shared: all members write to the same pages.
+        return mmap.mmap(mapped, layout.num_bytes, mmap.MAP_SHARED)
+    finally:
+        os.close(mapped)
 
 
 def pool_name(*parts: str) -> str:

@@ -7,7 +7,8 @@
 
 They are locks of the open file description (`F_OFD_SETLK`): they exclude other openings of the file, also by threads
 of one process, and end with the process, however it dies. A child that only forks would keep them, so a process that
-joins a pool starts its children with exec, which closes the file.
+joins a pool starts its children with exec, which closes the file. The ranks of a replica get the leader's opening. So
+its member lives until the last of them has ended: no other member uses a slot to which a rank may still write.
 """
 
 from __future__ import annotations

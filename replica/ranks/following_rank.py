@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,6 +15,8 @@ from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs
 from quire.replica.model.sharded.rank_group import RankGroup
+from quire.replica.node_pool.pool_file import PoolSlots
+from quire.replica.node_pool.pool_layout import PoolLayout
 from quire.replica.ranks.rank_links import LeaderLink
 from quire.replica.ranks.rank_runners import FollowingRunner
 from quire.replica.ranks.step_message import decode
@@ -55,12 +58,23 @@ def _follow(link: LeaderLink, folder: Path, rank: int) -> None:
     if agreed is None:
         return
     config = dataclasses.replace(config, **msgpack.unpackb(agreed))
-    group = RankGroup.join(folder / STORE, rank, args.tensor_parallel)
-    runner = FollowingRunner.from_config(config, spec, group)
-    link.send({"ready": True})
-    while (message := link.receive()) is not None:
-        runner.follow(decode(message))
-    runner.close()
+    with contextlib.ExitStack() as opened:
+        layout = link.receive()
+        if layout is None:
+            return
+        pool_slots = None
+        if (sizes := msgpack.unpackb(layout)) is not None:
+            file = link.receive_file()
+            opened.callback(os.close, file)
+            pool_slots = PoolSlots.of(file, PoolLayout(*sizes)).part(rank, args.tensor_parallel)
+            config = dataclasses.replace(config, num_host_blocks=len(pool_slots.slots))
+        group = RankGroup.join(folder / STORE, rank, args.tensor_parallel)
+        runner = FollowingRunner.from_config(config, spec, group, pool_slots)
+        runner.group = group
+        link.send({"ready": True})
+        while (message := link.receive()) is not None:
+            runner.follow(decode(message))
+        runner.close()
 
 
 def main() -> None:

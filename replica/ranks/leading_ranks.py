@@ -14,6 +14,7 @@ import msgpack
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs, EngineConfig
 from quire.replica.model.sharded.rank_group import RankGroup
+from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.ranks.following_rank import AGREED, STORE
 from quire.replica.ranks.rank_links import RankLinks
 from quire.replica.ranks.rank_runners import LeadingRunner
@@ -47,8 +48,8 @@ class LeadingRanks:
 
     Parameters
     ----------
-    args
-        The replica's options, before `rank_args`.
+    num_ranks
+        Number of ranks with this one.
     start
         Starts a rank.
 
@@ -58,17 +59,23 @@ class LeadingRanks:
         A rank has not started.
     """
 
-    def __init__(self, args: EngineArgs, start: StartRank):
-        self._args = args
-        self.links = RankLinks(args.tensor_parallel)
-        self._ends = [start(self.links.folder, rank) for rank in range(1, args.tensor_parallel)]
+    def __init__(self, num_ranks: int, start: StartRank):
+        self._num_ranks = num_ranks
+        self.links = RankLinks(num_ranks)
+        self._ends = [start(self.links.folder, rank) for rank in range(1, num_ranks)]
 
-    def agree(self, config: EngineConfig) -> EngineConfig:
-        """Return the leader's configuration with the sizes of the smallest rank."""
+    def agree(self, args: EngineArgs, config: EngineConfig) -> EngineConfig:
+        """Return the leader's configuration with the sizes of the smallest rank.
+
+        Parameters
+        ----------
+        args
+            The replica's options, before `rank_args`.
+        """
         self.links.accept()
         # Ranks take the leader's choices where machines could differ.
         names = ("num_threads", "dtype", "deterministic", "device")
-        options = dataclasses.asdict(self._args) | {name: getattr(config, name) for name in names}
+        options = dataclasses.asdict(args) | {name: getattr(config, name) for name in names}
         self.links.send(msgpack.packb(options))
         each = self.links.receive()
         agreed = {
@@ -77,11 +84,25 @@ class LeadingRanks:
         self.links.send(msgpack.packb(agreed))
         return dataclasses.replace(config, **agreed)
 
-    def load(self, config: EngineConfig, spec: ModelSpec) -> LeadingRunner:
-        """Load the leader's part; every rank is ready then."""
-        group = RankGroup.join(self.links.folder / STORE, 0, self._args.tensor_parallel)
-        runner = LeadingRunner.from_config(config, spec, group)
-        runner.links = self.links
+    def load(
+        self, config: EngineConfig, spec: ModelSpec, node_pool: NodePool | None
+    ) -> LeadingRunner:
+        """Load the leader's part; every rank is ready then.
+
+        Parameters
+        ----------
+        node_pool
+            The host tier is in it: each slot has the parts of all ranks, in their order. None: each rank has its own.
+        """
+        pool_slots = None
+        layout = None if node_pool is None else dataclasses.astuple(node_pool.layout)
+        self.links.send(msgpack.packb(layout))
+        if node_pool is not None:
+            self.links.send_file(node_pool.file.fd)
+            pool_slots = node_pool.file.slots.part(0, self._num_ranks)
+        group = RankGroup.join(self.links.folder / STORE, 0, self._num_ranks)
+        runner = LeadingRunner.from_config(config, spec, group, pool_slots)
+        runner.group, runner.links = group, self.links
         self.links.receive()
         self.links.forget_folder()
         self.links.watch()

@@ -2,7 +2,7 @@
 
 ```
  leader   listens ◀─ connect ─ rank 1, rank 2, ...
-          options ──▶ sizes ◀── sizes agreed ──▶ ready ◀── step ──▶ step ──▶ step ──▶ ...
+          options ──▶ sizes ◀── sizes agreed, pool ──▶ ready ◀── step ──▶ step ──▶ step ──▶ ...
 ```
 
 After `ready` a rank sends nothing but the reason of its failure. A connection that ends is the end of the replica, on
@@ -16,6 +16,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +104,14 @@ class RankLinks:
         except OSError as error:
             raise EngineError(f"a rank has ended: {error}") from error
 
+    def send_file(self, fd: int) -> None:
+        """Send an open file to all ranks: each gets the same opening, with its locks."""
+        try:
+            for link in self._links:
+                reduction.send_handle(link, fd, None)
+        except OSError as error:
+            raise EngineError(f"a rank has ended: {error}") from error
+
     def receive(self) -> list[Any]:
         """Return one message of each rank.
 
@@ -187,6 +196,16 @@ class LeaderLink:
     def send(self, message: dict[str, Any]) -> None:
         """Send a message to the leader."""
         self._link.send_bytes(msgpack.packb(message))
+
+    def receive_file(self) -> int:
+        """Return the leader's open file.
+
+        Raises
+        ------
+        OSError, EOFError
+            The leader has ended.
+        """
+        return reduction.recv_handle(self._link)
 
     def receive(self) -> bytes | None:
         """Wait for the leader's next message; None: it has ended."""

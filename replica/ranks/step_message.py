@@ -1,4 +1,4 @@
-"""A step plan as one message from the leader to the other ranks.
+"""A step plan, or the saves of an idle engine, as one message from the leader to the other ranks.
 
 It has what the forward pass and the copies of blocks need. Samples are drawn by the leader alone, so that options of
 sampling, grammars and sums for embeddings stay there.
@@ -45,9 +45,17 @@ def encode(plan: StepPlan, token_ids: np.ndarray) -> bytes:
     )
 
 
-def decode(message: bytes) -> StepPlan:
-    """Decode a plan that samples nothing but computes the logits of the same tokens."""
-    numbers, arrays, token_ids, tables, token_index, copies, prompts = msgpack.unpackb(message)
+def encode_saves(pairs: np.ndarray) -> bytes:
+    """Encode blocks to save between two steps: [k, 2] integers, (device block, host block)."""
+    return msgpack.packb([_packed(pairs)])
+
+
+def decode(message: bytes) -> StepPlan | np.ndarray:
+    """Decode a plan that samples nothing but computes the logits of the same tokens, or the pairs of `encode_saves`."""
+    fields = msgpack.unpackb(message)
+    if len(fields) == 1:
+        return _unpacked(fields[0])
+    numbers, arrays, token_ids, tables, token_index, copies, prompts = fields
     own: dict[str, Any] = dict(zip(_NUMBERS, numbers, strict=True))
     own |= {name: _unpacked(value) for name, value in zip(_ARRAYS, arrays, strict=True)}
     index = _unpacked(token_index)

@@ -52,7 +52,7 @@ from quire.replica.model.loader import load_model
 from quire.replica.model.output_head import split_model
 from quire.replica.model.recurrence.recurrent_fusion import sorts_rows
 from quire.replica.model.sharded.rank_group import RankGroup
-from quire.replica.node_pool.node_pool import NodePool
+from quire.replica.node_pool.pool_file import PoolSlots
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
 from quire.replica.runner.gpu_steps import GpuSteps
@@ -84,8 +84,8 @@ class Runner:
         Runs the work; None opens `config.device`.
     fused
         Report of the runner that has already fused this model; None: fuse it here.
-    node_pool
-        The node's pool, in which the host tier is; None: the host tier is private.
+    pool_slots
+        The memory of the node's pool, in which the host tier is; None: the host tier is private.
 
     Raises
     ------
@@ -103,7 +103,7 @@ class Runner:
         attention_backend: Backend | None = None,
         device: Device | None = None,
         fused: FuseReport | None = None,
-        node_pool: NodePool | None = None,
+        pool_slots: PoolSlots | None = None,
     ):
         self.config = config
         self.spec = spec
@@ -112,7 +112,7 @@ class Runner:
         self._device = (
             open_device(config.device, use_nvtx=config.nvtx) if device is None else device
         )
-        self.host_pool = HostPool(config.num_host_blocks, pool, self._device, node_pool)
+        self.host_pool = HostPool(config.num_host_blocks, pool, self._device, pool_slots)
         self._sampler = StepSampler(config.vocab_size)
         self.kernels = _choose_kernels(config, attention_backend)
         # One row more than requests: the padding row.
@@ -197,12 +197,12 @@ class Runner:
         config: EngineConfig,
         spec: ModelSpec,
         group: RankGroup | None = None,
-        node_pool: NodePool | None = None,
+        pool_slots: PoolSlots | None = None,
     ) -> Self:
         """Load the checkpoint of `spec`, or the part of this rank of a group, and allocate the KV pool."""
         options = (config.device, config.dtype, config.weights)
         model = load_model(spec, *options, group=group, num_splits=config.reduction_splits)
-        return cls.with_pool(config, spec, model, node_pool=node_pool)
+        return cls.with_pool(config, spec, model, pool_slots=pool_slots)
 
     @classmethod
     def with_pool(
@@ -213,7 +213,7 @@ class Runner:
         *,
         device: Device | None = None,
         fused: FuseReport | None = None,
-        node_pool: NodePool | None = None,
+        pool_slots: PoolSlots | None = None,
     ) -> Self:
         """Allocate the KV pool for a loaded model."""
         pool = KVPool(
@@ -224,7 +224,7 @@ class Runner:
             config.device,
             read_kv_scales(spec) if config.kv_cache_dtype == "fp8" else None,
         )
-        return cls(config, spec, model, pool, device=device, fused=fused, node_pool=node_pool)
+        return cls(config, spec, model, pool, device=device, fused=fused, pool_slots=pool_slots)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launch a step and collect its result."""

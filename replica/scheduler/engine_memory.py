@@ -43,7 +43,7 @@ def kv_format(config: EngineConfig) -> str:
     parts = (
         *(metadata.version("quire"), config.model_name, config.revision, config.device),
         *(config.number_format, config.pool_dtype, config.block_size, config.groups),
-        *(config.deterministic, config.reduction_splits, config.fuse),
+        *(config.deterministic, config.tensor_parallel, config.reduction_splits, config.fuse),
     )
     return repr(parts)
 

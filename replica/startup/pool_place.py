@@ -102,7 +102,7 @@ def join_pool(
     Parameters
     ----------
     args
-        The options with a size (`with_pool_size`).
+        The options with a size (`with_pool_size`), of all ranks together: a slot has the parts of all ranks.
     place
         None: the host tier is private.
     is_exact
@@ -116,7 +116,7 @@ def join_pool(
     if place is None or not config.num_host_blocks or config.has_states:
         return config, None
     element = getattr(torch, config.pool_dtype).itemsize
-    slot_bytes = block_elements(config.groups, config.block_size) * element
+    slot_bytes = block_elements(config.groups, config.block_size) * element * args.tensor_parallel
     wanted = PoolLayout.that_fits(int((args.node_pool_gib or 0) * GIB), slot_bytes)
     if not wanted.num_slots:
         raise SizingError(

@@ -19,7 +19,7 @@ from quire.replica.device.open_device import open_device
 from quire.replica.host_machine import give_back_free_memory
 from quire.replica.model.loader import load_model
 from quire.replica.node_pool.node_pool import NodePool
-from quire.replica.node_pool.pool_file import PoolPlace
+from quire.replica.node_pool.pool_file import PoolPlace, PoolSlots
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_memory import measure_memory
 from quire.replica.startup.device_sizing import GIB
@@ -48,12 +48,12 @@ class Runtime:
 class OtherRanks(Protocol):
     """The ranks that this process leads (`replica/ranks`)."""
 
-    def agree(self, config: EngineConfig) -> EngineConfig:
-        """Return the configuration with the sizes of the smallest rank."""
+    def agree(self, args: EngineArgs, config: EngineConfig) -> EngineConfig:
+        """Return the configuration with the sizes of the smallest rank; `args` are the options of all ranks."""
         ...
 
-    def load(self, config: EngineConfig, spec: ModelSpec) -> Runner:
-        """Load the leader's part of the model; every rank is ready then."""
+    def load(self, config: EngineConfig, spec: ModelSpec, node_pool: NodePool | None) -> Runner:
+        """Load the leader's part of the model; every rank is ready then, with its part of the pool's slots."""
         ...
 
 
@@ -77,7 +77,7 @@ def load_runtime(
     ranks
         With `tensor_parallel`, the other ranks.
     place
-        Where the node's pool is; None: the host tier is private, as that of several ranks always is.
+        Where the node's pool is; None: the host tier is private.
 
     Raises
     ------
@@ -88,18 +88,16 @@ def load_runtime(
     checkpoint = resolve_checkpoint(args.model, args.revision)
     whole = ModelSpec.from_checkpoint(checkpoint)
     check_args(args)
-    if ranks is not None:
-        place = None
     is_exact = args.node_pool_gib is not None
     if place is not None:
         args = with_pool_size(args, place, checkpoint)
     spec = rank_spec(whole, args)
-    args = rank_args(args)
-    draft = find_draft_model(args, whole)
-    config = resolve(args, spec, checkpoint, draft=draft_bytes(draft))
+    own_args = rank_args(args)
+    draft = find_draft_model(own_args, whole)
+    config = resolve(own_args, spec, checkpoint, draft=draft_bytes(draft))
     check_model(whole, config.device)
     if ranks is not None:
-        config = ranks.agree(config)
+        config = ranks.agree(args, config)
     device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
     device.trim()  # frees memory cached by an earlier engine of this process
@@ -118,10 +116,11 @@ def load_runtime(
             if draft is not None:
                 draft.load(config)
             if ranks is not None:
-                runner, node_pool = ranks.load(config, spec), None
+                config, node_pool = join(config)
+                runner = ranks.load(config, spec, node_pool)
             elif available is None:
                 config, node_pool = join(config)
-                runner = Runner.from_config(config, spec, node_pool=node_pool)
+                runner = Runner.from_config(config, spec, pool_slots=_slots(node_pool))
             else:
                 model = load_model(spec, config.device, config.dtype, config.weights)
                 measured, fused = measure_memory(config, spec, model, device, available)
@@ -129,10 +128,15 @@ def load_runtime(
                     measured = draft.measure(config, device, measured)
                 # The rest goes to the KV pool.
                 config, node_pool = join(
-                    resolve(args, spec, checkpoint, measured, draft_bytes(draft))
+                    resolve(own_args, spec, checkpoint, measured, draft_bytes(draft))
                 )
                 runner = Runner.with_pool(
-                    config, spec, model, device=device, fused=fused, node_pool=node_pool
+                    config,
+                    spec,
+                    model,
+                    device=device,
+                    fused=fused,
+                    pool_slots=_slots(node_pool),
                 )
             startup_s["load"] = -began + (began := time.perf_counter())
             runner.warm_up()
@@ -150,6 +154,10 @@ def load_runtime(
         startup_s["warm_up"] = time.perf_counter() - began
         opened.pop_all()
     return Runtime(checkpoint, spec, runner.config, runner, node_pool, draft_runner)
+
+
+def _slots(node_pool: NodePool | None) -> PoolSlots | None:
+    return None if node_pool is None else node_pool.file.slots
 
 
 def _check_budget(used: int, budget: int) -> None:

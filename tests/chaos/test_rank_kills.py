@@ -102,6 +102,7 @@ def test_streams_equal_their_uninterrupted_selves_when_ranks_are_killed(rank_clu
     asyncio.run(run())
     storm_s = time.monotonic() - began_s
     wrong = storm.wrong(calm)
+    on_host = rank_cluster.metric("quire_prefix_hit_tokens_total", tier="host")
     moved = sum(watch.attempts > 1 for watch in storm.watches.values())
     wait_until(
         lambda: len(rank_cluster.loads()) == NUM_REPLICAS, CHANGE_TIMEOUT_S, "all replicas are back"
@@ -127,3 +128,4 @@ def test_streams_equal_their_uninterrupted_selves_when_ranks_are_killed(rank_clu
     assert not wrong, "\n".join(wrong)
     assert len(killer.killed) >= NUM_KILLS
     assert moved, "kills hit running streams"
+    assert on_host, "what the dead replicas have computed is in the node's pool"

@@ -149,7 +149,7 @@ def test_the_default_size_follows_from_the_memory():
 
 def test_a_pool_has_one_file_which_the_exit_of_its_last_process_removes(tmp_path):
     with Engine(node_pool=PoolPlace("one", folder=tmp_path), **OPTIONS) as engine:
-        assert isinstance(engine._node_pool.memory, PoolFile)
+        assert isinstance(engine._node_pool.file, PoolFile)
         assert len(list(tmp_path.iterdir())) == 1
         # An interpreter that exits, also after SIGTERM, calls this instead of `close`.
         engine._at_exit()

@@ -93,6 +93,10 @@ class RankGroup:
         """Add the partial sums of all ranks; each rank gives equally many, in order."""
         return tree_sum(self.gather(tree_sum(parts)))
 
+    def wait_for_all(self) -> None:
+        """Wait until every rank has made this call."""
+        self.gather(torch.zeros(1))
+
     def largest(self, value: float) -> float:
         """Return the largest value of all ranks; NaN if one is NaN."""
         values = torch.stack(self.gather(torch.tensor(value, dtype=torch.float64)))

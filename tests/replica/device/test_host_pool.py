@@ -154,7 +154,7 @@ def test_blocks_in_the_nodes_pool_are_saved_when_their_copies_have_ended(tmp_pat
     pool.data[:] = torch.arange(5.0)[:, None]
     layout = PoolLayout(6, pool.data[0].nbytes)
     with contextlib.closing(open_pool(tmp_path, layout)) as node_pool:
-        host = HostPool(6, pool, device, node_pool)
+        host = HostPool(6, pool, device, node_pool.file.slots)
         host.move(np.array([[1, 3], [2, 5]]), NONE, written=np.array([0]))
         host.move_rest()
         assert host.take_saved() == (), "nobody may find them yet"

@@ -60,7 +60,7 @@ def test_it_is_unregistered_once_when_the_last_view_is_gone_and_still_mapped_the
 
 def test_the_nodes_pool_is_registered_where_it_is_mapped(cudart, tmp_path):
     with contextlib.closing(open_pool(tmp_path, PoolLayout(8, 4096))) as pool:
-        mapping = HostMapping(len(pool.memory.memory), pool.memory.memory)
+        mapping = HostMapping(len(pool.file.slots.memory), pool.file.slots.memory)
         assert register(mapping, cudart) is None
         ((address, size),) = cudart.registered.items()
         assert size == pool.layout.num_bytes

@@ -12,7 +12,7 @@ from pool_process import LAYOUT, adopt, bytes_of, fill, key_of, open_pool, put
 
 from quire.replica.node_pool import pool_file
 from quire.replica.node_pool.node_pool import NodePool, open_node_pool
-from quire.replica.node_pool.pool_file import NodePoolError, pool_name, remove_pools
+from quire.replica.node_pool.pool_file import NodePoolError, PoolSlots, pool_name, remove_pools
 from quire.replica.node_pool.pool_layout import MAX_MEMBERS, Fact, PoolLayout, State
 from quire.replica.node_pool.pool_locks import PoolLocks
 from quire.replica.node_pool.slot_content import Content
@@ -135,6 +135,34 @@ def test_a_member_that_is_stopped_with_the_mutex_does_not_stop_the_others(tmp_pa
     now_s[0] += 2
     assert pool.claim(1) is not None
     assert pool.num_leased() == 1
+
+
+def test_a_member_lives_until_the_last_process_with_its_file_has_ended(tmp_path):
+    """As a rank of a replica, which may still write to slots that its leader has leased."""
+    pool, other = open_pool(tmp_path), open_pool(tmp_path)
+    slots = pool.claim(LAYOUT.num_slots)
+    rank = os.dup(pool.file.fd)
+    mapped = PoolSlots.of(rank, pool.layout)
+    os.close(pool.file.fd)  # the leader is killed
+    assert other.claim(1) is None
+    mapped.part(1, 2).slots[slots[0]] = 7
+    assert other.slots[slots[0], LAYOUT.slot_bytes // 2 :].tolist() == [7] * (
+        LAYOUT.slot_bytes // 2
+    )
+    assert not other.slots[slots[0], : LAYOUT.slot_bytes // 2].any()
+    os.close(rank)
+    assert other.claim(1) is not None
+
+
+def test_a_member_that_leaves_releases_the_mutex_though_a_rank_has_its_file(tmp_path):
+    pool, other = open_pool(tmp_path), open_pool(tmp_path)
+    rank = os.dup(pool.file.fd)
+    put(pool, 1)
+    pool.close()
+    assert adopt(other, 1)
+    other.close()
+    assert not other.path.exists()
+    os.close(rank)
 
 
 def test_members_are_bounded_and_their_places_are_used_again(tmp_path):

@@ -33,6 +33,7 @@ from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.replica.model.sharded.rank_group import tree_sum
 from quire.replica.model.weights import list_tensors, read_tensors
+from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.ranks import following_rank
 from quire.replica.ranks.following_rank import follow
 from quire.replica.ranks.rank_links import RankEnd
@@ -57,6 +58,7 @@ def engine(
     num_ranks: int,
     splits: int,
     on_output: Callable[[LoopOutput], None] | None = None,
+    node_pool: PoolPlace | None = None,
     **changes: object,
 ) -> Engine:
     options = dict(
@@ -76,6 +78,7 @@ def engine(
         ),
         on_output=on_output,
         prove=False,
+        node_pool=node_pool,
         start_rank=start_thread,
     )
 
@@ -152,6 +155,41 @@ def test_blocks_of_all_ranks_are_preempted_and_restored_alike(zoo, restore):
         num_restored = ranks.telemetry()["tiers"]["num_restored"]
         assert (num_restored > 0) == (restore == "always")
         ranks.check()
+
+
+def test_ranks_share_the_pool_of_the_node(zoo, tmp_path):
+    """What one replica has computed another restores, every rank its part. One damaged part spoils the block."""
+    folder = zoo("llama")
+    expected, *_ = of_one_rank(folder, 2)
+    pool = dict(node_pool=PoolPlace("ranks", folder=tmp_path), node_pool_gib=0.001)
+
+    def tokens_on_host(ranks: Engine) -> int:
+        assert told(ranks.generate(prompts(), params())) == expected
+        ranks.check()
+        return ranks.snapshot()["prefix"]["tokens_hit_on_host"]
+
+    with engine(folder, 2, 2, **pool) as first:
+        assert told(first.generate(prompts(), params())) == expected
+        end_s = time.monotonic() + 60
+        while first.call(lambda scheduler: len(scheduler.memory.publishing)).result():
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        (file,) = tmp_path.iterdir()
+        slot_bytes = int(file.name.rpartition("x")[2])
+        with engine(folder, 1, 2, **pool) as alone:
+            # Its slots are as long, and have the heads in another order.
+            assert alone._node_pool.layout.slot_bytes == slot_bytes
+            assert tokens_on_host(alone) == 0
+        with engine(folder, 2, 2, **pool) as second:
+            whole_blocks = sum((n - 1) // 8 * 8 for n in LENGTHS)
+            # The shared prefix is restored once.
+            assert tokens_on_host(second) >= whole_blocks - SHARED
+            assert second.snapshot()["prefix"]["tokens_hit"] == whole_blocks
+            second._node_pool.slots[:, slot_bytes // 2 :] ^= 1
+        with engine(folder, 2, 2, **pool) as third:
+            assert tokens_on_host(third) == 0
+            assert third.snapshot()["host_blocks"]["damaged"] > 0
+    assert not list(tmp_path.iterdir()), "the last replica removes the pool"
 
 
 def test_drafts_are_verified_by_all_ranks(zoo):
