@@ -19,7 +19,7 @@ class BilledAnswer:
     is_fork
         A further choice of a prompt, whose prompt tokens the first choice has computed.
     cached_tokens, host_cached_tokens, peer_cached_tokens
-        Prompt tokens from the caches of all tiers, the part of them from the host tier, and the part of that from
+        Prompt tokens from the caches of all tiers, the part from the host tier, and the part of that from
         another node.
     queue_s, prefill_s, decode_s
         Seconds of each phase; 0 unless `is_answered`.
