@@ -207,6 +207,7 @@ prefill: $(INSTALLED)
 
 tp: $(INSTALLED)
 	TP_OUT=tests/perf/results/tp.json $(BIN)/python -m pytest -s -m slow tests/chaos/test_rank_kills.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/replica/ranks $(ARGS)
 
 # Each client has an environment of its own in .cache/clients, about 9 GB together.
 CLIENTS_MODEL ?=
