@@ -31,6 +31,8 @@ from quire.replica.engine import Engine
 
 NUM_DRAINS = {"ci": 1, "long": 3}[SIZE]
 MAX_TOLD = 20  # failures
+# Of requests that share a prefix, and of new prefixes until one was pulled in time.
+PULLING_STREAMS, MAX_ROUNDS = 4, 8
 # System prompts that requests share, streams that use them, and the time in which a replica that joins is watched.
 NUM_SYSTEMS, NUM_USERS, JOINED_S = 12, 6, 10.0
 
@@ -61,56 +63,65 @@ def test_a_prefix_of_another_node_is_pulled_and_no_token_changes(nodes: Nodes) -
             f"The {i}th clerk binds sheet {i * i}. " for i in range(begin, begin + count)
         )
 
-    # About 1,800 tokens in common and 1,300 of its own each, so that the holder alone would be busy for long.
-    shared = text_of(0, 100)
-    prompts = [shared + text_of(100 * (i + 1), 70) for i in range(12)]
-
     def ask(prompt: str) -> tuple[str, str, Any]:
         answer = client.completions.create(
             model="embedded", prompt=prompt, max_tokens=16, temperature=0
         )
         return answer.id, answer.choices[0].text, answer.usage
 
-    num_tokens = ask(shared)[2].prompt_tokens
-    # The holder publishes what it has computed once it is idle.
-    published = lambda: cluster.metric("quire_host_blocks_cached") * 32 >= num_tokens - 64  # noqa: E731
-    wait_until(published, CHANGE_TIMEOUT_S, f"{num_tokens} tokens are in the holder's pool")
-    # All at once: the holder is busy, so others get most of them.
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        answers = list(threads.map(ask, prompts))
-    node_of = {
-        replica["replica_id"]: replica["node_id"]
-        for replica in cluster.serve_status()["applications"]["quire"]["deployments"]["Replica"][
-            "replicas"
+    def pull(round_: int) -> tuple[list[str], list[str], int]:
+        """Ask for several answers after one prefix; prompts, answers, and most tokens that one has pulled."""
+        before = cluster.metric("quire_host_blocks_cached")
+        # About 1,800 tokens in common and 1,300 of its own each, so that the holder alone would be busy for long.
+        shared = text_of(1000 * round_, 100)
+        num_tokens = ask(shared)[2].prompt_tokens
+        # The holder publishes what it has computed once it is idle.
+        published = lambda: (  # noqa: E731
+            (cluster.metric("quire_host_blocks_cached") - before) * 32 >= num_tokens - 64
+        )
+        wait_until(published, CHANGE_TIMEOUT_S, f"{num_tokens} tokens are in the holder's pool")
+        # All at once: the holder is busy, so others get some.
+        prompts = [
+            shared + text_of(1000 * round_ + 100 * (i + 1), 70) for i in range(PULLING_STREAMS)
         ]
-    }
-    decisions = [
-        explained(cluster, answer_id.removeprefix("cmpl-"))[-1] for answer_id, _, _ in answers
-    ]
-    pulled = [d for d in decisions if d["ranking"][0]["pulled_tokens"]]
-    assert pulled, [d["ranking"][0] for d in decisions]
-    for decision in pulled:
-        best = decision["ranking"][0]
-        assert best["terms"]["pull_s"] > 0
-        assert node_of[best["pull_from"]] != node_of[best["replica"]]
-    whole = [
-        d
-        for d in pulled
-        if d["outcome"]["replica"] == d["ranking"][0]["replica"]
-        and d["outcome"]["cached_tokens"] >= d["ranking"][0]["pulled_tokens"] - 64
-    ]
-    assert whole, [(d["ranking"][0], d["outcome"]) for d in pulled]
-    # The first pull of a node brings the prefix, later requests find it there.
-    peer_tokens = [usage.prompt_tokens_details.peer_cached_tokens for _, _, usage in answers]
-    for num_peer, decision in zip(peer_tokens, decisions, strict=True):
-        assert num_peer <= decision["ranking"][0]["pulled_tokens"]
-    assert max(peer_tokens) >= min(d["ranking"][0]["pulled_tokens"] for d in whole) - 64
-    assert cluster.metric("quire_prefix_hit_tokens_total", tier="peer") == sum(peer_tokens)
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            answers = list(threads.map(ask, prompts))
+        node_of = {
+            replica["replica_id"]: replica["node_id"]
+            for replica in cluster.serve_status()["applications"]["quire"]["deployments"][
+                "Replica"
+            ]["replicas"]
+        }
+        decisions = [explained(cluster, i.removeprefix("cmpl-"))[-1] for i, _, _ in answers]
+        most = 0
+        for decision, (_, _, usage) in zip(decisions, answers, strict=True):
+            best, details = decision["ranking"][0], usage.prompt_tokens_details
+            if best["pulled_tokens"]:
+                assert best["terms"]["pull_s"] > 0
+                assert node_of[best["pull_from"]] != node_of[best["replica"]]
+            assert details.peer_cached_tokens <= best["pulled_tokens"]
+            assert details.peer_cached_tokens <= details.host_cached_tokens
+            most = max(most, details.peer_cached_tokens)
+        return prompts, [text for _, text, _ in answers], most
+
+    prompts: list[str] = []
+    texts: list[str] = []
+    most = 0
+    # A pull waits as long as computing would take. On a busy machine it may not come in time.
+    for round_ in range(MAX_ROUNDS):
+        more_prompts, more_texts, most = pull(round_)
+        prompts += more_prompts
+        texts += more_texts
+        print(f"round {round_}: {most} tokens pulled", flush=True)
+        if most:
+            break
+    assert most >= 1000
+    assert cluster.metric("quire_prefix_hit_tokens_total", tier="peer") >= most
     # Computed by an engine that knows nothing of pools.
     with Engine(model="embedded", device="cpu", deterministic=True, num_threads=1) as engine:
         params = SamplingParams(max_tokens=16, temperature=0)
         outputs = engine.generate(prompts, params, progress=False)
-    assert [text for _, text, _ in answers] == [output.text for output in outputs]
+    assert texts == [output.text for output in outputs]
 
 
 def test_no_stream_fails_while_nodes_are_drained(nodes: Nodes) -> None:
