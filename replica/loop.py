@@ -260,7 +260,9 @@ class EngineLoop:
             return False
         pairs = self._scheduler.plan_idle_copies()
         if len(pairs):
+            self.step_watch.begin("a save of blocks", 0.0)
             self._save_blocks(pairs)
+            self.step_watch.end()
         self._scheduler.end_idle_copies()
         return len(pairs) > 0
 
@@ -280,7 +282,7 @@ class EngineLoop:
     def _launch(self, plan: StepPlan) -> None:
         """Launch a step. If that fails, collect the steps in flight, then end the requests of this step."""
         if not self._in_flight:
-            self.step_watch.begin(plan.step, self._predicted_s(plan))
+            self.step_watch.begin(f"step {plan.step}", self._predicted_s(plan))
         self._record(plan)
         began = perf_counter()
         try:
@@ -360,7 +362,7 @@ class EngineLoop:
         self.step_watch.end()
         if self._in_flight:
             behind = self._in_flight[0][0]
-            self.step_watch.begin(behind.step, self._predicted_s(behind))
+            self.step_watch.begin(f"step {behind.step}", self._predicted_s(behind))
         elif self._recorder is not None:
             self._recorder.end()
 

@@ -2,7 +2,8 @@
 
 A thread watches the duration of the running step. A step that takes longer than `step_timeout_s` and longer than
 `SLACK` times its predicted duration counts as hung. Serve's health check then fails and the actor ends the process, so
-that Serve starts another replica and routers migrate the streams immediately.
+that Serve starts another replica and routers migrate the streams immediately. Saves of an idle engine are watched like
+a step: with several ranks they wait for all.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class StepWatch:
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic):
         self.timeout_s = timeout_s
         self._clock = clock
-        self._running: tuple[int, float, float] | None = None  # number, begin and limit in seconds
+        self._running: tuple[str, float, float] | None = None  # name, begin and limit in seconds
         self._closed = threading.Event()
 
-    def begin(self, step: int, predicted_s: float) -> None:
+    def begin(self, name: str, predicted_s: float) -> None:
         """Start to watch a step before it is launched; `predicted_s` is 0 while the speed is unknown."""
-        self._running = step, self._clock(), max(self.timeout_s, SLACK * predicted_s)
+        self._running = name, self._clock(), max(self.timeout_s, SLACK * predicted_s)
 
     def end(self) -> None:
         """Stop watching the running step, after it has returned or failed."""
@@ -45,11 +46,11 @@ class StepWatch:
         running = self._running
         if running is None:
             return None
-        step, began_s, limit_s = running
+        name, began_s, limit_s = running
         taken_s = self._clock() - began_s
         if taken_s <= limit_s:
             return None
-        return f"step {step} has run for {taken_s:.1f} s; the limit is {limit_s:.1f} s"
+        return f"{name} has run for {taken_s:.1f} s; the limit is {limit_s:.1f} s"
 
     def watch(self, on_hang: Callable[[str], None]) -> threading.Thread:
         """Start a daemon thread that calls `on_hang` once, with the reason, when a step hangs."""

@@ -25,7 +25,7 @@ def test_a_step_is_overdue_beyond_timeout_and_prediction(steps, timeout_s):
     for number, (idle_s, taken_s, predicted_s) in enumerate(steps):
         now[0] += idle_s
         assert step_watch.complaint() is None, "nothing runs"
-        step_watch.begin(number, predicted_s)
+        step_watch.begin(f"step {number}", predicted_s)
         began_s = now[0]
         now[0] += taken_s
         limit_s = max(timeout_s, SLACK * predicted_s)
@@ -41,11 +41,11 @@ def test_the_thread_tells_once_and_only_of_a_step_that_hangs():
     step_watch, told = StepWatch(0.2), []
     thread = step_watch.watch(told.append)
     for number in range(20):  # together far longer than the timeout
-        step_watch.begin(number, 0.0)
+        step_watch.begin(f"step {number}", 0.0)
         thread.join(0.03)
         step_watch.end()
     assert thread.is_alive() and told == []
-    step_watch.begin(99, 0.0)
+    step_watch.begin("step 99", 0.0)
     thread.join(10)
     assert not thread.is_alive()
     assert len(told) == 1 and told[0].startswith("step 99 has run for 0.")

@@ -32,6 +32,7 @@ from quire.replica.core.request import Request
 from quire.replica.core.sampling_record import RECORD
 from quire.replica.core.step_plan import BlockTables, PromptTargets, SamplingBatch, StepPlan
 from quire.replica.engine import Engine
+from quire.replica.kv_cache import publishing
 from quire.replica.loop import LoopOutput
 from quire.replica.model.sharded.rank_group import tree_sum
 from quire.replica.model.weights import list_tensors, read_tensors
@@ -39,6 +40,7 @@ from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.ranks import following_rank
 from quire.replica.ranks.following_rank import follow
 from quire.replica.ranks.rank_links import RankEnd
+from quire.replica.ranks.rank_runners import FollowingRunner
 from quire.replica.ranks.step_message import decode, encode
 from quire.replica.startup.rank_sizing import rank_args, rank_spec
 
@@ -273,6 +275,35 @@ def test_a_failed_rank_is_the_end_of_the_replica(zoo, monkeypatch):
             ranks.check_health()
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_a_rank_that_hangs_while_the_engine_is_idle_is_found(zoo, tmp_path, monkeypatch):
+    """The copies of an idle engine to the node's pool wait for all ranks."""
+    reached, over = threading.Event(), threading.Event()
+    save = FollowingRunner.save_blocks
+
+    def hang(runner: FollowingRunner, pairs: np.ndarray) -> None:
+        reached.set()
+        over.wait(60)
+        save(runner, pairs)
+
+    monkeypatch.setattr(FollowingRunner, "save_blocks", hang)
+    # Steps publish nothing, so that all is left to the idle engine.
+    monkeypatch.setattr(publishing, "_PREFILL_SHARE", 0.0)
+    place = PoolPlace("hung", folder=tmp_path)
+    with engine(zoo("llama"), 2, 2, node_pool=place, node_pool_gib=0.001, step_timeout_s=1.0) as e:
+        e.call(lambda s: setattr(s.memory.publishing, "max_share", 1e-9)).result()
+        complaints: list[str] = []
+        thread = e.watch(complaints.append)
+        e.generate(prompts(), params())
+        try:
+            assert reached.wait(30), "blocks are copied while the engine is idle"
+            thread.join(30)
+            assert len(complaints) == 1 and complaints[0].startswith("a save of blocks has run for")
+            with pytest.raises(EngineError, match="a save of blocks"):
+                e.check_health()
+        finally:
+            over.set()
 
 
 def test_the_reason_of_a_rank_that_cannot_load_reaches_the_leader(zoo, monkeypatch):
