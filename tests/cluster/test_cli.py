@@ -438,10 +438,19 @@ def test_an_api_that_does_not_answer_and_an_update_do_not(
     assert code == 0 and seconds > 1
 
 
-def test_the_end_of_rays_node_ends_it(tmp_path, ready_server):
-    """The driver and the dashboard stay."""
+def test_the_end_of_rays_node_ends_it(tmp_path, ready_server, monkeypatch):
+    """The driver and the dashboard stay. The raylet ends once it has been seen, however long the start takes."""
+
+    def ended_daemons(leader: int) -> dict[int, str]:
+        daemons = process_session.session_daemons(leader)
+        for pid in daemons:
+            os.kill(pid, signal.SIGKILL)
+        return daemons
+
+    monkeypatch.setattr(local_serve, "session_daemons", ended_daemons)
+    monkeypatch.setattr(local_serve, "TERMINATE_S", 1.0)
     (tmp_path / "raylet").symlink_to("/bin/sleep")
-    node = f"import subprocess; subprocess.Popen([{str(tmp_path / 'raylet')!r}, '5']); {SLEEPER}"
+    node = f"import subprocess; subprocess.Popen([{str(tmp_path / 'raylet')!r}, '60']); {SLEEPER}"
     running = {"one": RUNNING}
     code, out, seconds = watched(tmp_path, node, ready_server.server_port, running)
     assert code == 1
@@ -479,6 +488,7 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path, ready_server, monkeypa
 def test_the_pools_of_its_replicas_are_removed(tmp_path, ready_server, monkeypatch):
     """Ray kills a replica, whose pool would outlive it. The child's command line names a session of Ray's."""
     monkeypatch.setattr(local_serve, "remove_pools", partial(remove_pools, folder=tmp_path))
+    monkeypatch.setattr(local_serve, "TERMINATE_S", 1.0)
     name = pool_name("session_2026-11-28_1_2", "one", "node")
     pool = open_node_pool(name, PoolLayout(4, 512), folder=tmp_path)
     pool._file.close(remove=False)
