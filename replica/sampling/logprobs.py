@@ -47,7 +47,7 @@ def score_tokens(
     # A negative token means that the row's constraints allow no token: its request ends in this step, and the
     # log-probability is not sent.
     chosen = tokens[torch.tensor(index)].clamp(min=0)
-    top, top_ids = distribution.topk(min(max(num_top), distribution.shape[-1]), dim=-1)
+    top, top_ids = _likeliest(distribution, max(num_top))
     top, top_ids = _in_order(top.numpy(), top_ids.numpy())
     width, out = top.shape[1], scores[: len(index)].numpy()
     out[:, 0] = distribution.gather(-1, chosen[:, None])[:, 0].numpy()
@@ -139,8 +139,7 @@ def score_by_torch(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Sco
     distribution = torch.log_softmax(logits.float(), dim=-1)
     chosen = distribution.gather(-1, ids[:, None])
     ranks = (distribution > chosen).sum(-1) + 1
-    top, top_ids = distribution.topk(min(num_top, distribution.shape[-1]), dim=-1)
-    return chosen[:, 0], ranks, top, top_ids
+    return chosen[:, 0], ranks, *_likeliest(distribution, num_top)
 
 
 def score_by_kernels(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
@@ -155,6 +154,21 @@ def score_by_kernels(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> S
     scores = log_probs(logits, ids, each, source=source, out=out)
     ranks = (logits > logits.gather(-1, ids[:, None])).sum(-1) + 1
     return scores.chosen, ranks, scores.top, scores.top_ids
+
+
+def _likeliest(distribution: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest `num_top` values of each row of [n, vocab] and their ids; of equal ones the first, as the kernels do.
+
+    `topk` leaves open which of several equal values it takes: a row's ids could depend on what its neighbours ask for.
+    """
+    top, top_ids = distribution.topk(min(num_top, distribution.shape[-1]), dim=-1)
+    if top.numel():
+        last = top[:, -1:]
+        num_last = (top == last).sum(-1)
+        for row in ((distribution == last).sum(-1) > num_last).nonzero()[:, 0].tolist():
+            equal = (distribution[row] == last[row]).nonzero()[:, 0]
+            top_ids[row, top[row] == last[row]] = equal[: int(num_last[row])]
+    return top, top_ids
 
 
 def _in_order(top: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
