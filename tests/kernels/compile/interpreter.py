@@ -16,7 +16,9 @@ in the kernel. The second takes a third of a kernel's time and changes nothing, 
 
 It also computes whether each integer operation overflows, and looks at the result in debug mode only, which nothing
 turns on. For each tensor it makes the objects of its shape again, and a table of NumPy's types. The repair leaves out
-the first and keeps the others: together they take half of a kernel's time.
+the first and keeps the others: together they take half of a kernel's time. Of the rest a quarter goes to asking again
+what is plain: whether a type equals itself, an array fits the type that it was made for, two operands of one type have
+a type in common. The repair answers these at once.
 
 Triton 3.6 also converts a scalar, stored as an array of one element, to a Python number in a way that NumPy 2.4 and
 later reject (fixed in Triton 3.7).
@@ -50,6 +52,7 @@ def repair_interpreter() -> None:
     _leave_out_overflow_checks()
     _keep_numpy_types()
     _keep_shapes()
+    _answer_plain_questions()
     InterpreterBuilder.is_repaired = True
 
 
@@ -180,6 +183,45 @@ def _keep_shapes() -> None:
     )
     tl.tensor.__init__ = begin_tensor
     TritonSemantic.broadcast_impl_value = broadcast_if_different
+
+
+def _answer_plain_questions() -> None:
+    """Leave out checks that find nothing; what they could find goes the way of the interpreter."""
+    equals, unwrap = tl.dtype.__eq__, tl.core._unwrap_if_constexpr
+    check_binary = TritonSemantic.binary_op_type_checking_impl
+    plain = frozenset({tl.tensor, int, float, bool, type(None)})
+
+    def begin_handle(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def equals_itself(self, other):
+        return self is other or equals(self, other)
+
+    def unwrap_if_constexpr(x):
+        kind = type(x)
+        if kind is tl.constexpr:
+            return x.value
+        return x if kind in plain else unwrap(x)
+
+    def check_binary_op(self, lhs, rhs, *allowed, **options):
+        if type(lhs) is tl.tensor is type(rhs) and lhs.dtype is rhs.dtype:
+            is_whole = lhs.dtype is tl.int32 or lhs.dtype is tl.int64 or lhs.dtype is tl.float32
+            if is_whole:
+                return self.broadcast_impl_value(lhs, rhs)
+        return check_binary(self, lhs, rhs, *allowed, **options)
+
+    def patch_attribute(obj, name, member, builder, scope):
+        def call(*args, **options):
+            options["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **options)
+
+        scope.set_attr(obj, name, call)
+
+    TensorHandle.__init__ = begin_handle
+    tl.dtype.__eq__ = equals_itself
+    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
+    TritonSemantic.binary_op_type_checking_impl = check_binary_op
+    interpreter._patch_attr = patch_attribute
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
