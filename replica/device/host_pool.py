@@ -14,6 +14,7 @@ same memory; its blocks need not be recomputed, but steps cannot read them in pl
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -96,6 +97,7 @@ class HostPool:
             # Otherwise the first copy to each page waits for this process's page table.
             back_with_memory(self._mapping)
             self.data = torch.from_numpy(pool_slots.slots).view(dtype)
+        self._is_whole = self.data.is_contiguous() and pool.data.is_contiguous()
 
     def _pinned(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -187,13 +189,25 @@ class HostPool:
                 return
 
     def _save(self, pairs: np.ndarray) -> Event:
-        tier, pool = self.data, self._pool.data
-        for block, host_block in pairs.tolist():
-            self._device.copy(Stream.OFFLOAD, tier[host_block], pool[block], "save")
+        for blocks, host_blocks in self._runs(pairs):
+            source, target = self._pool.data[blocks], self.data[host_blocks]
+            self._device.copy(Stream.OFFLOAD, target, source, "save")
         self.num_saved += len(pairs)
         saved = self._device.record(Stream.OFFLOAD, "blocks saved")
         self._unsaved.update(dict.fromkeys(pairs[:, 1].tolist(), saved))
         return saved
+
+    def _runs(self, pairs: np.ndarray) -> Iterator[tuple[slice, slice]]:
+        """Consecutive blocks of [k, 2] pairs, which are one copy if the memory of both tiers is whole.
+
+        Each copy gives up the interpreter's lock, so in a busy process many small ones take long.
+        """
+        is_end = (np.diff(pairs, axis=0) != 1).any(1) | (not self._is_whole)
+        begin = 0
+        for end in [*(np.flatnonzero(is_end) + 1).tolist(), len(pairs)]:
+            (first, second), count = pairs[begin].tolist(), end - begin
+            yield slice(first, first + count), slice(second, second + count)
+            begin = end
 
     def save_now(self, pairs: np.ndarray) -> None:
         """Save blocks while no step is in flight, and wait. `pairs` is [k, 2] integers, (device block, host block)."""
@@ -208,10 +222,11 @@ class HostPool:
         return done
 
     def _restore(self, pairs: np.ndarray) -> None:
-        device, tier, pool = self._device, self.data, self._pool.data
+        device = self._device
         begun = device.record(Stream.OFFLOAD, "restore begins", timed=True)
-        for host_block, block in pairs.tolist():
-            device.copy(Stream.OFFLOAD, pool[block], tier[host_block], "restore")
+        for host_blocks, blocks in self._runs(pairs):
+            source, target = self.data[host_blocks], self._pool.data[blocks]
+            device.copy(Stream.OFFLOAD, target, source, "restore")
         ended = device.record(Stream.OFFLOAD, "blocks restored", timed=True)
         self._restoring.append(_Restore(self._newest_step, len(pairs), begun, ended))
 

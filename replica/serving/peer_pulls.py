@@ -191,7 +191,9 @@ class PeerPulls:
 async def pull_ahead(pulls: PeerPulls | None, submit: Submit) -> Completion:
     """Pull what `Submit.pull` names, for a request that will come later; the error says why not all has come."""
     pulled = ImportResult(0, 0, 0.0, "this replica pulls nothing")
-    if pulls is not None and submit.pull is not None:
+    if submit.pull is None:
+        pulled = ImportResult(0, 0, 0.0, "")
+    elif pulls is not None:
         pulled = await pulls.run(
             (submit.router_id, submit.stream_id),
             submit.prompt_ids,

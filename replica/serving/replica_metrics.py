@@ -19,6 +19,7 @@ from quire.protos.metric_families import (
 )
 from quire.protos.vllm_metrics import vllm_page
 from quire.replica.loop import STEP_BOUNDARIES_S, LoopOutput
+from quire.replica.serving.ahead_restores import NO_ROUTER
 
 if TYPE_CHECKING:
     from quire.replica.engine import Engine
@@ -176,9 +177,11 @@ class ReplicaMetrics:
         value("quire_build_info", importlib.metadata.version("quire")).value = 1
 
     def on_output(self, output: LoopOutput) -> None:
-        """Count the output of a step."""
+        """Count the output of a step, except that of requests without a router, which has no reader."""
         num_tokens = len(output.deltas.tokens.token_ids)
         for delta in output.deltas.whole:
+            if delta.key[0] == NO_ROUTER:
+                continue
             num_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self._prompt.value += delta.facts.num_prompt_tokens

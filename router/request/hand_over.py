@@ -30,8 +30,9 @@ from quire.router.types import GenerationRequest
 # A stream leaves a replica that drains after this time, though its KV is not copied. `cluster/app.py` leaves more for
 # moving.
 MAX_AHEAD_S = 20.0
-# The second round brings what the stream has added during the first one, so that little is left for its pause.
-_NUM_ROUNDS = 2
+# The second round brings what the stream has added during the first one, so that little is left for its pause. Then the
+# target has the blocks on its device, and retains them there for so long at least.
+_NUM_ROUNDS, _RETAIN_S = 2, 10.0
 
 
 class HandOver:
@@ -141,14 +142,15 @@ class HandOver:
         return peers.handover(left, ranking, num_tokens, now_s, is_alive=is_alive)
 
     async def copy_ahead(self, attempt: Attempt) -> None:
-        """Copy the KV to the replica of another node where the request will go on, unless computing takes less time.
+        """Copy the KV of a replica that drains to the one where the request will go on.
 
-        A replica of the same node finds the KV in the pool, once the replica that runs the request has published it.
+        If computing takes less time, nothing is copied. Serve gives a replica that drains no calls, so a replica of the
+        same node finds in the pool what that one has published by itself: all but the last blocks.
         """
         with contextlib.suppress(QuireError, TimeoutError):
             ranking = self._rank()
             if ranking[0].replica != attempt.replica:
-                await self._bring(attempt, ranking)
+                await self._bring(attempt, ranking, drains=True)
         if not self._is_complete:
             self._end_booking()
 
@@ -161,23 +163,26 @@ class HandOver:
                 has_target = ranking[0].replica != attempt.replica and not _prefill_replicas(
                     ranking
                 )
-                is_there = has_target and await self._bring(attempt, ranking)
+                is_there = has_target and await self._bring(attempt, ranking, drains=False)
                 if is_there and not attempt.finished:
                     outcome, self.is_leaving = "moved", True
                     attempt.put(Lost(attempt.replica, "its prompt is computed", planned=True))
         finally:
             self._router.observer.on_prefill(outcome)
 
-    async def _bring(self, attempt: Attempt, ranking: Ranking) -> bool:
-        """Bring the blocks to the best replica of a ranking, or to its node; return whether they are there.
+    async def _bring(self, attempt: Attempt, ranking: Ranking, *, drains: bool) -> bool:
+        """Bring the blocks to the device of the best replica of a ranking; return whether its node has them.
 
-        A target of the same node needs them in the pool only, so the replica that runs the request publishes them. One
-        that drains does not, because Serve gives it no calls: it has published all but the last ones by itself.
+        Parameters
+        ----------
+        drains
+            Whether the replica that runs the request drains, so that it publishes nothing on demand.
         """
         router, target = self._router, ranking[0].replica
         is_complete, brought = False, 0
         async with asyncio.timeout(MAX_AHEAD_S):  # A replica may hang.
-            for _ in range(_NUM_ROUNDS):
+            for number in range(_NUM_ROUNDS):
+                retain_s = _RETAIN_S if number == _NUM_ROUNDS - 1 else 0.0
                 is_near = router.table.peers.share_pool(attempt.replica, target)
                 hint = self.pull_hint(attempt.replica, ranking, router.clock(), is_alive=True)
                 if not is_near and hint is None:
@@ -186,14 +191,20 @@ class HandOver:
                 if hint is not None:
                     # It waits in the target's line.
                     hint = hint._replace(start=max(hint.start, brought), max_wait_s=MAX_AHEAD_S)
-                    is_complete = await router.transport.pull(self._prompt(hint), target)
+                    is_complete = await router.transport.pull(self._prompt(hint, retain_s), target)
                     brought = hint.end if is_complete else 0
-                elif not await router.transport.publish(self._prompt(None), attempt.replica):
-                    return False
+                    continue
+                if not drains:
+                    prompt = self._prompt(None)
+                    if not await router.transport.publish(prompt, attempt.replica):
+                        return False
+                if retain_s:
+                    prompt = self._prompt(None, retain_s)
+                    is_complete = await router.transport.pull(prompt, target)
         self._target, self._is_complete = target, is_complete
         return True
 
-    def _prompt(self, pull: PullHint | None) -> Submit:
+    def _prompt(self, pull: PullHint | None, retain_s: float = 0.0) -> Submit:
         router, request = self._router, self._request
         return Submit(
             router.router_id,
@@ -202,6 +213,9 @@ class HandOver:
             self._answer.prompt_ids(),
             SamplingParams(),
             tenant=request.tenant,
+            priority=request.priority,
+            payer="" if request.bill is None else request.bill.tenant,
+            retain_s=retain_s,
             adapter=request.adapter,
             pull=pull,
         )

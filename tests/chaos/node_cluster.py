@@ -34,6 +34,7 @@ class Nodes:
     cluster: Cluster
     process: subprocess.Popen[str]
     address: str  # of the GCS
+    num_replicas: int
 
     def add(self) -> None:
         assert self.process.stdin is not None
@@ -55,7 +56,7 @@ class Nodes:
 
     def is_complete(self) -> bool:
         total = sum(self.placed().values(), Counter())
-        return self.cluster.is_running() and total == {"Router": 2, "Replica": 3}
+        return self.cluster.is_running() and total == {"Router": 2, "Replica": self.num_replicas}
 
     def drain(self, node_id: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "quire.cluster.cli", "drain-node"]
@@ -68,11 +69,14 @@ def running_nodes(
     tmp_path: Path,
     engine: dict[str, Any] | None = None,
     model: str | None = None,
+    num_replicas: int = 3,
 ) -> Iterator[Nodes]:
-    """Run the nodes with an application of three replicas, one for each worker.
+    """Run the nodes, a head and three workers, with an application.
 
     Parameters
     ----------
+    num_replicas
+        At most one for each worker.
     model
         A folder; None: `HUB_ID`, which one worker has. The others, and those that are added, get it from that one,
         because they cannot reach the hub.
@@ -100,8 +104,8 @@ def running_nodes(
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, output.read_text()
-        cluster = deployed(f"http://127.0.0.1:{port}", output, engine, model)
-        yield Nodes(cluster, process, json.loads(line)["address"])
+        cluster = deployed(f"http://127.0.0.1:{port}", output, engine, model, num_replicas)
+        yield Nodes(cluster, process, json.loads(line)["address"], num_replicas)
     finally:
         end(process)
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from fake_device import HOST, FakeDevice
+from hypothesis import given
+from hypothesis import strategies as st
 from pool_process import open_pool
 
 from quire.replica.config import SizingError
@@ -132,6 +134,47 @@ def test_on_the_cpu_it_is_over_at_once():
     assert pool.data[:, 0].tolist() == [1.0, 1.0, 2.0, 3.0, 4.0]
     ((count, seconds),) = host.take_measured()
     assert count == 1 and seconds > 0
+
+
+@given(
+    blocks=st.permutations(range(12)),
+    host_blocks=st.permutations(range(12)),
+    count=st.integers(1, 12),
+    is_sorted=st.booleans(),
+    is_whole=st.booleans(),
+)
+def test_runs_of_blocks_are_copied_at_once_and_each_block_where_it_belongs(
+    blocks, host_blocks, count, is_sorted, is_whole
+):
+    pairs = np.array([blocks[:count], host_blocks[:count]]).T
+    if is_sorted:  # so that there are long runs
+        pairs = np.sort(pairs, axis=0)
+    device = CpuDevice()
+    pool = KVPool(12, (GROUP,), 8, torch.float32)
+    pool.data[:] = torch.arange(13.0)[:, None]
+    host = HostPool(12, pool, device)
+    host.poison()
+    host._is_whole = is_whole
+    copies: list[int] = []
+
+    def copy(stream: Stream, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+        copies.append(len(target))
+        target.copy_(source)
+
+    device.copy = copy
+    host.move(pairs, NONE)
+    host.move_rest()
+    expected = torch.full((12,), float("nan"))
+    expected[torch.from_numpy(pairs[:, 1])] = torch.from_numpy(pairs[:, 0]).float()
+    assert torch.equal(host.data[:, 0].nan_to_num(-1), expected.nan_to_num(-1))
+    num_runs = 1 + sum((np.diff(pairs, axis=0) != 1).any(1).tolist())
+    assert copies == [1] * count if not is_whole else len(copies) == num_runs
+    pool.data.zero_()
+    host.move(NONE, pairs[:, ::-1])
+    host.move_rest()
+    back = torch.zeros(13)
+    back[torch.from_numpy(pairs[:, 0])] = torch.from_numpy(pairs[:, 0]).float()
+    assert torch.equal(pool.data[:, 0], back)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), OSError(12, "Cannot allocate")])

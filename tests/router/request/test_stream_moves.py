@@ -6,6 +6,7 @@ Real actors, engines, pools and transports, and the real bus, without Ray.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -18,8 +19,10 @@ from quire.replica.kv_cache import publishing
 from quire.replica.kv_transport import block_export
 from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.request_table.rows import RowTable
+from quire.replica.scheduler.admission import Admission, Offer
 from quire.replica.serving import actor as actor_module
-from quire.replica.serving import peer_pulls
+from quire.replica.serving import ahead_restores, peer_pulls
+from quire.replica.serving.ahead_restores import NO_ROUTER
 from quire.router.fleet import block_peers
 from quire.router.policy.by_name import make_policy
 from quire.router.policy.policy import Ranking
@@ -70,11 +73,13 @@ def nodes(request, runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]
     monkeypatch.setattr(block_peers, "_LEAST_WAIT_S", 60.0)
     monkeypatch.setattr(hand_over, "MAX_AHEAD_S", 60.0)
     monkeypatch.setattr(newcomers, "_MAX_S", 60.0)
-    # Else it computes a block and a half again, because that is faster than a call.
+    # Else it computes a block and a half again, because that is faster than a call; or all, after a slow pull.
     monkeypatch.setattr(block_peers, "PULL_OVERHEAD_S", 0.0)
+    monkeypatch.setattr(block_peers.BlockPeers, "measured", lambda peers, completion, now_s: None)
     monkeypatch.setattr(peer_pulls, "_MAX_WAIT_S", 60.0)
     monkeypatch.setattr(peer_pulls, "_MAX_ENGINE_S", 60.0)
     monkeypatch.setattr(block_export, "_MAX_PUBLISH_S", 60.0)
+    monkeypatch.setattr(ahead_restores, "_MAX_S", 60.0)
 
     async def start(name: str, node: str) -> LocalReplica:
         (tmp_path / node).mkdir(exist_ok=True)
@@ -97,18 +102,38 @@ def nodes(request, runner, monkeypatch, tmp_path) -> Iterator[list[LocalReplica]
         replica.engine.close()
 
 
+def is_ahead(key: object) -> bool:
+    """Whether this is a key of a request that only brings blocks to the device."""
+    return isinstance(key, tuple) and key[0] == NO_ROUTER
+
+
 @pytest.fixture
 def computed(monkeypatch) -> dict[object, int]:
-    """Key of a request to the tokens that an engine computes at its begin."""
+    """Key of a router's request to the tokens that an engine computes at its begin."""
     found: dict[object, int] = {}
     claim = RowTable.claim
 
     def recorded_claim(rows: RowTable, request: Request, *args) -> int:
         row = claim(rows, request, *args)
-        found[request.key] = request.num_tokens - int(rows.num_computed[row])
+        if not is_ahead(request.key):
+            found[request.key] = request.num_tokens - int(rows.num_computed[row])
         return row
 
     monkeypatch.setattr(RowTable, "claim", recorded_claim)
+    return found
+
+
+@pytest.fixture
+def restored(monkeypatch) -> Counter[object]:
+    """Key of a request to the blocks that its admission copies to the device."""
+    found: Counter[object] = Counter()
+    take = Admission.take
+
+    def recorded_take(admission: Admission, request: Request, offer: Offer) -> None:
+        found[request.key] += len(offer.hit.to_restore())
+        take(admission, request, offer)
+
+    monkeypatch.setattr(Admission, "take", recorded_take)
     return found
 
 
@@ -143,7 +168,7 @@ def recorded_pulls(bus: Bus, monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("nodes", ["ab", "aa"], indirect=True, ids=["other node", "same node"])
-def test_a_drained_stream_takes_its_blocks_along(runner, nodes, reference, computed):
+def test_a_drained_stream_takes_its_blocks_along(runner, nodes, reference, computed, restored):
     prompts, params = [story(number) for number in range(4)], [GREEDY, SAMPLED]
     params = [params[i % 2] | dict(max_tokens=300) for i in range(4)]
 
@@ -185,8 +210,11 @@ def test_a_drained_stream_takes_its_blocks_along(runner, nodes, reference, compu
                 else:
                     # The last one that has tokens, and one that it may fill between the last copy and its end.
                     assert num_computed <= 2 * BLOCK_SIZE
-            # All was copied while it ran, so it waits for no pull.
+            # All was copied while it ran, so it waits for no pull, and for no copy to the device.
             assert all(request.pull is None for request in moved)
+            assert not any(restored[stack.cluster.router_id, r.stream_id] for r in moved)
+            ahead = [count for key, count in restored.items() if is_ahead(key)]
+            assert len(ahead) == len(moved) and min(ahead) >= 448 // BLOCK_SIZE
             assert len(stack.observer.moves) == len(moved)
             # What `explain` says of them is what they have had there.
             for i in moving:
