@@ -31,7 +31,7 @@ NO_ROUTER = ""
 # The same instead of a stream's number, for the flight recorder: routers count from 1.
 _NO_STREAM = 0
 # Longest wait for the turn, and longest restore: then the stream's own request does the work.
-_MAX_WAIT_S, _MAX_S = 8.0, 5.0
+_MAX_WAIT_S, _MAX_S = 12.0, 5.0
 # Longest time from the end of a restore to its stream.
 _MAX_HOLD_S = 1.0
 
