@@ -33,6 +33,8 @@ MAX_AHEAD_S = 20.0
 # The second round brings what the stream has added during the first one, so that little is left for its pause. Then the
 # target has the blocks on its device, and retains them there for so long at least.
 _NUM_ROUNDS, _RETAIN_S = 2, 10.0
+# A stream that takes less time to compute leaves at once: a restore ahead takes its turn and two more steps.
+_MIN_RESTORED_S = 0.25
 
 
 class HandOver:
@@ -182,12 +184,16 @@ class HandOver:
         is_complete, brought = False, 0
         async with asyncio.timeout(MAX_AHEAD_S):  # A replica may hang.
             for number in range(_NUM_ROUNDS):
-                retain_s = _RETAIN_S if number == _NUM_ROUNDS - 1 else 0.0
-                is_near = router.table.peers.share_pool(attempt.replica, target)
+                num_tokens, peers = self._answer.num_prompt_tokens, router.table.peers
+                compute_s = peers.compute_s(ranking.fleet, ranking.rows[0], 0, num_tokens)
+                is_long = compute_s > _MIN_RESTORED_S
+                is_restored = is_long and number == _NUM_ROUNDS - 1
+                retain_s = _RETAIN_S if is_restored else 0.0
+                is_near = peers.share_pool(attempt.replica, target)
                 hint = self.pull_hint(attempt.replica, ranking, router.clock(), is_alive=True)
-                if not is_near and hint is None:
+                if hint is None and not (is_near and (is_long or not drains)):
                     return False
-                self._book(target, self._answer.num_prompt_tokens)
+                self._book(target, num_tokens)
                 if hint is not None:
                     # It waits in the target's line.
                     hint = hint._replace(start=max(hint.start, brought), max_wait_s=MAX_AHEAD_S)
@@ -198,7 +204,7 @@ class HandOver:
                     prompt = self._prompt(None)
                     if not await router.transport.publish(prompt, attempt.replica):
                         return False
-                if retain_s:
+                if is_restored:
                     prompt = self._prompt(None, retain_s)
                     is_complete = await router.transport.pull(prompt, target)
         self._target, self._is_complete = target, is_complete

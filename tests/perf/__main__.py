@@ -24,6 +24,7 @@ BENCHMARKS = {
     },
     "engine": {
         "guard": "fails when Quire has become slower, as a ratio to transformers; runs in CI",
+        "busy_interpreter": "a step beside a thread that keeps Python busy, with its switch interval and a replica's",
         "host_overhead": "host time per step, against transformers' continuous batching",
         "scaling": "time of a step against tokens, waiting requests, cached blocks, tokens generated",
         "node_pool": "the node's pool: publishing, SIGKILL, eight engines with one pool, damaged blocks",
