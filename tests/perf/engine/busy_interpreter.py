@@ -47,7 +47,7 @@ def busy_thread() -> Iterator[None]:
         thread.join()
 
 
-def step_ms(engine: Engine, interval_s: float, is_busy: bool) -> float:
+def step_ms(engine: Engine, interval_s: float, is_busy: bool) -> list[float]:
     """Mean time of a step."""
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
     prompts = [[7 + i] * 60 for i in range(NUM_STREAMS)]
@@ -58,7 +58,7 @@ def step_ms(engine: Engine, interval_s: float, is_busy: bool) -> float:
             num_steps, began_s = engine.load().num_steps, time.perf_counter()
             engine.generate(prompts, params, progress=False)
             seconds = time.perf_counter() - began_s
-        return 1e3 * seconds / (engine.load().num_steps - num_steps)
+        return [1e3 * seconds / (engine.load().num_steps - num_steps)]
     finally:
         sys.setswitchinterval(before_s)
 
