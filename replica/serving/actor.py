@@ -63,8 +63,8 @@ logger = logging.getLogger("ray.serve")
 _LEASE_CHECKS = 10  # per `LEASE_S`
 # A thread that computes may keep the interpreter's lock from another one for so long; Python's default is 5 ms. The
 # engine's thread gives the lock up in each product and copy, and waits to get it back. Beside one busy thread a step of
-# the embedded model with 8 streams took 29 ms with the default, 9 ms with this; alone 4 ms. A shorter interval gives
-# a little more (6 ms with 0.1 ms), at the price of more switches in every process that is busy anyway.
+# the embedded model with 8 streams took 15 to 49 ms with the default, 9 ms with this; alone 3 ms. A shorter one
+# gives a little more (6 ms with 0.1 ms), at the price of more switches in every process that is busy anyway.
 _SWITCH_INTERVAL_S = 5e-4
 # A replica that drains ends its exports after this time at most.
 _LINGER_S = 5.0
