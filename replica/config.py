@@ -267,7 +267,8 @@ class EngineOptions:
     tensor_parallel: int = option(
         1,
         "Number of processes of one machine, called ranks, that compute one model together: 1, 2, 4 or 8. Each has a "
-        "part of weights and KV cache. On a CPU only, for architectures with a tensor-parallel plan in transformers.",
+        "part of weights and KV cache, and on GPUs a GPU of its own. For architectures with a tensor-parallel plan in "
+        "transformers.",
         ge=1,
         le=8,
     )

@@ -353,6 +353,8 @@ MAY_READ_ENVIRONMENT = {
     "quire.cluster.tracing.collector",  # OpenTelemetry's variables
     "quire.cluster.proxies.ray_proxies",  # `controller_options` are environment variables
     "quire.replica.checkpoint.cache_folder",  # the folder of a machine, not an option of an engine
+    "quire.replica.model.sharded.rank_group",  # the interface of NCCL
+    "quire.replica.ranks.leading_ranks",  # the GPUs that this process sees, for the ranks that it starts
 }
 
 
@@ -429,8 +431,12 @@ DEVICE_CHECKS = {
     "quire.replica.runner.runner": 3,  # the kernels; whether steps are computed or queued
     "quire.replica.proof.verdicts": 1,  # on which devices a class is proven
     "quire.replica.startup.runtime": 1,  # whether memory is measured
-    "quire.replica.startup.pool_place": 2,  # the default size of the node's pool
-    "quire.replica.startup.rank_sizing": 1,  # whether ranks run there
+    "quire.replica.startup.pool_place": 3,  # the default size of the node's pool; ranks on GPUs have none
+    "quire.replica.model.sharded.rank_group": 2,  # the library that joins ranks, and whether its calls must be ended
+    "quire.replica.ranks.leading_ranks": 1,  # how long that library needs its file
+    "quire.replica.ranks.following_rank": 1,  # whether memory is measured
+    "quire.replica.ranks.rank_runners": 1,  # whether steps are computed or queued
+    "quire.replica.startup.rank_sizing": 1,  # whether ranks share its memory
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory
     "quire.replica.host_machine": 1,  # free memory of the GPU or of the host

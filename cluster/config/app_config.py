@@ -155,10 +155,14 @@ class AppConfig(Section):
             )
         if self.device == "cuda" and self.replica_resources.num_gpus == 0:
             yield "replica_resources.num_gpus must be above 0 with device 'cuda', got 0"
+        if self.engine.tensor_parallel > 1 and (self.replica_resources.num_gpus or 0) % 1:
+            yield (
+                "replica_resources.num_gpus must be a whole number with engine.tensor_parallel "
+                f"{self.engine.tensor_parallel}, because each rank has a GPU of its own, got "
+                f"{self.replica_resources.num_gpus}"
+            )
         if self.router.pool_share and self.engine.node_pool_gib == 0:
             yield "router.policy 'disaggregated' needs engine.node_pool_gib above 0, got 0"
-        if self.device == "cuda" and self.engine.tensor_parallel > 1:
-            yield f"engine.tensor_parallel must be 1 with device 'cuda', got {self.engine.tensor_parallel}"
 
     @property
     def is_folder(self) -> bool:

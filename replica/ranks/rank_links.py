@@ -11,6 +11,7 @@ both sides.
 
 from __future__ import annotations
 
+import select
 import shutil
 import socket
 import tempfile
@@ -65,6 +66,7 @@ class RankLinks:
         self._end: RankEnd | None = None
         self._ended = threading.Event()
         self._on_end: Callable[[RankEnd], None] | None = None
+        self._abort: Callable[[], None] = lambda: None
 
     def accept(self) -> None:
         """Wait until all ranks are connected.
@@ -135,8 +137,9 @@ class RankLinks:
         """Remove the folder: all ranks have met. A process that is killed would leave it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def watch(self) -> None:
-        """Start a thread that notices the end of a rank."""
+    def watch(self, abort: Callable[[], None]) -> None:
+        """Start a thread that notices the end of a rank, and then calls `abort`, so that no step waits for it."""
+        self._abort = abort
         threading.Thread(target=self._watch, name="quire-ranks", daemon=True).start()
 
     def on_end(self, call: Callable[[RankEnd], None]) -> None:
@@ -176,6 +179,7 @@ class RankLinks:
         except (EOFError, OSError):
             error = None
         self._note(RankEnd(rank, error))
+        self._abort()
 
     def _note(self, end: RankEnd) -> None:
         self._end = end
@@ -206,6 +210,17 @@ class LeaderLink:
             The leader has ended.
         """
         return reduction.recv_handle(self._link)
+
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """Start a thread that calls `on_end` when the leader has ended, even if its messages are not read."""
+
+        def wait_for_end() -> None:
+            ends = select.poll()
+            ends.register(self._link.fileno(), select.POLLRDHUP)
+            ends.poll()
+            on_end()
+
+        threading.Thread(target=wait_for_end, name="quire-leader", daemon=True).start()
 
     def receive(self) -> bytes | None:
         """Wait for the leader's next message; None: it has ended."""

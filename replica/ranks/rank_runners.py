@@ -1,38 +1,93 @@
 """The runners of a leader and of the other ranks.
 
 ```
- leader   plan ─▶ message ─▶ forward ⇄ ⇄ ⇄ ─▶ logits ─▶ sample ─▶ tokens
- rank 1              └─────▶ forward ⇄ ⇄ ⇄ ─▶ its part of the vocabulary        ⇄ sums over ranks
+ leader   plan ─▶ message ─▶ forward ⇄ ⇄ ⇄ ─▶ logits ─▶ sample ─▶ tokens ─┐
+ rank 1              └─────▶ forward ⇄ ⇄ ⇄ ─▶ its part of the vocabulary  └▶ last tokens     ⇄ sums over ranks
 ```
+
+On a GPU a rank runs the leader's steps in the leader's order, with a request table and graphs of its own. After each
+step it gets the sampled tokens on its device, because the leader may have planned the next step before it knew them.
+The leader says when a graph is captured. All ranks have the same graphs, because the sums have the padding of a graph.
+
+On a CPU the message has the tokens.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.replica.core.step_plan import SamplingBatch, StepPlan
+from quire.replica.device.device import Stream
 from quire.replica.model.sharded.rank_group import RankGroup
+from quire.replica.ranks import step_message
 from quire.replica.ranks.rank_links import RankLinks
-from quire.replica.ranks.step_message import encode, encode_saves
+from quire.replica.ranks.step_message import Capture, Ready, Saves, Task
 from quire.replica.runner.runner import Runner
 from quire.replica.runner.step_outputs import InFlight
 from quire.replica.sampling.step_sampler import Masks
 
 
-class LeadingRunner(Runner):
-    """Sends each step to the other ranks before it launches it."""
+class RankRunner(Runner):
+    """What the runners of all ranks have in common.
 
-    links: RankLinks
-    group: RankGroup
+    Parameters
+    ----------
+    args, options
+        Of `Runner`.
+    group
+        The ranks.
+    """
+
+    def __init__(self, *args: Any, group: RankGroup, **options: Any):
+        super().__init__(*args, **options)
+        self.group = group
+        # Whether steps are queued, on a device that has a request table.
+        self._is_queued = not self._device.is_immediate
+        if self.graphs is not None:
+            self.graphs.agree = group.worst
+
+    def _sample(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
+        super()._sample(in_flight, sampling, masks)
+        if self._is_queued:
+            work = partial(self.group.copy_from_first, self._outputs.last_token)
+            self._device.run(Stream.COMPUTE, work, name="last tokens")
+
+    def _await_saves(self) -> None:
+        """Wait until every rank has written its part of the blocks that it saves: the node's pool has them then.
+
+        On a GPU each rank has a host tier of its own, and one stream orders its copies.
+        """
+        if not self._is_queued:
+            self.group.wait_for_all()
+
+
+class LeadingRunner(RankRunner):
+    """Sends each step to the other ranks before it launches it.
+
+    Parameters
+    ----------
+    args, options
+        Of `RankRunner`.
+    links
+        The connections to the other ranks.
+    """
+
+    def __init__(self, *args: Any, links: RankLinks, **options: Any):
+        super().__init__(*args, **options)
+        self.links = links
+        if self.graphs is not None:
+            self.graphs.before_capture = lambda key: links.send(step_message.encode_capture(key))
 
     def _launch(self, plan: StepPlan) -> InFlight:
         self.links.send(self._message(plan))
         try:
             in_flight = super()._launch(plan)
             if len(plan.saves):
-                # A block is whole, and others may find it, once every rank has written its part.
-                self.group.wait_for_all()
+                self._await_saves()
             return in_flight
         except Exception as error:
             # Ranks are out of step from now on, so that the replica ends. The cause may be another rank.
@@ -46,32 +101,63 @@ class LeadingRunner(Runner):
 
     def save_blocks(self, pairs: np.ndarray) -> None:
         """See `Runner.save_blocks`."""
-        self.links.send(encode_saves(pairs))
+        self.links.send(step_message.encode_saves(pairs))
         super().save_blocks(pairs)
-        self.group.wait_for_all()
+        self._await_saves()
+
+    def mark_ready(self) -> None:
+        """See `Runner.mark_ready`."""
+        super().mark_ready()
+        self.links.send(step_message.encode_ready())
 
     def _message(self, plan: StepPlan) -> bytes:
-        """Encode a plan; the leader alone knows which tokens it has sampled last."""
+        """Encode a plan. On a CPU the leader alone knows which tokens it has sampled last."""
+        if self._is_queued:
+            return step_message.encode(plan)
         ids = torch.from_numpy(plan.token_ids.astype(np.int64))
-        return encode(plan, self._outputs.known(ids).numpy())
+        return step_message.encode(plan, self._outputs.known(ids).numpy())
 
 
-class FollowingRunner(Runner):
+class FollowingRunner(RankRunner):
     """Executes the steps of a leader, which samples."""
 
-    group: RankGroup
+    _launched: InFlight | None = None  # the newest step
 
-    def follow(self, task: StepPlan | np.ndarray) -> None:
-        """Execute a step, or save blocks (`step_message.decode`)."""
-        if isinstance(task, np.ndarray):
-            self.save_blocks(task)
-            self.group.wait_for_all()
-            return
-        self.launch(task)
-        self.host_pool.take_measured()
-        if len(task.saves):
-            self.host_pool.take_saved()
-            self.group.wait_for_all()
+    def follow(self, task: Task) -> None:
+        """Do what the leader does."""
+        if isinstance(task, StepPlan):
+            self._step(task)
+        elif isinstance(task, Saves):
+            self.save_blocks(task.pairs)
+            self._await_saves()
+        elif self.graphs is not None and isinstance(task, Capture):
+            self.graphs.capture_with_leader(task.key)
+        elif isinstance(task, Ready):
+            self._be_ready()
+
+    def _step(self, plan: StepPlan) -> None:
+        in_flight = self.launch(plan)
+        if in_flight.sample is not None:
+            self._sample(in_flight, plan.sampling, None)
+        if len(plan.saves):
+            self._await_saves()
+        # As of the leader, at most two steps are in flight.
+        before, self._launched = self._launched, in_flight
+        if before is not None:
+            self.collect(before)
+
+    def _be_ready(self) -> None:
+        if self.config.deterministic:
+            self.kernels.warm_fixed_products(self.model, self.config.max_batch_tokens)
+        if self.graphs is not None:
+            self.graphs.serve()
+        self.mark_ready()
 
     def _sample(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
-        in_flight.sample = None
+        in_flight.slot.num_tokens = 0  # which the host gets
+        in_flight.sample = _sample_nothing
+        super()._sample(in_flight, sampling, masks)
+
+
+def _sample_nothing(sampling: SamplingBatch, masks: Masks) -> None:
+    pass

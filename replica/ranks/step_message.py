@@ -1,40 +1,69 @@
-"""A step plan, or the saves of an idle engine, as one message from the leader to the other ranks.
+"""What the leader tells the other ranks: a step, saves of an idle engine, the capture of a graph, the end of warm-up.
 
-It has what the forward pass and the copies of blocks need. Samples are drawn by the leader alone, so that options of
-sampling, grammars and sums for embeddings stay there.
+A step has what the forward pass and the copies of blocks need. The leader alone draws samples, so that grammars,
+penalties and sums for embeddings stay there. A step has one of two forms:
+
+| | on a CPU | on a GPU, where each rank has a request table |
+|---|---|---|
+| tokens | known | a placeholder for a token of the step in flight (launched, not collected) |
+| blocks | the rows' tables | changes of the request table |
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 
 from quire.replica.core.sampling_record import RECORD
 from quire.replica.core.step_plan import BlockTables, PromptTargets, SamplingBatch, StepPlan
+from quire.replica.core.table_changes import TableChanges
+from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 
 _ARRAYS = ("positions", "cu_q", "num_sampled", "kv_len", "slots", "saves", "restores")
 _NUMBERS = ("step", "uses_restores", "num_decode_rows")
 
 
-def encode(plan: StepPlan, token_ids: np.ndarray) -> bytes:
+class Saves(NamedTuple):
+    """Blocks to save between two steps."""
+
+    pairs: np.ndarray  # [k, 2] integers, (device block, host block)
+
+
+class Capture(NamedTuple):
+    """A graph that every rank captures now."""
+
+    key: GraphKey
+
+
+class Ready(NamedTuple):
+    """The end of the warm-up."""
+
+
+Task = StepPlan | Saves | Capture | Ready
+
+
+def encode(plan: StepPlan, token_ids: np.ndarray | None = None) -> bytes:
     """Encode a plan.
 
     Parameters
     ----------
     token_ids
-        [T] ids of `plan.token_ids`, without placeholders.
+        [T] ids of `plan.token_ids`, without placeholders, for ranks without a request table; None: they have one.
     """
     prompts = [
         (t.row, t.begin, t.start, _packed(t.token_ids), int(t.num_top)) for t in plan.prompts
     ]
+    has_table = token_ids is None and len(plan.rows) > 0
     return msgpack.packb(
         [
+            "step",
             [int(getattr(plan, name)) for name in _NUMBERS],
             [_packed(getattr(plan, name)) for name in _ARRAYS],
-            _packed(token_ids),
-            _packed(plan.block_tables.gather()),
+            _packed(plan.token_ids if token_ids is None else token_ids),
+            _packed_rows(plan) if has_table else None,
+            None if has_table else _packed(plan.block_tables.gather()),
             _packed(plan.sampling.token_index),
             [(int(source), int(target)) for source, target in plan.copies],
             [
@@ -46,30 +75,86 @@ def encode(plan: StepPlan, token_ids: np.ndarray) -> bytes:
 
 
 def encode_saves(pairs: np.ndarray) -> bytes:
-    """Encode blocks to save between two steps: [k, 2] integers, (device block, host block)."""
-    return msgpack.packb([_packed(pairs)])
+    """Encode `Saves`."""
+    return msgpack.packb(["saves", _packed(pairs)])
 
 
-def decode(message: bytes) -> StepPlan | np.ndarray:
-    """Decode a plan that samples nothing but computes the logits of the same tokens, or the pairs of `encode_saves`."""
-    fields = msgpack.unpackb(message)
-    if len(fields) == 1:
-        return _unpacked(fields[0])
-    numbers, arrays, token_ids, tables, token_index, copies, prompts = fields
+def encode_capture(key: GraphKey) -> bytes:
+    """Encode a `Capture`."""
+    return msgpack.packb(
+        ["capture", key.part.value, *(value for value in key if value is not key.part)]
+    )
+
+
+def encode_ready() -> bytes:
+    """Encode `Ready`."""
+    return msgpack.packb(["ready"])
+
+
+def decode(message: bytes) -> Task:
+    """Decode a message; a plan samples nothing but computes the logits of the same tokens."""
+    kind, *fields = msgpack.unpackb(message)
+    if kind == "saves":
+        return Saves(_unpacked(fields[0]))
+    if kind == "capture":
+        part, num_rows, *others = fields
+        return Capture(GraphKey(num_rows, GraphPart(part), *others))
+    if kind == "ready":
+        return Ready()
+    numbers, arrays, token_ids, rows, tables, token_index, copies, prompts = fields
     own: dict[str, Any] = dict(zip(_NUMBERS, numbers, strict=True))
     own |= {name: _unpacked(value) for name, value in zip(_ARRAYS, arrays, strict=True)}
+    own["uses_restores"] = bool(own["uses_restores"])
     index = _unpacked(token_index)
-    no_options = np.zeros(len(index), RECORD)
+    sampling = SamplingBatch(index, np.zeros(len(index), RECORD), np.zeros(len(index), np.int64))
+    if rows is None:
+        own["block_tables"] = BlockTables.of(_unpacked(tables))
+    else:
+        own |= _unpacked_rows(rows, sampling)
+        sampling = own.pop("sampling")
     return StepPlan(
-        **{**own, "uses_restores": bool(own["uses_restores"])},
+        **own,
         token_ids=_unpacked(token_ids),
-        block_tables=BlockTables.of(_unpacked(tables)),
-        sampling=SamplingBatch(index, no_options, np.zeros(len(index), np.int64)),
+        sampling=sampling,
         copies=tuple((source, target) for source, target in copies),
         prompts=tuple(
             PromptTargets(row, begin, start, _unpacked(ids), top)
             for row, begin, start, ids, top in prompts
         ),
+    )
+
+
+def _packed_rows(plan: StepPlan) -> list[Any]:
+    """What a step needs of the request table, and which graph it may use."""
+    changes, sampling = plan.changes, plan.sampling
+    return [
+        int(plan.block_tables.width),
+        _packed(plan.rows),
+        [(int(group), _packed(at), _packed(blocks)) for group, at, blocks in changes.blocks],
+        _packed(changes.claimed),
+        changes.sampling.tobytes(),
+        _packed(sampling.rows),
+        _packed(sampling.position),
+        bool(plan.awaits_tokens or not sampling.is_plain),
+    ]
+
+
+def _unpacked_rows(fields: list[Any], sampling: SamplingBatch) -> dict[str, Any]:
+    width, rows, blocks, claimed, records, sampling_rows, position, is_split = fields
+    rows = _unpacked(rows)
+    changes = TableChanges(
+        tuple((group, _unpacked(at), _unpacked(own)) for group, at, own in blocks),
+        _unpacked(claimed),
+        np.frombuffer(records, RECORD),
+    )
+    return dict(
+        rows=rows,
+        changes=changes,
+        # The device has the tables.
+        block_tables=BlockTables(np.empty((0, 0, 0), np.int32), rows, width),
+        sampling=sampling._replace(rows=_unpacked(sampling_rows), position=_unpacked(position)),
+        # The leader samples apart from the forward pass, so that its graph, and the other ranks', has none.
+        awaits_tokens=is_split,
     )
 
 

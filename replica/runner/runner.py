@@ -24,7 +24,7 @@ import dataclasses
 import logging
 import time
 from contextlib import AbstractContextManager
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -51,7 +51,6 @@ from quire.replica.model.layers.state_layers import split_state_layers
 from quire.replica.model.loader import load_model
 from quire.replica.model.output_head import split_model
 from quire.replica.model.recurrence.recurrent_fusion import sorts_rows
-from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.node_pool.pool_file import PoolSlots
 from quire.replica.runner.cpu_steps import CpuSteps
 from quire.replica.runner.device_steps import DeviceSteps
@@ -192,30 +191,17 @@ class Runner:
         )
 
     @classmethod
-    def from_config(
-        cls,
-        config: EngineConfig,
-        spec: ModelSpec,
-        group: RankGroup | None = None,
-        pool_slots: PoolSlots | None = None,
-    ) -> Self:
-        """Load the checkpoint of `spec`, or the part of this rank of a group, and allocate the KV pool."""
+    def from_config(cls, config: EngineConfig, spec: ModelSpec) -> Self:
+        """Load the checkpoint of `spec`, and allocate the KV pool."""
         options = (config.device, config.dtype, config.weights)
-        model = load_model(spec, *options, group=group, num_splits=config.reduction_splits)
-        return cls.with_pool(config, spec, model, pool_slots=pool_slots)
+        model = load_model(spec, *options, num_splits=config.reduction_splits)
+        return cls.with_pool(config, spec, model)
 
     @classmethod
     def with_pool(
-        cls,
-        config: EngineConfig,
-        spec: ModelSpec,
-        model: torch.nn.Module,
-        *,
-        device: Device | None = None,
-        fused: FuseReport | None = None,
-        pool_slots: PoolSlots | None = None,
+        cls, config: EngineConfig, spec: ModelSpec, model: torch.nn.Module, **options: Any
     ) -> Self:
-        """Allocate the KV pool for a loaded model."""
+        """Allocate the KV pool for a loaded model; `options` are those of the class."""
         pool = KVPool(
             config.num_blocks,
             spec.groups,
@@ -224,7 +210,7 @@ class Runner:
             config.device,
             read_kv_scales(spec) if config.kv_cache_dtype == "fp8" else None,
         )
-        return cls(config, spec, model, pool, device=device, fused=fused, pool_slots=pool_slots)
+        return cls(config, spec, model, pool, **options)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launch a step and collect its result."""

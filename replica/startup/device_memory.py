@@ -23,6 +23,7 @@ from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.kv_scales import read_kv_scales
+from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.memory_table import MeasuredMemory
 
@@ -33,7 +34,12 @@ _MEASURED_GRAPHS = 4
 
 
 def measure_memory(
-    config: EngineConfig, spec: ModelSpec, model: nn.Module, device: Device, available: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    model: nn.Module,
+    device: Device,
+    available: int,
+    group: RankGroup | None = None,
 ) -> tuple[MeasuredMemory, FuseReport]:
     """Run the largest steps and capture the largest graphs with a minimal KV cache, and measure their memory.
 
@@ -45,6 +51,8 @@ def measure_memory(
         The loaded model; its modules are fused in place.
     available
         `Device.free_bytes` before the model was loaded.
+    group
+        The ranks that compute the model together; all call this at the same time.
 
     Returns
     -------
@@ -67,6 +75,8 @@ def measure_memory(
     # No trim here: memory that the largest steps leave in torch's cache counts as their workspace.
     workspace = loaded - device.free_bytes() - pool.data.nbytes
     assert trial.graphs is not None
+    if group is not None:
+        trial.graphs.agree = group.worst
     graphs = graph_bytes(trial.graphs.measure(_MEASURED_GRAPHS), config.max_cached_graphs)
     del trial, pool
     device.trim()

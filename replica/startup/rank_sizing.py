@@ -17,7 +17,7 @@ from quire.replica.startup.sizing import choose_sizing
 
 
 def rank_args(args: EngineArgs) -> EngineArgs:
-    """Return a rank's share of the options. Ranks on a CPU share its memory.
+    """Return a rank's share of the options. Ranks on a CPU share its memory; on GPUs each has one.
 
     Raises
     ------
@@ -27,22 +27,16 @@ def rank_args(args: EngineArgs) -> EngineArgs:
     num_ranks, num_splits = args.tensor_parallel, args.reduction_splits or args.tensor_parallel
     if num_splits == 1:
         return args
-    if choose_sizing(args.device, 1).device != "cpu":
-        name, value = ("tensor_parallel", num_ranks)
-        if num_ranks == 1:
-            name, value = ("reduction_splits", num_splits)
-        raise SizingError(f"{name} is {value}, which needs device 'cpu': it has not run on a GPU")
     for name in ("weights", "kv_cache_dtype"):
         if (value := getattr(args, name)) != "auto":
             raise SizingError(
                 f"{name} is {value!r}, which tensor_parallel and reduction_splits above 1 cannot have"
             )
-    if args.async_batching == "on" and num_ranks > 1:
-        raise SizingError("async_batching is 'on', which tensor_parallel above 1 cannot have")
+    divided = ["kv_cache_gib", "node_pool_gib"]
+    if choose_sizing(args.device, 1).device == "cpu":
+        divided.append("max_memory_percent")
     shares = {
-        name: value / num_ranks
-        for name in ("kv_cache_gib", "node_pool_gib", "max_memory_percent")
-        if (value := getattr(args, name)) is not None
+        name: value / num_ranks for name in divided if (value := getattr(args, name)) is not None
     }
     return dataclasses.replace(args, **shares)
 

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs, EngineConfig, SizingError, check_args
+from quire.replica.device.device import Device
 from quire.replica.device.open_device import open_device
 from quire.replica.host_machine import give_back_free_memory
+from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.loader import load_model
+from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.node_pool.pool_file import PoolPlace, PoolSlots
 from quire.replica.runner.runner import Runner
@@ -48,12 +52,29 @@ class Runtime:
 class OtherRanks(Protocol):
     """The ranks that this process leads (`replica/ranks`)."""
 
-    def agree(self, args: EngineArgs, config: EngineConfig) -> EngineConfig:
+    def begin(self, args: EngineArgs, config: EngineConfig) -> EngineConfig:
         """Return the configuration with the sizes of the smallest rank; `args` are the options of all ranks."""
         ...
 
-    def load(self, config: EngineConfig, spec: ModelSpec, node_pool: NodePool | None) -> Runner:
-        """Load the leader's part of the model; every rank is ready then, with its part of the pool's slots."""
+    def join(self, config: EngineConfig) -> RankGroup:
+        """Connect to the ranks, which load their parts now."""
+        ...
+
+    def agree(self, config: EngineConfig) -> EngineConfig:
+        """Return the configuration with the sizes of the rank that has measured the least memory."""
+        ...
+
+    def make_runner(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        model: nn.Module,
+        node_pool: NodePool | None,
+        *,
+        device: Device,
+        fused: FuseReport | None,
+    ) -> Runner:
+        """Return the leader's runner. Every rank is ready for steps then, with its part of the pool's slots."""
         ...
 
 
@@ -97,7 +118,7 @@ def load_runtime(
     config = resolve(own_args, spec, checkpoint, draft=draft_bytes(draft))
     check_model(whole, config.device)
     if ranks is not None:
-        config = ranks.agree(args, config)
+        config = ranks.begin(args, config)
     device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
     device.trim()  # frees memory cached by an earlier engine of this process
@@ -105,38 +126,44 @@ def load_runtime(
     available = None if device.is_immediate else device.free_bytes()
 
     with contextlib.ExitStack() as opened:
+        node_pool: NodePool | None = None
 
-        def join(config: EngineConfig) -> tuple[EngineConfig, NodePool | None]:
+        def join(config: EngineConfig) -> EngineConfig:
+            nonlocal node_pool
             config, node_pool = join_pool(args, config, place, is_exact=is_exact)
             if node_pool is not None:
                 opened.callback(node_pool.close)
-            return config, node_pool
+            return config
 
         try:
             if draft is not None:
                 draft.load(config)
-            if ranks is not None:
-                config, node_pool = join(config)
-                runner = ranks.load(config, spec, node_pool)
-            elif available is None:
-                config, node_pool = join(config)
-                runner = Runner.from_config(config, spec, pool_slots=_slots(node_pool))
-            else:
-                model = load_model(spec, config.device, config.dtype, config.weights)
-                measured, fused = measure_memory(config, spec, model, device, available)
+            if available is None:
+                config = join(config)
+            group = None if ranks is None else ranks.join(config)
+            model = load_model(
+                spec,
+                config.device,
+                config.dtype,
+                config.weights,
+                group=group,
+                num_splits=config.reduction_splits,
+            )
+            fused: FuseReport | None = None
+            if available is not None:
+                measured, fused = measure_memory(config, spec, model, device, available, group)
                 if draft is not None:
                     measured = draft.measure(config, device, measured)
                 # The rest goes to the KV pool.
-                config, node_pool = join(
-                    resolve(own_args, spec, checkpoint, measured, draft_bytes(draft))
-                )
+                config = resolve(own_args, spec, checkpoint, measured, draft_bytes(draft))
+                config = join(config if ranks is None else ranks.agree(config))
+            if ranks is None:
                 runner = Runner.with_pool(
-                    config,
-                    spec,
-                    model,
-                    device=device,
-                    fused=fused,
-                    pool_slots=_slots(node_pool),
+                    config, spec, model, device=device, fused=fused, pool_slots=_slots(node_pool)
+                )
+            else:
+                runner = ranks.make_runner(
+                    config, spec, model, node_pool, device=device, fused=fused
                 )
             startup_s["load"] = -began + (began := time.perf_counter())
             runner.warm_up()

@@ -13,6 +13,9 @@ fail, and a failed capture can disable all captures of the process. All graphs s
 results. Results that are read after a replay are in buffers outside this pool.
 
 A graph is freed only to make room for another, with no work in flight.
+
+If several ranks compute the model, a rehearsal has sums over all of them, so all capture when the leader does, and keep
+the graph only if all can.
 """
 
 from __future__ import annotations
@@ -28,11 +31,13 @@ from typing import Any, Protocol
 
 import torch
 
-from quire.replica.device.device import Device, Graph
+from quire.replica.device.device import Device, Graph, Tensors, Work
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.graphs.graph_policy import GraphPolicy
 
 logger = logging.getLogger(__name__)
+# Results of an attempt to capture; of several ranks the largest counts.
+_CAPTURED, _NO_MEMORY, _FAILED = range(3)
 # Input tensors of a step, on the device.
 Inputs = tuple[torch.Tensor, ...]
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, strides
@@ -58,6 +63,10 @@ class PaddingInputs(Protocol):
     def send_padding(self, key: GraphKey) -> Inputs:
         """Upload inputs of this shape in which every row is padding."""
         ...
+
+
+class CaptureError(RuntimeError):
+    """A rank cannot capture a step."""
 
 
 class StaleGraph(RuntimeError):
@@ -93,11 +102,21 @@ class GraphCache:
     off_because
         Reason why the model's steps cannot be captured; None: they can.
 
+    Attributes
+    ----------
+    before_capture
+        Called with the key before each attempt to capture a graph.
+    agree
+        Called after each attempt with its result, returns the worst result of all ranks. None: there is one rank.
+
     Raises
     ------
     ValueError
         `mode` is "on" and device or model have no graphs.
     """
+
+    before_capture: Callable[[GraphKey], None] | None = None
+    agree: Callable[[int], int] | None = None
 
     def __init__(
         self,
@@ -152,6 +171,10 @@ class GraphCache:
                     raise RuntimeError(f"cuda_graphs is on: {_failure(key, error)}") from error
                 if error is not None:
                     break
+        self.serve()
+
+    def serve(self) -> None:
+        """From now on steps use graphs."""
         self._serves = self.off_because is None
         if not self._serves:
             logger.info("steps run without graphs: %s", self.off_because)
@@ -272,9 +295,16 @@ class GraphCache:
         self._device.trim()
         self.capture(key)
 
+    def capture_with_leader(self, key: GraphKey) -> None:
+        """Capture a graph because the leader of the ranks does; `agree` decides whether it is kept."""
+        with contextlib.suppress(CaptureError, torch.OutOfMemoryError):
+            self.capture(key)
+
     def capture(self, key: GraphKey) -> None:
         """Rehearse a step with padding inputs, then capture it. No step may be in flight."""
         device, step, n = self._device, self._step, key.num_rows
+        if self.before_capture is not None:
+            self.before_capture(key)
         device.synchronize()
         if (victim := self.policy.victim()) is not None:
             self._free(victim)
@@ -289,11 +319,34 @@ class GraphCache:
         work = partial(body, inputs, num_blocks)
         memory = dict(reads=inputs, writes=(written,))
         device.rehearse(work, name=f"rehearsal of {key}", **memory)
-        graph = device.capture(work, name=str(key), **memory)
+        graph = self._captured(work, str(key), memory)
         places = _places(self._buffers()) if self._checks_addresses else {}
         self._graphs[key] = CachedGraph(key, graph, places)
         self.policy.add(key)
         self.num_captures += 1
+
+    def _captured(self, work: Work, name: str, memory: Mapping[str, Tensors]) -> Graph:
+        """Capture work. Raises `CaptureError` or OutOfMemoryError if another rank cannot."""
+        if self.agree is None:
+            return self._device.capture(work, name=name, **memory)
+        graph: Graph | None = None
+        error: Exception | None = None
+        try:
+            graph = self._device.capture(work, name=name, **memory)
+        except Exception as raised:
+            error = raised
+        result = _CAPTURED
+        if error is not None:
+            result = _NO_MEMORY if isinstance(error, torch.OutOfMemoryError) else _FAILED
+        result = self.agree(result)
+        if result == _CAPTURED:
+            assert graph is not None
+            return graph
+        if graph is not None:
+            self._device.release(graph)
+        if result == _NO_MEMORY:
+            raise torch.OutOfMemoryError(f"a rank has no memory for {name}") from error
+        raise CaptureError(f"a rank cannot capture {name}") from error
 
 
 def _failure(key: GraphKey, error: BaseException) -> str:

@@ -372,6 +372,15 @@ def test_block_size_is_a_power_of_two(value: int):
         ({"device": "cpu", "replica_resources": {"num_gpus": 1}}, "", ["num_gpus", "1"]),
         ({"device": "cuda", "replica_resources": {"num_gpus": 0}}, "", ["num_gpus", "0"]),
         (
+            {
+                "device": "cuda",
+                "engine": {"tensor_parallel": 2},
+                "replica_resources": {"num_gpus": 0.5},
+            },
+            "",
+            ["num_gpus", "whole number", "0.5"],
+        ),
+        (
             {"engine": {"num_blocks": 9, "kv_cache_gib": 2}},
             "engine",
             ["num_blocks (9)", "kv_cache_gib (2.0)"],

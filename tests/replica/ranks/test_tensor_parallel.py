@@ -7,7 +7,6 @@ real processes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import signal
@@ -22,10 +21,20 @@ import numpy as np
 import pytest
 import torch
 from model_zoo import NAMES
+from rank_engines import (
+    FEW_BLOCKS,
+    LENGTHS,
+    SHARED,
+    STEP_TOKENS,
+    engine,
+    of_one_rank,
+    params,
+    prompts,
+    told,
+)
 from safetensors.torch import load_file
 
 from quire.protos.errors import EngineError
-from quire.protos.sampling_params import SamplingParams
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.config import EngineArgs, SizingError
 from quire.replica.core.request import Request
@@ -44,81 +53,8 @@ from quire.replica.ranks.rank_runners import FollowingRunner
 from quire.replica.ranks.step_message import decode, encode
 from quire.replica.startup.rank_sizing import rank_args, rank_spec
 
-LENGTHS = (70, 1, 33, 16, 40)  # of prompts
-STEP_TOKENS = 24
-SHARED = 32  # of two prompts
 # transformers has no plan for its experts.
 UNDIVIDED = ("gpt_oss",)
-# Of tokens in the cache: half of what the prompts need at the same time.
-FEW_BLOCKS = 20
-
-
-def start_thread(folder: Path, rank: int) -> Callable[[], None]:
-    thread = threading.Thread(target=follow, args=(folder, rank), daemon=True)
-    thread.start()
-    return thread.join
-
-
-def engine(
-    folder: Path,
-    num_ranks: int,
-    splits: int,
-    on_output: Callable[[LoopOutput], None] | None = None,
-    node_pool: PoolPlace | None = None,
-    **changes: object,
-) -> Engine:
-    options = dict(
-        device="cpu",
-        dtype="float32",
-        num_threads=1,
-        block_size=8,
-        num_blocks=200,
-        max_batch_tokens=STEP_TOKENS,
-    )
-    return Engine(
-        EngineArgs(
-            model=str(folder),
-            tensor_parallel=num_ranks,
-            reduction_splits=splits,
-            **{**options, **changes},
-        ),
-        on_output=on_output,
-        prove=False,
-        node_pool=node_pool,
-        start_rank=start_thread,
-    )
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(7)
-    made = [rng.integers(3, 120, n).tolist() for n in LENGTHS]
-    made[-1][:SHARED] = made[0][:SHARED]
-    return made
-
-
-def params(**changes: object) -> list[SamplingParams]:
-    given = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0, logprobs=3)
-    sampled = dataclasses.replace(given, temperature=1.0, top_p=0.9, seed=5, repetition_penalty=1.1)
-    return [dataclasses.replace((given, sampled)[i % 2], **changes) for i in range(len(LENGTHS))]
-
-
-def told(outputs) -> list[tuple]:
-    """Tokens, their log-probabilities, and those of the prompt."""
-    return [
-        (o.token_ids, o.logprobs, [x for part in o.prompt_logprobs or () for x in part.logprobs])
-        for o in outputs
-    ]
-
-
-@functools.cache
-def of_one_rank(folder: Path, splits: int) -> list[list[tuple]]:
-    with engine(folder, 1, splits) as alone:
-        scored = alone.generate(prompts(), params(prompt_logprobs=2))
-        return [
-            told(alone.generate(prompts(), params())),
-            told(scored),
-            told(alone.generate(prompts(), params(), n=2)),
-        ]
 
 
 @pytest.mark.parametrize(
@@ -351,7 +287,7 @@ def test_kinds_of_models_that_are_not_divided_are_named(zoo, changes, message):
         rank_spec(spec, EngineArgs(tensor_parallel=2))
 
 
-@pytest.mark.parametrize("changes", [dict(weights="int8"), dict(async_batching="on")])
+@pytest.mark.parametrize("changes", [dict(weights="int8"), dict(kv_cache_dtype="fp8")])
 def test_options_without_ranks_are_named(changes):
     with pytest.raises(SizingError, match=next(iter(changes))):
         rank_args(EngineArgs(device="cpu", tensor_parallel=2, **changes))

@@ -55,8 +55,8 @@ class Start:
                 super().__init__(*args, **kwargs)
                 device.hold(self.data)
 
-        def load_model(*args: object) -> torch.nn.Module:
-            model = real_load(*args)
+        def load_model(*args: object, **options: object) -> torch.nn.Module:
+            model = real_load(*args, **options)
             self.weights = sum(p.nbytes for p in model.parameters())
             for parameter in model.parameters():
                 device.hold(parameter)
