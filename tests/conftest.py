@@ -15,6 +15,8 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
+from quire.replica.checkpoint import transformers_index
+
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `tests.perf` and modules that tests share
 
 # Set before torch, transformers or ray are imported, here or in a child process.
@@ -26,6 +28,8 @@ for _name, _value in {
     "GRPC_VERBOSITY": "ERROR",  # no messages about closed connections
 }.items():
     os.environ.setdefault(_name, _value)
+
+transformers_index.install()  # Many test modules import transformers before Quire does.
 
 # Times vary too much on shared cores for hypothesis' own deadline; pytest-timeout bounds a test.
 settings.register_profile("default", deadline=None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.protos.unique_keys import parse_json
-from quire.replica.checkpoint import w4_checkpoint, weight_scheme
+from quire.replica.checkpoint import transformers_index, w4_checkpoint, weight_scheme
 from quire.replica.checkpoint.layer_kinds import has_recurrent_layers, layer_kinds, query_heads
 from quire.replica.checkpoint.rope_types import check_rope_types, short_context
 from quire.replica.checkpoint.w4_checkpoint import W4Scheme
@@ -217,6 +217,7 @@ def _own_entries(entries: dict[str, Any]) -> dict[str, Any]:
 def _judge(raw: dict[str, Any]) -> str:
     """Return the architecture; uses only the entries of config.json."""
     # Imports take seconds, so `import quire.replica.checkpoint` does without.
+    transformers_index.install()
     from transformers import CONFIG_MAPPING
 
     named = raw.get("architectures") or []

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from quire.replica.checkpoint import transformers_index
+
 _COMPILER = "torch._dynamo"
 _TRANSFORM = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _Result = TypeVar("_Result")
@@ -81,6 +83,7 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
 
 
 def _import_attention() -> Any:
+    transformers_index.install()
     from transformers.utils import import_utils
 
     # transformers asks once and remembers the answer.
