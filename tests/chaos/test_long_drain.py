@@ -125,7 +125,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, case: Case, model: Path) -> 
 
 def follow(cluster: Cluster, stream: Stream, max_tokens: int, ends: threading.Event) -> None:
     """Read a stream until told to stop."""
-    client = cluster.openai()
+    client = cluster.openai(timeout=3600)  # The last prompt is computed after all others.
     answer = client.completions.create(
         model=client.models.list().data[0].id,
         prompt=stream.prompt,

@@ -182,7 +182,7 @@ class ModelDevice:
         tables = plan.block_tables.gather()
         assert tables.shape[:2] == (len(self.groups), plan.num_rows)
         starts = plan.kv_len - np.diff(plan.cu_q)
-        self.take_changes(plan, starts)
+        self.take_changes(plan, starts, tables)
         for source, target in plan.state_copies.tolist():
             self.states[target] = self.states[source]
         saves = {(row, count): slot for row, count, slot in plan.state_saves.tolist()}
@@ -216,8 +216,10 @@ class ModelDevice:
             if self.has_states:
                 self.states[plan.rows[row]] = chain
         assert not saves, "a snapshot after no token of the step"
-        for row in range(plan.num_rows):
-            self.read(tables[:, row], int(starts[row]), int(plan.kv_len[row]))
+        kv_len = plan.kv_len.tolist()
+        heads = [
+            self.read(tables[:, row], int(starts[row]), length) for row, length in enumerate(kv_len)
+        ]
         sampling = plan.sampling
         banned = dict(sampling.suppressed)
         row_of = np.repeat(np.arange(plan.num_rows), np.diff(plan.cu_q))
@@ -229,7 +231,9 @@ class ModelDevice:
             offset = index + plan.num_sampled[row] - plan.cu_q[row + 1]
             if offset and token_ids[index] != tokens[-1]:
                 refused.add(row)
-            head = self.read(tables[:, row], int(starts[row]), position)
+            head = heads[row]
+            if position < kv_len[row]:
+                head = self.read(tables[:, row], int(starts[row]), position)
             seed = int(sampling.columns["seed"][i])
             tokens.append(choose(head, seed, position, banned.get(i, ())))
             if row not in refused:
@@ -246,7 +250,7 @@ class ModelDevice:
             restored_step=self.restored_step,
         )
 
-    def take_changes(self, plan, starts):
+    def take_changes(self, plan, starts, tables):
         """What the differences have made of the table is what the plan's rows see."""
         places, blocks = plan.changes.flat(self.tables[0].size)
         assert len(set(places.tolist())) == len(places), "a place is written twice"
@@ -257,7 +261,7 @@ class ModelDevice:
             for g, group in enumerate(self.groups):
                 first = int(group.first_key(int(starts[i]))) // self.block_size
                 told = self.tables[g, row, first:end].tolist()
-                assert told == plan.block_tables.gather()[g, i, first:end].tolist()
+                assert told == tables[g, i, first:end].tolist()
         assert self.seeds[plan.sampling.rows].tolist() == plan.sampling.columns["seed"].tolist()
 
     def read(self, tables, start, length):
