@@ -264,6 +264,12 @@ class EngineOptions:
         ge=1,
         le=1024,
     )
+    cache_packed_weights: bool = option(
+        False,
+        "On a CPU, keep the packed weights in the cache folder (QUIRE_CACHE), in as many bytes as they take in memory. "
+        "Later starts of the same model on this node read them, instead of reading, packing and verifying the "
+        "checkpoint's.",
+    )
     tensor_parallel: int = option(
         1,
         "Number of processes of one machine, called ranks, that compute one model together: 1, 2, 4 or 8. Each has a "

@@ -11,6 +11,7 @@ A copy for a router, without weights, is in `<model and revision>-tokenizer`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from pathlib import Path
@@ -19,6 +20,18 @@ from pathlib import Path
 def cache_folder() -> Path:
     """`QUIRE_CACHE`, by default `~/.cache/quire`. Raises RuntimeError if this user has no home folder."""
     return Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire")
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Return a digest of Quire's own modules and libraries of engine and kernels, by size and time."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for folder in ("kernels", "protos", "replica"):
+        for file in sorted([*(root / folder).rglob("*.py"), *(root / folder).rglob("*.so")]):
+            stat = file.stat()
+            digest.update(f"{file.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def copies_folder(model: str, revision: str | None, *, weights: bool) -> Path:

@@ -27,6 +27,7 @@ from quire.replica.model.layers import fp8
 from quire.replica.model.layers.latent_attention import absorb_latents
 from quire.replica.model.layers.position_cache import pass_positions
 from quire.replica.model.own_attention import has_own_attention
+from quire.replica.model.packed_cache import mark_unread, unread_names
 from quire.replica.model.shard_plan import shard
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.model.text_part import (
@@ -62,6 +63,7 @@ def load_model(
     weights: str = "auto",
     group: RankGroup | None = None,
     num_splits: int = 1,
+    unread: frozenset[str] = frozenset(),
 ) -> nn.Module:
     """Load transformers' model with the checkpoint's weights and Quire's attention.
 
@@ -78,6 +80,9 @@ def load_model(
         Without "fp8", and in experts, the weights of an FP8 checkpoint are decoded to `dtype`.
     group, num_splits
         The ranks that compute the model together, and `reduction_splits`; only this rank's part is loaded.
+    unread
+        Parameters whose weights are not needed, if the loader can leave them out; they are zero then, and `mark_unread`
+        notes them.
 
     Returns
     -------
@@ -118,7 +123,7 @@ def load_model(
         check_kinds(model, stored)
     places = None if renamed is None else map_weights(model, stored)
     if places is not None:
-        _stream(model, stored, encoded, places, torch.device(device))
+        _stream(model, stored, encoded, places, torch.device(device), unread)
         model = model.eval().requires_grad_(False)
     elif (
         num_splits > 1
@@ -228,7 +233,10 @@ def _put(
 
 def _check_numbers(model: nn.Module, spec: ModelSpec) -> None:
     """Raise if a weight holds NaN, which would make every result NaN. A norm is NaN if one of its terms is."""
+    unread = unread_names(model)
     for name, parameter in model.named_parameters():
+        if name in unread:
+            continue
         if parameter.dtype == fp8.CODES:
             has_nan = bool(((parameter.view(torch.uint8) & 0x7F) == 0x7F).any())
         else:
@@ -257,8 +265,10 @@ def _stream(
     encoded: Mapping[str, EncodedWeight],
     places: Mapping[str, WeightTarget],
     device: torch.device,
+    unread: frozenset[str],
 ) -> None:
-    memory = ModelMemory(model, device)
+    memory = ModelMemory(model, device, unread)
+    mark_unread(model, unread)
     filled = dict.fromkeys(place.name for place in places.values())
     # Allocate the model's tensors before any temporary tensor; alternating allocations would fragment the heap.
     for name in filled:
@@ -279,7 +289,11 @@ def _stream(
         to_codes = memory.state[place.name].dtype == fp8.CODES and tensor.dtype != fp8.CODES
         return to_codes or is_scale(place, memory.state)
 
-    ordered = list(_read_order(stored, encoded))
+    ordered = [
+        tensor
+        for tensor in _read_order(stored, encoded)
+        if tensor.name not in places or places[tensor.name].name not in unread
+    ]
     # Tensors to quantise or to decode share one temporary buffer.
     largest = max(
         (t.num_bytes for t in ordered if t.name not in scales and is_read_elsewhere(t)), default=0

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from quire.replica.checkpoint.model_spec import CheckpointError
+from quire.replica.device.cpu_device import zero_pages
 from quire.replica.model.encoded_weights import CODES
 from quire.replica.model.layers.fp8 import Fp8Linear, Int8Linear
 from quire.replica.model.weights import StoredTensor
@@ -154,9 +155,12 @@ class ModelMemory:
         A model on the meta device.
     device
         Device of the memory.
+    unread
+        Parameters that stay zero.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device):
+    def __init__(self, model: nn.Module, device: torch.device, unread: frozenset[str]):
+        self._unread = unread
         self.state = model.state_dict()  # shapes and dtypes
         self.made: dict[str, torch.Tensor] = {}
         self._device = device
@@ -174,6 +178,8 @@ class ModelMemory:
         return self.made[name]
 
     def _empty(self, shape: Sequence[int], name: str) -> torch.Tensor:
+        if name in self._unread:
+            return zero_pages(shape, self.state[name].dtype)
         return torch.empty(shape, dtype=self.state[name].dtype, device=self._device)
 
 

@@ -12,14 +12,13 @@ import json
 import logging
 import os
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quire.replica.builtin_model import CHECKPOINT
-from quire.replica.checkpoint.cache_folder import cache_folder
+from quire.replica.checkpoint.cache_folder import cache_folder, sources_digest
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.proof.first_difference import failed_module
 from quire.replica.proof.model_proof import StartEngine, find_difference, tiny_entries
@@ -107,21 +106,9 @@ def _file(key: str) -> Path:
 def _key(entries: dict[str, Any], device: str) -> str:
     import transformers
 
-    versions = [torch.__version__, transformers.__version__, _sources(), device]
+    versions = [torch.__version__, transformers.__version__, sources_digest(), device]
     text = json.dumps([versions, entries], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-@cache
-def _sources() -> str:
-    """Return a digest of Quire's own modules of engine and kernels, by size and time."""
-    root = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for folder in ("kernels", "protos", "replica"):
-        for file in sorted((root / folder).rglob("*.py")):
-            stat = file.stat()
-            digest.update(f"{file.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def _read(key: str) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.fusion.trial_pass import TrialPass
 from quire.replica.model.output_head import split_model
 from quire.replica.model.own_attention import attends_itself
+from quire.replica.model.packed_cache import open_packer
 from quire.replica.model.recurrence.recurrent_mixers import RecurrenceKernels
 from quire.replica.runner.cpu_forward import CpuForward
 from quire.replica.runner.model_kernels import ModelKernels
@@ -99,8 +100,11 @@ class CpuKernels(ModelKernels):
         decoder, _ = split_model(model)
         if attends_itself(type(decoder)):
             return FuseReport()
-        backend = CpuFusion(self.workspace)
-        return fuse(model, decoder, pool, attentions, backend, int8=config.weights == "int8")
+        with open_packer(config, model) as packer:
+            backend = CpuFusion(self.workspace, packer)
+            report = fuse(model, decoder, pool, attentions, backend, int8=config.weights == "int8")
+            packer.finish(report.dropped)
+        return report
 
     def recurrence_kernels(self, config: EngineConfig) -> RecurrenceKernels | None:
         """See `ModelKernels.recurrence_kernels`; without the compiled library there are none."""

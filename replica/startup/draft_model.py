@@ -62,6 +62,7 @@ class DraftModel:
             deterministic=False,
             num_host_blocks=0,
             max_loaded_adapters=0,
+            cache_packed_weights=False,
             q_padding=config.q_padding if has_mixed_graphs else None,
             speculation=SpeculationOptions(),
         )

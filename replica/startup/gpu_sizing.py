@@ -29,7 +29,11 @@ class GpuSizing:
     w4_dtype: str | None = None
 
     def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
-        """Reject int8 weights, which only the CPU supports."""
+        """Reject int8 weights and packed ones, which only the CPU supports."""
+        if args.cache_packed_weights:
+            raise SizingError(
+                "cache_packed_weights is True, which needs device 'cpu'; it is 'cuda'"
+            )
         if weights == "int8":
             raise SizingError("weights is 'int8', which needs device 'cpu'; it is 'cuda'")
 

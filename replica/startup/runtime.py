@@ -21,6 +21,7 @@ from quire.replica.device.open_device import open_device
 from quire.replica.host_machine import give_back_free_memory
 from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.loader import load_model
+from quire.replica.model.packed_cache import kept_names
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.node_pool.pool_file import PoolPlace, PoolSlots
@@ -148,6 +149,7 @@ def load_runtime(
                 config.weights,
                 group=group,
                 num_splits=config.reduction_splits,
+                unread=kept_names(config),
             )
             fused: FuseReport | None = None
             if available is not None:

@@ -24,22 +24,23 @@ from quire.replica.model.fusion.fused_parts import (
 )
 from quire.replica.model.layers.fp8 import CodedLinear, Fp8Linear, Int8Linear, join_rows
 from quire.replica.model.layers.w4 import W4Linear
+from quire.replica.model.packed_cache import Packer
 
 
 class PackedProduct(Product):
     """`Product` with weights packed in the order in which the compiled library reads them."""
 
-    def __init__(self, parts: Sequence[nn.Linear | CodedLinear]):
+    def __init__(self, parts: Sequence[nn.Linear | CodedLinear], packer: Packer):
         nn.Module.__init__(self)
-        weights = [part.weight.detach() for part in parts]
-        self.in_features = weights[0].shape[1]
-        self.out_features = sum(len(weight) for weight in weights)
+        self.in_features = parts[0].weight.shape[1]
+        self.out_features = sum(len(part.weight) for part in parts)
         self.coded = None
         if isinstance(parts[0], Int8Linear):
+            weights = [part.weight.detach() for part in parts]
             scales = torch.cat([part.weight_scale.detach()[:, 0] for part in parts])
             self.packed = PackedWeight.from_codes(join_rows(weights), scales)
         else:
-            self.packed = PackedWeight.pack(weights, self.out_features)
+            self.packed = packer.pack(parts)
         bias = merged_bias(parts)
         self.bias = None if bias is None else self.packed.pad_bias(bias)
 
@@ -101,7 +102,7 @@ class SortedW4Product(Product):
         return self.product(x.index_select(-1, self.order), residual)
 
 
-def cpu_product(parts: Sequence[AnyLinear]) -> Product:
+def cpu_product(parts: Sequence[AnyLinear], packer: Packer) -> Product:
     """Create a product with packed weights if the compiled library supports them, else a `Product` (FP8, float16)."""
     if any(isinstance(part, W4Linear) for part in parts):
         layer = joined_w4(parts)
@@ -116,7 +117,7 @@ def cpu_product(parts: Sequence[AnyLinear]) -> Product:
     dtype = torch.bfloat16 if Int8Linear in kinds else first.dtype
     if not cpu_linear.supports(first.shape[1], dtype, first.device):
         return Product(parts)
-    return PackedProduct(parts)
+    return PackedProduct(parts, packer)
 
 
 class PackedEmbedding(nn.Module):

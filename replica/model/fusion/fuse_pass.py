@@ -243,6 +243,8 @@ class _FusePass:
 
     def _compare(self, module: nn.Module, fused: nn.Module) -> None:
         """Compare both modules on random input. FP8 matrix products are computed exactly first, then in FP8."""
+        if self.backend.is_proven:
+            return
         layers = [
             m for root in (module, fused) for m in root.modules() if isinstance(m, CodedLinear)
         ]

@@ -30,6 +30,8 @@ class FusionBackend:
 
     # Values of `AttentionFacts.table_repeats` that the kernels support, in the order in which they are tried.
     table_repeats: tuple[int, ...]
+    # Whether the fused modules have been compared with the model's in an earlier start (`packed_cache.py`).
+    is_proven = False
     # Whether layers may form chains, sequences of layers that run as one (`layer_chains.py`).
     has_chains: bool
     # Builds the metadata of a step in the form used for serving.
