@@ -9,14 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgpack
 from torch import nn
 
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs, EngineConfig
-from quire.replica.device.device import Device
-from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.node_pool.node_pool import NodePool
 from quire.replica.ranks.following_rank import AGREED, STORE
@@ -116,9 +115,7 @@ class LeadingRanks:
         spec: ModelSpec,
         model: nn.Module,
         node_pool: NodePool | None,
-        *,
-        device: Device,
-        fused: FuseReport | None,
+        **options: Any,
     ) -> LeadingRunner:
         """Return the leader's runner; every rank is ready for steps then.
 
@@ -126,6 +123,8 @@ class LeadingRanks:
         ----------
         node_pool
             The host tier is in it: each slot has the parts of all ranks, in their order. None: each rank has its own.
+        options
+            Of `Runner`.
         """
         assert self._group is not None
         pool_slots = None
@@ -140,12 +139,11 @@ class LeadingRanks:
             model,
             group=self._group,
             links=self.links,
-            device=device,
-            fused=fused,
             pool_slots=pool_slots,
+            **options,
         )
         self.links.receive()
-        if device.is_immediate:
+        if config.device == "cpu":
             # Gloo has no more use for it. A process that is killed would leave it.
             self.links.forget_folder()
         self.links.watch(self._group.abort)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,15 +16,13 @@ from torch import nn
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs, EngineConfig, SizingError, check_args
-from quire.replica.device.device import Device
 from quire.replica.device.open_device import open_device
 from quire.replica.host_machine import give_back_free_memory
-from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.loader import load_model
 from quire.replica.model.packed_cache import kept_names
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.node_pool.node_pool import NodePool
-from quire.replica.node_pool.pool_file import PoolPlace, PoolSlots
+from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_memory import measure_memory
 from quire.replica.startup.device_sizing import GIB
@@ -71,11 +69,12 @@ class OtherRanks(Protocol):
         spec: ModelSpec,
         model: nn.Module,
         node_pool: NodePool | None,
-        *,
-        device: Device,
-        fused: FuseReport | None,
+        **options: Any,
     ) -> Runner:
-        """Return the leader's runner. Every rank is ready for steps then, with its part of the pool's slots."""
+        """Return the leader's runner. Every rank is ready for steps then, with its part of the pool's slots.
+
+        `options` are those of `Runner`.
+        """
         ...
 
 
@@ -151,7 +150,7 @@ def load_runtime(
                 num_splits=config.reduction_splits,
                 unread=kept_names(config),
             )
-            fused: FuseReport | None = None
+            options: dict[str, Any] = {}
             if available is not None:
                 measured, fused = measure_memory(config, spec, model, device, available, group)
                 if draft is not None:
@@ -159,14 +158,12 @@ def load_runtime(
                 # The rest goes to the KV pool.
                 config = resolve(own_args, spec, checkpoint, measured, draft_bytes(draft))
                 config = join(config if ranks is None else ranks.agree(config))
+                options = dict(device=device, fused=fused)
             if ranks is None:
-                runner = Runner.with_pool(
-                    config, spec, model, device=device, fused=fused, pool_slots=_slots(node_pool)
-                )
+                slots = None if node_pool is None else node_pool.file.slots
+                runner = Runner.with_pool(config, spec, model, pool_slots=slots, **options)
             else:
-                runner = ranks.make_runner(
-                    config, spec, model, node_pool, device=device, fused=fused
-                )
+                runner = ranks.make_runner(config, spec, model, node_pool, **options)
             startup_s["load"] = -began + (began := time.perf_counter())
             runner.warm_up()
             draft_runner = None if draft is None else draft.start(config, device)
@@ -183,10 +180,6 @@ def load_runtime(
         startup_s["warm_up"] = time.perf_counter() - began
         opened.pop_all()
     return Runtime(checkpoint, spec, runner.config, runner, node_pool, draft_runner)
-
-
-def _slots(node_pool: NodePool | None) -> PoolSlots | None:
-    return None if node_pool is None else node_pool.file.slots
 
 
 def _check_budget(used: int, budget: int) -> None:

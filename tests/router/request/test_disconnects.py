@@ -37,7 +37,7 @@ from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.types import GenerationRequest
 
 SIZE = os.environ.get("CHAOS_SIZE", "ci")
-NUM_CLIENTS = {"ci": 600, "long": 20_000}[SIZE]
+NUM_CLIENTS = {"ci": 600, "long": 21_000}[SIZE]
 CONCURRENCY = 24
 STAGES = (
     "before the answer",
