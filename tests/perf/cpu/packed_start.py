@@ -74,11 +74,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "quire-checkpoints",
+        help="where random weights are kept",
+    )
     parser.add_argument("--out", type=Path, default=report.RESULTS / "packed_start.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["QUIRE_CACHE"] = str(Path(folder) / "cache")
-        bars = measure(Path(folder), args.rounds)
+        os.environ["QUIRE_CACHE"] = folder
+        bars = measure(args.checkpoints, args.rounds)
     report.write(
         args.out,
         f"python -m tests.perf packed_start --rounds {args.rounds}",
