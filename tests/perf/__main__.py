@@ -20,7 +20,6 @@ BENCHMARKS = {
         "cpu_workloads": "W1 to W5 on the 0.6B shape against other engines, from recorded turns",
         "kv_transport": "KV blocks from node to node: bytes per second, and a pulled prefix against a computed one",
         "checkpoint_copy": "a checkpoint from another node, against a copy without Ray",
-        "packed_start": "starts next to a live engine, with packed weights from a file and without, in turns",
         "step_profile": "where the time of an engine's step goes",
     },
     "engine": {
