@@ -8,9 +8,9 @@
 A start that finds the file reads neither the weights that are packed nor packs and verifies them. The rest of the fuse
 pass is the same, so it asks for the same packed weights in the same order; each has the names of its weights.
 
-The file is under `packed` in the cache folder. Its name depends on the checkpoint, dtype, processor, and on the sources
-of Quire, torch and transformers. It replaces the file of other sources. There is none if a candidate of the fuse pass
-was dropped, and for weights that are stored in 8 or 4 bits.
+The file is under `packed` in the cache folder. Its name depends on the checkpoint, the times of its files, dtype,
+processor, and on the sources of Quire, torch and transformers. It replaces the file of other sources. There is none if
+a candidate of the fuse pass was dropped, and for weights that are stored in 8 or 4 bits.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def cache_file(config: EngineConfig) -> Path | None:
     import transformers
 
     about = [torch.__version__, transformers.__version__, sources_digest(), sorted(cpu_flags())]
+    # The revision of a folder covers samples of its weights only, and a folder may be written again.
+    folder = Path(config.model_name)
+    if folder.is_dir():
+        stats = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
+        about.append([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
     model = hashlib.sha256(f"{config.revision} {config.dtype}".encode()).hexdigest()[:24]
     try:
@@ -61,7 +66,7 @@ def cache_file(config: EngineConfig) -> Path | None:
 
 
 class StaleFileError(Exception):
-    """A file has not the packed weights that the fuse pass asks for. It is not one that the fuse pass expects."""
+    """A file lacks the packed weights that the fuse pass asks for. The fuse pass does not catch this class."""
 
 
 class Packer:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import stat
+import struct
 from pathlib import Path
 
+import model_zoo
 import pytest
 import torch
 from safetensors import safe_open
@@ -15,11 +17,13 @@ from safetensors.torch import save_file
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.cpu_linear import PackedWeight
 from quire.protos.sampling_params import SamplingParams
+from quire.replica.checkpoint.checkpoint import weights_revision
 from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.config import EngineArgs, SizingError
 from quire.replica.engine import Engine
 from quire.replica.model import packed_cache
 from quire.replica.model.packed_cache import unread_names
+from quire.replica.model.weights import list_tensors
 from quire.replica.startup.gpu_sizing import GpuSizing
 
 pytestmark = pytest.mark.skipif(
@@ -90,6 +94,30 @@ def test_each_dtype_has_a_file_and_other_sources_replace_it(zoo, packed, monkeyp
     monkeypatch.setattr(packed_cache, "sources_digest", lambda: "other")
     start(folder).close()
     assert len(set(packed.iterdir()) - before) == 1 and len(list(packed.iterdir())) == 2
+
+
+def test_weights_that_were_written_again_are_packed_again(packed, tmp_path):
+    """A change that no sample of the folder's revision covers."""
+    folder = model_zoo.build("llama", tmp_path / "zoo", intermediate_size=4096)
+    (file,) = folder.glob("*.safetensors")
+    with start(folder) as first:
+        before = told(first)
+    # A matrix is other numbers of the same size, but where the revision looks.
+    tensors = list_tensors([file])
+    tensor = tensors["model.layers.0.mlp.down_proj.weight"]
+    data, first_byte = bytearray(file.read_bytes()), min(t.offset for t in tensors.values())
+    spacing = (len(data) - first_byte) / 256
+    for at in range(tensor.offset, tensor.offset + tensor.num_bytes, 4):
+        if 4096 < (at - first_byte) % spacing < spacing - 4:
+            data[at : at + 4] = struct.pack("<f", -struct.unpack("<f", data[at : at + 4])[0])
+    file.write_bytes(data)
+    assert weights_revision(folder) == first.config.revision
+    with start(folder) as second:
+        assert not unread_names(second.model)
+        found = told(second)
+    with start(folder, cache_packed_weights=False) as alone:
+        assert found == told(alone)
+    assert found != before
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\x08" + b"\0" * 7 + b'{"a": 1}'])

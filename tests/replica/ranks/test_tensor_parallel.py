@@ -83,6 +83,23 @@ def test_ranks_generate_the_bits_of_one(zoo, name, num_ranks):
         ranks.check()
 
 
+def test_ranks_on_a_cpu_plan_a_step_ahead(zoo):
+    """With `async_batching`, also for rows whose sampling waits for their token in the step in flight."""
+    folder = zoo("llama")
+    expected, scored, forked = of_one_rank(folder, 2)
+    waits = params(stop_token_ids=(3, 5, 9), min_tokens=4)
+    with engine(folder, 1, 2) as alone:
+        waited = told(alone.generate(prompts(), waits))
+    with engine(folder, 2, 2, async_batching="on") as ranks:
+        assert ranks.config.plans_ahead
+        for _ in range(2):
+            assert told(ranks.generate(prompts(), params())) == expected
+        assert told(ranks.generate(prompts(), params(prompt_logprobs=2))) == scored
+        assert told(ranks.generate(prompts(), params(), n=2)) == forked
+        assert told(ranks.generate(prompts(), waits)) == waited
+        ranks.check()
+
+
 @pytest.mark.parametrize("restore", ["auto", "always"])
 def test_blocks_of_all_ranks_are_preempted_and_restored_alike(zoo, restore):
     """Too few blocks for all requests: they are computed again, or copied to the host tier of each rank and back."""
