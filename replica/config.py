@@ -289,6 +289,11 @@ class EngineOptions:
         "Speculative decoding: a step verifies drafted tokens, and may then give a request several tokens.",
     )
 
+    @property
+    def num_splits(self) -> int:
+        """Number of parts of sums over ranks; 1: the model is not divided."""
+        return self.reduction_splits or self.tensor_parallel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs(EngineOptions):

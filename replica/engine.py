@@ -123,7 +123,8 @@ class Engine:
 
         def check(spec: ModelSpec, device: str) -> None:
             if prove:
-                check_model(spec, device, functools.partial(Engine, prove=False))
+                start = functools.partial(Engine, prove=False)
+                check_model(spec, device, start, with_ranks=args.num_splits > 1)
 
         self._ranks: LeadingRanks | None = None
         if args.tensor_parallel > 1:
@@ -146,9 +147,8 @@ class Engine:
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         # As it runs; a failed proof looks into it.
         self.model: nn.Module = runtime.runner.model
-        adapted = runtime.runner.adapted
         num_kept = max(MAX_HOST_ADAPTERS, self.config.max_loaded_adapters)
-        self._adapters = AdapterLibrary(None if adapted is None else adapted.read, num_kept)
+        self._adapters = AdapterLibrary(runtime.runner.adapter_reader, num_kept)
         self._node_pool = runtime.node_pool
         self._draft_runner = runtime.draft_runner
         drafts = self._open_draft_source()
@@ -168,7 +168,7 @@ class Engine:
             self.recorder = FlightRecorder(flight_path, self.config.max_running_requests)
         self._flight_path = flight_path
         adapter_report = None
-        if adapted is not None:
+        if (adapted := runtime.runner.adapted) is not None:
             slots = scheduler.rows.adapters
             adapter_report = AdapterReports(slots, self._adapters, adapted.load_time).latest
         self._runner, clock = self._equip(runtime.runner)

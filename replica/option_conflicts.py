@@ -39,14 +39,4 @@ def conflicts(options: Any) -> Iterator[str]:
     ranks, splits = options.tensor_parallel, options.reduction_splits or options.tensor_parallel
     if ranks & (ranks - 1) or splits & (splits - 1) or splits < ranks:
         yield f"tensor_parallel ({ranks}) and reduction_splits ({splits}) must be powers of two, in ascending order"
-    if splits > 1 and options.max_loaded_adapters:
-        yield (
-            f"max_loaded_adapters ({options.max_loaded_adapters}) must be 0 with tensor_parallel or reduction_splits "
-            "above 1: adapters are not divided"
-        )
-    if splits > 1 and options.speculation.method == "draft_model":
-        yield (
-            "speculation.method is 'draft_model', which is not supported with tensor_parallel or reduction_splits "
-            "above 1: a draft model is not divided"
-        )
     yield from speculation_options.conflicts(options.speculation)

@@ -65,6 +65,7 @@ LAYERS = (
     # Entries below may import torch.
     "replica.sampling",
     "replica.device",
+    "replica.model.stored",
     "replica.model.layers",
     "replica.model.sharded",
     "replica.model",
@@ -438,7 +439,7 @@ DEVICE_CHECKS = {
     "quire.replica.ranks.rank_runners": 1,  # whether steps are computed or queued
     "quire.replica.startup.rank_sizing": 1,  # whether ranks share its memory
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
-    "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory
+    "quire.replica.model.stored.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory
     "quire.replica.host_machine": 1,  # free memory of the GPU or of the host
     "quire.replica.engine": 1,  # routers are told the threads of a CPU
 }

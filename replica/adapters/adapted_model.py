@@ -80,9 +80,14 @@ class AdaptedModel(ABC):
         """The linear layers that can be adapted, by name. Run a step with adapters before this is read."""
         return {part.name: part for i in sorted(self._proven) for part in self.products[i].parts}
 
+    @property
+    def all_layers(self) -> Mapping[str, LinearPart]:
+        """The linear layers of all products, by name."""
+        return {part.name: part for product in self.products for part in product.parts}
+
     def read(self, folder: Path) -> Any:
         """Read an adapter's folder to host memory, in the form of the device."""
-        return self._pack(read_adapter(folder, self.layers, self.max_rank, self.dtype))
+        return self.pack(read_adapter(folder, self.layers, self.max_rank, self.dtype))
 
     def _on_call(
         self, index: int, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
@@ -114,7 +119,7 @@ class AdaptedModel(ABC):
         """Put adapters into slots."""
 
     @abstractmethod
-    def _pack(self, weights: Mapping[str, LowRank]) -> Any:
+    def pack(self, weights: Mapping[str, LowRank]) -> Any:
         """Convert an adapter to the form of the device; the result is in host memory."""
 
     @abstractmethod

@@ -24,7 +24,7 @@ from quire.protos.adapter_ref import CONFIG_FILE, WEIGHTS_FILE
 from quire.protos.errors import InvalidRequest
 from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.model.layers.linear_parts import LinearPart
-from quire.replica.model.weights import StoredTensor, list_tensors, read_tensors
+from quire.replica.model.stored.weights import StoredTensor, list_tensors, read_tensors
 
 _MAX_CONFIG_BYTES = 1 << 20
 _TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
@@ -70,7 +70,7 @@ def read_adapter(
     Parameters
     ----------
     layers
-        The linear layers that can be adapted, by name.
+        The linear layers that can be adapted, by name. Of a layer that a rank has in part, the matrices are cut.
     max_rank
         Largest rank.
     dtype
@@ -90,9 +90,17 @@ def read_adapter(
         rank, scale = _check_config(folder, config, max_rank)
         stored = list_tensors([folder / WEIGHTS_FILE])
         pairs = _pairs(folder, stored)
+        parts: dict[str, list[LinearPart]] = {}
+        for part in layers.values():
+            parts.setdefault(part.of_checkpoint.name, []).append(part)
         for name, (down, up) in pairs.items():
-            _check_shapes(folder, name, down, up, layers, rank)
-        return _read_weights(pairs, scale, dtype)
+            _check_shapes(folder, name, down, up, parts, rank)
+        own = {
+            part.name: _cut(down, up, part)
+            for name, (down, up) in pairs.items()
+            for part in parts[name]
+        }
+        return _read_weights(own, scale, dtype)
     except (CheckpointError, OSError, ValueError) as error:
         raise refusal(f"{folder}: {error}") from error
 
@@ -158,12 +166,12 @@ def _check_shapes(
     name: str,
     down: StoredTensor,
     up: StoredTensor,
-    layers: Mapping[str, LinearPart],
+    parts: Mapping[str, list[LinearPart]],
     rank: int,
 ) -> None:
-    layer = layers.get(name)
-    if layer is None:
+    if name not in parts:
         raise refusal(f"{folder}: the model has no linear layer {name!r} that can be adapted")
+    layer = parts[name][0].of_checkpoint
     expected = ((rank, layer.in_features), (layer.out_features, rank))
     if (down.shape, up.shape) != expected:
         raise refusal(
@@ -173,6 +181,18 @@ def _check_shapes(
     for tensor in (down, up):
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise refusal(f"{folder}: tensor {tensor.name!r} must be float32, bfloat16 or float16")
+
+
+def _cut(
+    down: StoredTensor, up: StoredTensor, part: LinearPart
+) -> tuple[StoredTensor, StoredTensor]:
+    """Return the matrices of a layer, or of a rank's part of it."""
+    whole = part.whole
+    if whole is None:
+        return down, up
+    names = [f"{tensor.name} of {part.name}" for tensor in (down, up)]
+    down = down.columns(names[0], *whole.columns)
+    return down, up.rows(names[1], *whole.rows)
 
 
 def _read_weights(

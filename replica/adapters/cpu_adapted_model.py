@@ -85,6 +85,8 @@ class CpuAdaptedModel(AdaptedModel):
                 continue
             attention, mlp = layer.attention, layer.mlp
             products = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+            if not all(product in index for product in products):
+                continue  # sums over ranks are several products, and no part of a call
             layer.adapters = LayerAdapters(*(calls(product) for product in products))
             layer.forget_sequence()
             # The calls are in the layer, or else the hooks of its products run.
@@ -100,7 +102,8 @@ class CpuAdaptedModel(AdaptedModel):
             for product, adapters in zip(self.products, self._adapters, strict=True):
                 adapters.put(slot, tuple(adapter.weights.get(part.name) for part in product.parts))
 
-    def _pack(self, weights: Mapping[str, LowRank]) -> Mapping[str, LowRank | PackedAdapter]:
+    def pack(self, weights: Mapping[str, LowRank]) -> Mapping[str, LowRank | PackedAdapter]:
+        """See `AdaptedModel.pack`."""
         if not self._is_native:
             return weights
         return {name: PackedAdapter.pack(*part) for name, part in weights.items()}

@@ -101,7 +101,8 @@ class GpuAdaptedModel(AdaptedModel):
             copying.append((self._device.record(Stream.COMPUTE, "adapter copied"), adapter))
         self._copying = copying
 
-    def _pack(self, weights: Mapping[str, LowRank]) -> HostSlot:
+    def pack(self, weights: Mapping[str, LowRank]) -> HostSlot:
+        """See `AdaptedModel.pack`."""
         flat = self._device.pinned((1, self._slot_size), self.dtype)
         scales = self._device.pinned((1, self._num_scales), torch.float32)
         flat.zero_()

@@ -16,7 +16,7 @@ import torch
 from quire.replica.checkpoint.checkpoint import weight_files
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.kv_cache.groups import LayerKind
-from quire.replica.model.weights import StoredTensor, list_tensors, read_tensors
+from quire.replica.model.stored.weights import StoredTensor, list_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
 

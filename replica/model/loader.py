@@ -1,10 +1,10 @@
 """Loads a checkpoint folder as a module on a device.
 
 transformers' model is built on torch's meta device, without memory. Then each stored tensor is read to its final place
-(`weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`) or decoded from
-8 or 4 bits (`encoded_weights.py`). Layers that stay in 4 bits come first, one at a time (`w4_formats.py`). If the
-stored tensors and the model's do not match one to one, because transformers renames or converts tensors while loading,
-transformers loads the checkpoint.
+(`stored/weights.py`, `weight_mapping.py`), or to a temporary tensor and from there quantised to FP8 (`fp8.py`) or
+decoded from 8 or 4 bits (`stored/encoded_weights.py`). Layers that stay in 4 bits come first, one at a time
+(`w4_formats.py`). If the stored tensors and the model's do not match one to one, because transformers renames or
+converts tensors while loading, transformers loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, buil
 from quire.replica.checkpoint.weight_scheme import EXTRA
 from quire.replica.checkpoint.wrapped_text import text_config
 from quire.replica.model import w4_formats
-from quire.replica.model.encoded_weights import EncodedWeight, pair_encoded
 from quire.replica.model.layers import fp8
 from quire.replica.model.layers.latent_attention import absorb_latents
 from quire.replica.model.layers.position_cache import pass_positions
@@ -30,12 +29,20 @@ from quire.replica.model.own_attention import has_own_attention
 from quire.replica.model.packed_cache import mark_unread, unread_names
 from quire.replica.model.shard_plan import shard
 from quire.replica.model.sharded.rank_group import RankGroup
+from quire.replica.model.stored.encoded_weights import EncodedWeight, pair_encoded
+from quire.replica.model.stored.weights import (
+    StoredTensor,
+    list_tensors,
+    load_progress,
+    read_tensors,
+)
 from quire.replica.model.text_part import (
     auto_class,
     is_dropped,
     make_model,
     of_text,
     renamed_tensors,
+    tensors_to_divide,
     text_class,
 )
 from quire.replica.model.weight_mapping import (
@@ -45,7 +52,6 @@ from quire.replica.model.weight_mapping import (
     is_scale,
     map_weights,
 )
-from quire.replica.model.weights import StoredTensor, list_tensors, load_progress, read_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,7 +73,7 @@ def load_model(
 ) -> nn.Module:
     """Load transformers' model with the checkpoint's weights and Quire's attention.
 
-    Apart from the model, the host needs at most two staging buffers of 64 MiB (`weights.py`).
+    Apart from the model, the host needs at most two staging buffers of 64 MiB (`stored/weights.py`).
 
     Parameters
     ----------
@@ -104,13 +110,15 @@ def load_model(
     stored = stored if renamed is None else renamed
     stored = _without_ignored(model, stored)
     if num_splits > 1:
-        if renamed is None:
+        named = None if renamed is None else tensors_to_divide(model, stored)
+        if named is None:
             raise CheckpointError(
                 f"{spec.path}: tensor_parallel: transformers converts tensors of {spec.architecture} while it loads "
                 "them"
             )
         group = RankGroup() if group is None else group
-        stored = shard(model, stored, *shard_facts(spec), group, num_splits)
+        block = None if spec.scheme is None else spec.scheme.block
+        stored = shard(model, named, *shard_facts(spec), group, num_splits, block)
     encoded: dict[str, EncodedWeight] = {}
     if spec.scheme is not None and spec.scheme.has_weights:
         kept = _put_coded(model, stored, spec, torch_dtype, weights)

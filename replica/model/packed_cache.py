@@ -37,7 +37,7 @@ from quire.replica.checkpoint.cache_folder import cache_folder, sources_digest
 from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.config import EngineConfig
 from quire.replica.host_machine import cpu_flags
-from quire.replica.model.weights import StoredTensor, list_tensors, read_tensors
+from quire.replica.model.stored.weights import StoredTensor, list_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
 _CODE = ("tables", "first", "apart", "high")

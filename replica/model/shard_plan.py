@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from quire.replica.checkpoint.model_spec import CheckpointError
+from quire.replica.model.layers.linear_parts import WholeLayer
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.model.sharded.shared_layers import (
     GatheredLinear,
@@ -31,14 +32,20 @@ from quire.replica.model.sharded.shared_layers import (
     SummedLinear,
     rows_of_rank,
 )
-from quire.replica.model.weights import StoredTensor
+from quire.replica.model.stored.stored_cuts import Part, StoredCuts
+from quire.replica.model.stored.weights import StoredTensor
 
 _ROWS = "colwise"
 _GATHERED_ROWS = "colwise_gather_output"
 _SUMS = {"rowwise": False, "rowwise_split_input": True}  # whether the input has all features
 _EXPERTS = "moe_tp_experts"
-# The module is on every rank, or `_EXPERTS` divides its tensor.
-_WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "packed_colwise"}
+# The module is on every rank, or `_EXPERTS` divides its tensor. A latent has one head for all ranks.
+_WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "packed_colwise", "mla_kv_a_proj"}
+# A module is divided, and so are parameters of its own, such as sinks of heads.
+_PARAMETERS = "local_params"
+# Products that give queries of whole heads: also of latent attention, and with keys and values of each head beside.
+_QUERIES = ("self_attn.q_proj", "self_attn.q_b_proj", "attention.query_key_value")
+_OF_HEADS = re.compile(r".*\.attn\..*|.*(self_attn|attention)\.(q|k|v|qkv|query)\w*")
 # Of `torch.nn.functional.grouped_mm`.
 _EXPERT_ROW_BYTES = 16
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -64,10 +71,16 @@ class TpPlan:
             raise CheckpointError(
                 f"tensor_parallel: transformers has no tensor-parallel plan for model_type {config.model_type!r}"
             )
-        if unknown := styles - {_ROWS, _GATHERED_ROWS, *_SUMS, _EXPERTS, *_WHOLE}:
+        if unknown := styles - {_ROWS, _GATHERED_ROWS, *_SUMS, _EXPERTS, _PARAMETERS, *_WHOLE}:
             raise CheckpointError(
                 f"tensor_parallel: the plan of model_type {config.model_type!r} has {sorted(unknown)[0]!r}, which is "
                 "not served"
+            )
+        heads = [n for n, style in entries.items() if style == _ROWS and _OF_HEADS.fullmatch(n)]
+        if heads and not self.splits_heads:
+            raise CheckpointError(
+                f"tensor_parallel: the plan of model_type {config.model_type!r} divides {heads[0]}, and heads of this "
+                "name are not served"
             )
 
     def style(self, path: str) -> str | None:
@@ -77,7 +90,7 @@ class TpPlan:
     @property
     def splits_heads(self) -> bool:
         """Whether a rank computes attention for its own heads, not for all."""
-        return self.style("layers.0.self_attn.q_proj") == _ROWS
+        return any(self.style(f"layers.0.{name}") == _ROWS for name in _QUERIES)
 
 
 def shard(
@@ -87,6 +100,7 @@ def shard(
     head_dims: Mapping[int, tuple[int, int]],
     group: RankGroup,
     num_splits: int,
+    block: tuple[int, int] | None = None,
 ) -> dict[str, StoredTensor]:
     """Replace modules of a model on the meta device by this rank's; return what is read for them.
 
@@ -100,21 +114,35 @@ def shard(
         Elements of a key and of a value, by layer.
     num_splits
         Parts in which sums over input features are cut, of all ranks together; a multiple of their number.
+    block
+        Rows and columns with one scale, of weights in 8 bits; None: a row or all.
 
     Raises
     ------
     CheckpointError
         A size cannot be divided, or a tensor is stored in a form that cannot be read in parts.
     """
-    sharding = _Sharding(model, dict(stored), TpPlan(config), head_dims, group, num_splits)
+    _check_shapes(model, stored)
+    cuts = StoredCuts(dict(stored), block)
+    sharding = _Sharding(model, cuts, TpPlan(config), head_dims, group, num_splits)
     sharding.run()
-    return sharding.stored
+    return cuts.stored
+
+
+def _check_shapes(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise `CheckpointError` for a tensor that has another shape than the model's."""
+    state = model.state_dict()
+    for name, tensor in stored.items():
+        if name in state and tensor.shape != state[name].shape:
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} has shape {list(tensor.shape)}, expected {list(state[name].shape)}"
+            )
 
 
 @dataclass(slots=True)
 class _Sharding:
     model: nn.Module
-    stored: dict[str, StoredTensor]
+    cuts: StoredCuts
     plan: TpPlan
     head_dims: Mapping[int, tuple[int, int]]
     group: RankGroup
@@ -125,6 +153,8 @@ class _Sharding:
             style = self.plan.style(path)
             if style == _EXPERTS:
                 self._put(path, self._experts(path, module))
+            elif style == _PARAMETERS:
+                self._cut_parameters(path, module)
             elif style is not None and style not in _WHOLE and type(module) is not nn.Linear:
                 raise CheckpointError(
                     f"tensor_parallel: {path} is a {type(module).__name__}, which is not divided"
@@ -139,16 +169,34 @@ class _Sharding:
         self._share_head()
 
     def _put(self, path: str, module: nn.Module) -> None:
-        parent, _, name = path.rpartition(".")
-        setattr(self.model.get_submodule(parent), name, module)
+        parent_path, _, name = path.rpartition(".")
+        parent = self.model.get_submodule(parent_path)
+        setattr(parent, name, module)
+        if not parent._buffers:
+            # Else some classes would initialise the weights of the module that was there.
+            parent._is_hf_initialized = True
+
+    def _cut_parameters(self, path: str, module: nn.Module) -> None:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full = f"{path}.{name}"
+            if self.plan.style(full) == _ROWS and self.group.size > 1:
+                self._check(full, "rows", len(parameter), self.group.size)
+                each = len(parameter) // self.group.size
+                begin = self.group.rank * each
+                own = nn.Parameter(parameter.new_empty(each, *parameter.shape[1:]))
+                setattr(module, name, own)
+                self.cuts.cut_rows(full, (begin, begin + each))
 
     def _own_rows(self, path: str, linear: nn.Linear) -> nn.Linear:
         begin, end = self._range_of_rows(path, linear)
-        self._cut_rows(path, path, begin, end)
+        part = Part(path, rows=(begin, end))
+        self.cuts.cut(path, [part])
         has_bias = linear.bias is not None
-        return nn.Linear(
+        own = nn.Linear(
             linear.in_features, end - begin, has_bias, device="meta", dtype=linear.weight.dtype
         )
+        _note_part(own, path, linear, part)
+        return own
 
     def _range_of_rows(self, path: str, linear: nn.Linear) -> tuple[int, int]:
         size, rank = self.group.size, self.group.rank
@@ -168,16 +216,22 @@ class _Sharding:
         self._check(path, "input features", linear.in_features, self.num_splits)
         layer = SummedLinear(linear, self.group, self.num_splits, takes_all)
         width = linear.in_features // self.num_splits
-        whole = self.stored.pop(f"{path}.weight", None)
-        for i, name in enumerate(f"{path}.parts.{i}.weight" for i in range(len(layer.parts))):
-            if whole is not None:
-                begin = self.group.rank * layer.in_features + i * width
-                self.stored[name] = whole.columns(name, begin, begin + width)
+        parts = []
+        for i, product in enumerate(layer.parts):
+            begin = self.group.rank * layer.in_features + i * width
+            part = Part(f"{path}.parts.{i}", columns=(begin, begin + width))
+            parts.append(part)
+            _note_part(product, path, linear, part)
+        self.cuts.cut(path, parts)
         return layer
 
     def _gathered(self, path: str, linear: nn.Linear, to_first: bool = False) -> GatheredLinear:
-        self._cut_rows(path, f"{path}.part", *rows_of_rank(linear.out_features, self.group))
-        return GatheredLinear(linear, self.group, to_first)
+        begin, end = rows_of_rank(linear.out_features, self.group)
+        part = Part(f"{path}.part", rows=(begin, end))
+        self.cuts.cut(path, [part])
+        layer = GatheredLinear(linear, self.group, to_first)
+        _note_part(layer.part, path, linear, part)
+        return layer
 
     def _experts(self, path: str, experts: nn.Module) -> SummedExperts:
         names = {name for name, _ in experts.named_parameters()}
@@ -195,21 +249,21 @@ class _Sharding:
             )
         layer = SummedExperts(experts, self.group, self.num_splits)
         width = inner // self.num_splits
-        for name, tensor in list(self.stored.items()):
-            if not name.startswith(f"{path}."):
-                continue
-            match = _EXPERT.fullmatch(name)
-            if match is None or match[1] != path:
-                raise CheckpointError(
-                    f"{tensor.file}: {name!r} holds all experts, and tensor_parallel reads only experts that are "
-                    "stored apart"
-                )
-            del self.stored[name]
-            for i in range(len(layer.parts)):
-                begin = (self.group.rank * len(layer.parts) + i) * width
-                own = f"{path}.parts.{i}.{match[2]}.{match[3]}_proj.weight"
-                cut = tensor.columns if match[3] == "down" else tensor.rows
-                self.stored[own] = cut(own, begin, begin + width)
+        ranges = [
+            ((self.group.rank * len(layer.parts) + i) * width, i) for i in range(len(layer.parts))
+        ]
+        num_experts, hidden, _ = experts.down_proj.shape
+        for name in [name for name in self.cuts.stored if name.startswith(f"{path}.")]:
+            expert, inside = _EXPERT.fullmatch(name), name.removeprefix(f"{path}.")
+            owns = [(f"{path}.parts.{i}.{inside}", (begin, begin + width)) for begin, i in ranges]
+            if expert is not None:
+                key = "columns" if expert[3] == "down" else "rows"
+                parts = [Part(own.removesuffix(".weight"), **{key: cut}) for own, cut in owns]
+                self.cuts.cut(name.removesuffix(".weight"), parts)
+            elif inside in names:
+                for own, cut in owns:
+                    self.cuts.cut_stacked(name, own, num_experts, cut, hidden)
+                del self.cuts.stored[name]
         return layer
 
     def _share_head(self) -> None:
@@ -222,25 +276,25 @@ class _Sharding:
             )
         name, tied = f"{path}.weight", self.model.all_tied_weights_keys
         other = tied.get(name) or next((key for key, value in tied.items() if value == name), None)
-        if other is not None and self.stored:
-            found = self.stored.get(name) or self.stored.get(other)
+        if other is not None and self.cuts.stored:
+            found = self.cuts.stored.get(name) or self.cuts.stored.get(other)
             if found is not None:
-                self.stored[name] = found.named(name)
-                self.stored[other] = found.named(other)
+                self.cuts.stored[name] = found.named(name)
+                self.cuts.stored[other] = found.named(other)
         self.model.all_tied_weights_keys = {
             key: value for key, value in tied.items() if name not in (key, value)
         }
         self._put(path, self._gathered(path, head, to_first=True))
-
-    def _cut_rows(self, path: str, own_path: str, begin: int, end: int) -> None:
-        for leaf in ("weight", "bias"):
-            tensor = self.stored.pop(f"{path}.{leaf}", None)
-            if tensor is not None:
-                name = f"{own_path}.{leaf}"
-                self.stored[name] = tensor.rows(name, begin, end)
 
     def _check(self, path: str, what: str, number: int, divisor: int) -> None:
         if number % divisor:
             raise CheckpointError(
                 f"tensor_parallel: the {number} {what} of {path} cannot be divided into {divisor} equal parts"
             )
+
+
+def _note_part(product: nn.Linear, path: str, whole: nn.Linear, part: Part) -> None:
+    """Let a product know of which layer it is a part; adapters are cut alike."""
+    sizes = (whole.in_features, whole.out_features)
+    columns, rows = part.columns or (0, sizes[0]), part.rows or (0, sizes[1])
+    product.whole_layer = WholeLayer(path, *sizes, columns, rows)

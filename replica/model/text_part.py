@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 from quire.replica.checkpoint.checkpoint import weight_files
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
 from quire.replica.checkpoint.wrapped_text import text_config
+from quire.replica.model.stored.expert_names import expert_name
+from quire.replica.model.stored.weights import StoredTensor, list_tensors
 from quire.replica.model.transformers_import import without_compiler
-from quire.replica.model.weights import StoredTensor, list_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -230,6 +231,35 @@ def renamed_tensors(
     ):
         return None
     return {new: dataclasses.replace(stored[name], name=new) for name, new in names.items()}
+
+
+def tensors_to_divide(
+    model: nn.Module, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor] | None:
+    """Return what ranks read parts of, by the model's names; None: transformers converts some of the tensors.
+
+    A rank reads a mixture's experts one by one if they are stored so: `expert_name`.
+
+    Parameters
+    ----------
+    stored
+        Result of `renamed_tensors`.
+    """
+    from transformers.core_model_loading import WeightConverter
+
+    names = {name: name for name in stored} if is_text_part(model) else _model_names(model, stored)
+    state = model.state_dict()
+    converters = [rule for rule in _rules(model) if isinstance(rule, WeightConverter)]
+    found: dict[str, StoredTensor] = {}
+    for old, name in names.items():
+        converter = None
+        if name not in state:
+            converter = next((c for c in converters if c.rename_source_key(name)[1]), None)
+        own = name if converter is None else expert_name(name, converter)
+        if own is None:
+            return None
+        found[own] = stored[old].named(own)
+    return found
 
 
 def text_tensor_names(spec: ModelSpec) -> frozenset[str] | None:

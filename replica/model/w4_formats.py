@@ -24,7 +24,7 @@ from quire.kernels.rows.w4_linear import PER_WORD, pack_words, unpack_words
 from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.checkpoint.w4_checkpoint import W4Scheme
 from quire.replica.model.layers.w4 import W4Linear
-from quire.replica.model.weights import StoredTensor, read_tensors
+from quire.replica.model.stored.weights import StoredTensor, read_tensors
 
 # Place in a word of output features 0 to 7, in awq.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

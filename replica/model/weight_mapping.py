@@ -20,9 +20,9 @@ from torch import nn
 
 from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.device.cpu_device import zero_pages
-from quire.replica.model.encoded_weights import CODES
 from quire.replica.model.layers.fp8 import Fp8Linear, Int8Linear
-from quire.replica.model.weights import StoredTensor
+from quire.replica.model.stored.encoded_weights import CODES
+from quire.replica.model.stored.weights import StoredTensor
 
 # Of a mixture, or of a part of it (`sharded/shared_layers.py`).
 _EXPERT = re.compile(r"(.+\.experts(?:\.parts\.\d+)?)\.(\d+)\.(gate|up|down)_proj\.weight")

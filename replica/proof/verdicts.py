@@ -1,7 +1,7 @@
 """Proves each class once: the verdict is kept in a file, by all that it depends on.
 
-The key is the tiny model's configuration, which has every flag of the checkpoint's, the kind of device, and the
-versions of Quire's sources, torch and transformers. The folder is `proofs` under `QUIRE_CACHE`, by default
+The key is the tiny model's configuration, which has every flag of the checkpoint's, the kind of device or ranks, and
+the versions of Quire's sources, torch and transformers. The folder is `proofs` under `QUIRE_CACHE`, by default
 `~/.cache/quire`. A folder that cannot be written only costs another proof at the next start.
 """
 
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ TESTED_FOR_GPU = frozenset(
 )
 
 
-def check_model(spec: ModelSpec, device: str, start: StartEngine) -> None:
+def check_model(spec: ModelSpec, device: str, start: StartEngine, with_ranks: bool = False) -> None:
     """Prove that the engine computes what transformers computes for models of this class and with these options.
 
     The built-in model is not proven: the tests compare it with transformers.
@@ -55,6 +56,9 @@ def check_model(spec: ModelSpec, device: str, start: StartEngine) -> None:
         cpu or cuda, on which the checkpoint will be served.
     start
         Starts an engine for the tiny model.
+    with_ranks
+        Whether the model will be divided. A plan of transformers may divide what a class computes over all features, so
+        two ranks on the CPU, which are threads of this process, are compared as well.
 
     Raises
     ------
@@ -63,11 +67,13 @@ def check_model(spec: ModelSpec, device: str, start: StartEngine) -> None:
     """
     if spec.path == CHECKPOINT:
         return
-    devices = ["cpu"]
+    kinds = {"cpu": ("cpu", start)}
     if device == "cuda" and spec.architecture not in TESTED_FOR_GPU:
-        devices.append("cuda")
-    for kind in devices:
-        difference = _verdict(spec, kind, start)
+        kinds["cuda"] = ("cuda", start)
+    if with_ranks:
+        kinds["two ranks"] = ("cpu", in_ranks(start))
+    for kind, (kind_device, start_kind) in kinds.items():
+        difference = _verdict(spec, kind, kind_device, start_kind)
         if difference is not None:
             raise CheckpointError(
                 f"{spec.path}: {spec.architecture} with this configuration is not served, because a tiny model of it "
@@ -75,11 +81,18 @@ def check_model(spec: ModelSpec, device: str, start: StartEngine) -> None:
             )
 
 
-def _verdict(spec: ModelSpec, device: str, start: StartEngine) -> str | None:
+def in_ranks(start: StartEngine) -> StartEngine:
+    """Return a function that starts an engine of two ranks, one of them a thread of this process."""
+    from quire.replica.ranks.leading_ranks import start_thread
+
+    return partial(start, tensor_parallel=2, start_rank=start_thread)
+
+
+def _verdict(spec: ModelSpec, kind: str, device: str, start: StartEngine) -> str | None:
     began = time.perf_counter()
     try:
         entries = tiny_entries(spec)
-        key = _key(entries, device)
+        key = _key(entries, kind)
         known = _read(key)
         if known is not None:
             return known["difference"]
@@ -89,11 +102,11 @@ def _verdict(spec: ModelSpec, device: str, start: StartEngine) -> str | None:
     except Exception as error:  # each class fails in its own way
         logger.info("%s: the proof failed", spec.path, exc_info=True)
         raise CheckpointError(
-            f"{spec.path}: {spec.architecture} is not served: {device} cannot run a tiny model of it: "
+            f"{spec.path}: {spec.architecture} is not served: {kind} cannot run a tiny model of it: "
             f"{type(error).__name__}: {error}{failed_module(error)}"
         ) from error
     seconds = time.perf_counter() - began
-    logger.info("proved %s on %s in %.1f s", spec.architecture, device, seconds)
+    logger.info("proved %s on %s in %.1f s", spec.architecture, kind, seconds)
     _write(key, {"architecture": spec.architecture, "difference": difference})
     return difference
 
@@ -103,10 +116,10 @@ def _file(key: str) -> Path:
     return cache_folder() / "proofs" / f"{key}.json"
 
 
-def _key(entries: dict[str, Any], device: str) -> str:
+def _key(entries: dict[str, Any], kind: str) -> str:
     import transformers
 
-    versions = [torch.__version__, transformers.__version__, sources_digest(), device]
+    versions = [torch.__version__, transformers.__version__, sources_digest(), kind]
     text = json.dumps([versions, entries], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

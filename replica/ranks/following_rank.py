@@ -31,7 +31,10 @@ from quire.replica.startup.sizing import resolve
 
 logger = logging.getLogger(__name__)
 # Options that the memory of a rank determines; the leader takes the smallest.
-AGREED = ("num_blocks", "num_host_blocks", "max_model_len")
+AGREED = (
+    *("num_blocks", "num_host_blocks", "max_model_len", "max_running_requests", "prefix_caching"),
+    *("num_snapshots", "num_host_snapshots"),
+)
 STORE = "store"
 END_S = 5.0  # for the work of a rank whose leader has ended
 
@@ -77,7 +80,12 @@ def _follow(link: LeaderLink, folder: Path, rank: int) -> None:
         folder / STORE, rank, args.tensor_parallel, config.device, config.deterministic
     )
     model = load_model(
-        spec, config.device, config.dtype, group=group, num_splits=config.reduction_splits
+        spec,
+        config.device,
+        config.dtype,
+        config.weights,
+        group=group,
+        num_splits=config.reduction_splits,
     )
     fused: FuseReport | None = None
     if available is not None:
@@ -99,7 +107,8 @@ def _follow(link: LeaderLink, folder: Path, rank: int) -> None:
         runner = FollowingRunner.with_pool(
             config, spec, model, group=group, device=device, fused=fused, pool_slots=pool_slots
         )
-        link.send({"ready": True})
+        layers = {} if runner.adapted is None else runner.adapted.all_layers
+        link.send({"layers": list(layers.values())})
         while (message := link.receive()) is not None:
             runner.follow(decode(message))
         runner.close()

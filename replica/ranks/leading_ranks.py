@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from torch import nn
 
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs, EngineConfig
+from quire.replica.model.layers.linear_parts import LinearPart, WholeLayer
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.node_pool.node_pool import NodePool
-from quire.replica.ranks.following_rank import AGREED, STORE
+from quire.replica.ranks.following_rank import AGREED, STORE, follow
 from quire.replica.ranks.rank_links import RankLinks
 from quire.replica.ranks.rank_runners import LeadingRunner
 
@@ -47,6 +49,13 @@ def start_process(folder: Path, rank: int) -> Callable[[], None]:
             child.wait()
 
     return end
+
+
+def start_thread(folder: Path, rank: int) -> Callable[[], None]:
+    """Start a rank as a thread of this process, on a CPU."""
+    thread = threading.Thread(target=follow, args=(folder, rank), daemon=True)
+    thread.start()
+    return thread.join
 
 
 def gpu_of_rank(visible: str | None, rank: int) -> str:
@@ -142,7 +151,9 @@ class LeadingRanks:
             pool_slots=pool_slots,
             **options,
         )
-        self.links.receive()
+        runner.layers_of_others = [
+            _layers_by_name(message["layers"]) for message in self.links.receive()
+        ]
         if config.device == "cpu":
             # Gloo has no more use for it. A process that is killed would leave it.
             self.links.forget_folder()
@@ -157,3 +168,11 @@ class LeadingRanks:
         self.links.close()
         for end in self._ends:
             end()
+
+
+def _layers_by_name(layers: list[Any]) -> dict[str, LinearPart]:
+    """Return the linear layers that a rank has sent, by name."""
+    return {
+        name: LinearPart(name, in_features, out_features, whole and WholeLayer(*whole))
+        for name, in_features, out_features, whole in layers
+    }

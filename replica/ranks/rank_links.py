@@ -16,7 +16,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -99,9 +99,19 @@ class RankLinks:
         EngineError
             A rank has ended.
         """
+        self.send_each([message] * self._num_others)
+
+    def send_each(self, messages: Sequence[bytes]) -> None:
+        """Send each rank a message of its own.
+
+        Raises
+        ------
+        EngineError
+            A rank has ended.
+        """
         self.check()
         try:
-            for link in self._links:
+            for link, message in zip(self._links, messages, strict=True):
                 link.send_bytes(message)
         except OSError as error:
             raise EngineError(f"a rank has ended: {error}") from error

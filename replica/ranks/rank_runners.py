@@ -14,18 +14,24 @@ On a CPU the message has the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from quire.protos.adapter_ref import AdapterRef
+from quire.replica.adapters.adapter_folder import read_adapter
+from quire.replica.core.adapter import Adapter, AdapterLoad
 from quire.replica.core.step_plan import SamplingBatch, StepPlan
 from quire.replica.device.device import Stream
+from quire.replica.model.layers.linear_parts import LinearPart
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.ranks import step_message
 from quire.replica.ranks.rank_links import RankLinks
-from quire.replica.ranks.step_message import Capture, Ready, Saves, Task
+from quire.replica.ranks.step_message import Capture, Ready, Saves, SlotLoad, Task
 from quire.replica.runner.runner import Runner
 from quire.replica.runner.step_outputs import InFlight
 from quire.replica.sampling.step_sampler import Masks
@@ -65,6 +71,13 @@ class RankRunner(Runner):
             self.group.wait_for_all()
 
 
+class AdapterOfRanks(NamedTuple):
+    """`Adapter.weights` of a leader."""
+
+    own: Any
+    others: tuple[bytes, ...]  # `encode_adapter`, for each other rank
+
+
 class LeadingRunner(RankRunner):
     """Sends each step to the other ranks before it launches it.
 
@@ -74,7 +87,14 @@ class LeadingRunner(RankRunner):
         Of `RankRunner`.
     links
         The connections to the other ranks.
+
+    Attributes
+    ----------
+    layers_of_others
+        The linear layers of each other rank, by name.
     """
+
+    layers_of_others: Sequence[Mapping[str, LinearPart]] = ()
 
     def __init__(self, *args: Any, links: RankLinks, **options: Any):
         super().__init__(*args, **options)
@@ -82,7 +102,33 @@ class LeadingRunner(RankRunner):
         if self.graphs is not None:
             self.graphs.before_capture = lambda key: links.send(step_message.encode_capture(key))
 
+    @property
+    def adapter_reader(self) -> Callable[[Path], AdapterOfRanks] | None:
+        """See `Runner.adapter_reader`."""
+        return None if self.adapted is None else self._read_adapter
+
+    def _read_adapter(self, folder: Path) -> AdapterOfRanks:
+        """The leader keeps the parts of all ranks, so that a later load does not need the folder."""
+        assert self.adapted is not None
+        own, others = self.adapted.read(folder), []
+        for layers in self.layers_of_others:
+            adapted = {name: layers[name] for name in self.adapted.layers}
+            part = read_adapter(folder, adapted, self.adapted.max_rank, self.adapted.dtype)
+            others.append(step_message.encode_adapter(part))
+        return AdapterOfRanks(own, tuple(others))
+
+    def _load_adapters(self, loads: Sequence[AdapterLoad]) -> None:
+        own = [AdapterLoad(slot, Adapter(a.ref, a.weights.own)) for slot, a in loads]
+        super()._load_adapters(own)
+
     def _launch(self, plan: StepPlan) -> InFlight:
+        for slot, adapter in plan.adapter_loads:
+            self.links.send_each(
+                [
+                    step_message.encode_slot_load(slot, adapter.ref.name, part)
+                    for part in adapter.weights.others
+                ]
+            )
         self.links.send(self._message(plan))
         try:
             in_flight = super()._launch(plan)
@@ -134,6 +180,9 @@ class FollowingRunner(RankRunner):
             self.graphs.capture_with_leader(task.key)
         elif isinstance(task, Ready):
             self._be_ready()
+        elif self.adapted is not None and isinstance(task, SlotLoad):
+            adapter = Adapter(AdapterRef(task.name, "", ""), self.adapted.pack(task.weights))
+            self._load_adapters([AdapterLoad(task.slot, adapter)])
 
     def _step(self, plan: StepPlan) -> None:
         in_flight = self.launch(plan)

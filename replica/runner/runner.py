@@ -23,7 +23,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -33,6 +35,7 @@ from quire.kernels.attention.paged_attention import Backend, PagedAttention
 from quire.replica.adapters.adapted_model import AdaptedModel
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
+from quire.replica.core.adapter import AdapterLoad
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.core.warmup_plans import TrashPlans
 from quire.replica.device.compile_count import CompileCount
@@ -231,8 +234,7 @@ class Runner:
         in_flight = InFlight(slot, time.perf_counter())
         self._move_blocks(plan)
         if plan.adapter_loads:
-            assert self.adapted is not None
-            self.adapted.load(plan.adapter_loads)
+            self._load_adapters(plan.adapter_loads)
         # Start the masks before the forward pass, so that both run concurrently.
         masks = None if plan.awaits_tokens else self._sampler.begin(plan.sampling)
         in_flight.sample = self.steps.forward(plan, in_flight)
@@ -255,6 +257,18 @@ class Runner:
             written=written,
             used_now=plan.uses_restores,
         )
+
+    @property
+    def adapter_reader(self) -> Callable[[Path], Any] | None:
+        """Reads an adapter's folder to host memory, for `Adapter.weights`; any thread may call it. None: no adapters.
+
+        It raises InvalidRequest for an adapter that the engine cannot apply.
+        """
+        return None if self.adapted is None else self.adapted.read
+
+    def _load_adapters(self, loads: Sequence[AdapterLoad]) -> None:
+        assert self.adapted is not None
+        self.adapted.load(loads)
 
     def sample(self, in_flight: InFlight, sampling: SamplingBatch) -> None:
         """Queue the sampling of a step that had to wait for the previous step's tokens.

@@ -60,6 +60,9 @@ class DraftModel:
             hidden_size=self.spec.hidden_size,
             # Drafts change no token, so they need not be the same in every batch.
             deterministic=False,
+            # The leader alone drafts.
+            tensor_parallel=1,
+            reduction_splits=1,
             num_host_blocks=0,
             max_loaded_adapters=0,
             cache_packed_weights=False,

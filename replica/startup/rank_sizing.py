@@ -7,7 +7,7 @@ import dataclasses
 from torch import nn
 
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
-from quire.replica.config import EngineArgs, SizingError
+from quire.replica.config import EngineArgs
 from quire.replica.kv_cache.groups import LayerKind
 from quire.replica.model.loader import empty_model, shard_facts
 from quire.replica.model.own_attention import has_own_attention
@@ -17,21 +17,10 @@ from quire.replica.startup.sizing import choose_sizing
 
 
 def rank_args(args: EngineArgs) -> EngineArgs:
-    """Return a rank's share of the options. Ranks on a CPU share its memory; on GPUs each has one.
-
-    Raises
-    ------
-    SizingError
-        An option cannot be had with ranks.
-    """
-    num_ranks, num_splits = args.tensor_parallel, args.reduction_splits or args.tensor_parallel
+    """Return a rank's share of the options. Ranks on a CPU share its memory; on GPUs each has one."""
+    num_ranks, num_splits = args.tensor_parallel, args.num_splits
     if num_splits == 1:
         return args
-    for name in ("weights", "kv_cache_dtype"):
-        if (value := getattr(args, name)) != "auto":
-            raise SizingError(
-                f"{name} is {value!r}, which tensor_parallel and reduction_splits above 1 cannot have"
-            )
     divided = ["kv_cache_gib", "node_pool_gib"]
     if choose_sizing(args.device, 1).device == "cpu":
         divided.append("max_memory_percent")
@@ -49,7 +38,7 @@ def rank_spec(spec: ModelSpec, args: EngineArgs) -> ModelSpec:
     CheckpointError
         The checkpoint cannot be divided; the message has the reason.
     """
-    num_ranks, num_splits = args.tensor_parallel, args.reduction_splits or args.tensor_parallel
+    num_ranks, num_splits = args.tensor_parallel, args.num_splits
     if num_splits == 1:
         return spec
     _check_kinds(spec)
@@ -87,10 +76,8 @@ def _rank_kind(kind: LayerKind, num_ranks: int) -> LayerKind:
 def _check_kinds(spec: ModelSpec) -> None:
     """Raise for what has no part of a rank."""
     reasons = {
-        "layers with recurrent states": spec.has_states,
-        "latent attention": any(kind.values_in_keys for kind in spec.kv_kinds.values()),
         "weights in 4 bits": spec.w4 is not None,
-        "weights in 8 bits": spec.scheme is not None and spec.scheme.has_weights,
+        "weights in MXFP4": spec.scheme is not None and spec.scheme.code == "mxfp4",
         "attention of its own": has_own_attention(spec),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

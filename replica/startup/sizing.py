@@ -175,7 +175,7 @@ def resolve(
         if args.deterministic is None
         else args.deterministic,
         "num_threads": num_threads,
-        "reduction_splits": args.reduction_splits or args.tensor_parallel,
+        "reduction_splits": args.num_splits,
         **light_fields(args),
     }
     return EngineConfig(

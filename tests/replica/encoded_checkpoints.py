@@ -52,19 +52,19 @@ Encoder = Callable[
 """Maps name, weight and random numbers to stored tensors, and to the weight that they mean, float32."""
 
 
-def fp8_blocks(suffix: str) -> Encoder:
-    """Codes with one scale for a block of `BLOCK`, as DeepSeek and Qwen publish."""
+def fp8_blocks(suffix: str, block: tuple[int, int] = BLOCK) -> Encoder:
+    """Codes with one scale for a block, as DeepSeek and Qwen publish."""
 
     def encode(name, weight, random):
         rows, depth = weight.shape
-        grid = (math.ceil(rows / BLOCK[0]), math.ceil(depth / BLOCK[1]))
+        grid = (math.ceil(rows / block[0]), math.ceil(depth / block[1]))
         scales = torch.rand(grid, generator=random) * 0.01 + 0.001
         codes = (torch.randn(rows, depth, generator=random) * 40).to(torch.float8_e4m3fn)
         decoded = codes.float()
         for i in range(grid[0]):
             for j in range(grid[1]):
-                block = decoded[i * BLOCK[0] :, j * BLOCK[1] :][: BLOCK[0], : BLOCK[1]]
-                block *= scales[i, j]
+                part = decoded[i * block[0] :, j * block[1] :][: block[0], : block[1]]
+                part *= scales[i, j]
         return {name: codes, f"{name}{suffix}": scales}, decoded
 
     return encode

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.sampling_params import SamplingParams
-from quire.replica.config import EngineArgs
+from quire.replica.config import EngineArgs, EngineConfig
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.replica.node_pool.pool_file import PoolPlace
-from quire.replica.ranks.following_rank import follow
-from quire.replica.ranks.leading_ranks import StartRank
+from quire.replica.ranks.leading_ranks import StartRank, start_thread
+from quire.replica.runner.runner import Runner
+from quire.replica.speculation.model_drafts import ModelSource
+from tests.replica.speculation.test_model_drafts import SameLength
 
 LENGTHS = (70, 1, 33, 16, 40)  # of prompts
 STEP_TOKENS = 24
 SHARED = 32  # of two prompts
 # Of tokens in the cache: half of what the prompts need at the same time.
 FEW_BLOCKS = 20
-
-
-def start_thread(folder: Path, rank: int) -> Callable[[], None]:
-    thread = threading.Thread(target=follow, args=(folder, rank), daemon=True)
-    thread.start()
-    return thread.join
 
 
 def engine(
@@ -84,11 +80,25 @@ def told(outputs) -> list[tuple]:
 
 
 @functools.cache
-def of_one_rank(folder: Path, splits: int) -> list[list[tuple]]:
-    with engine(folder, 1, splits) as alone:
+def of_one_rank(folder: Path, splits: int, **changes: object) -> list[list[tuple]]:
+    with engine(folder, 1, splits, **changes) as alone:
         scored = alone.generate(prompts(), params(prompt_logprobs=2))
         return [
             told(alone.generate(prompts(), params())),
             told(scored),
             told(alone.generate(prompts(), params(), n=2)),
         ]
+
+
+def always_draft(config: EngineConfig, runner: Runner) -> ModelSource:
+    """Drafts of the runner's model, whatever they cost."""
+    return ModelSource(config, runner, SameLength(3))
+
+
+def adapted(engine: Engine, refs: list[AdapterRef | None]) -> list[list[tuple]]:
+    """Answers with each adapter in turn."""
+    answers = []
+    for ref in refs:
+        adapter = None if ref is None else engine.adapter(ref)
+        answers.append(told(engine.generate(prompts(), params(), adapter=adapter)))
+    return answers

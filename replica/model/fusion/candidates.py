@@ -122,9 +122,12 @@ class Candidates:
 
     def _product(self, parts: Sequence[AnyLinear | SummedLinear]) -> Product:
         if len(parts) == 1 and isinstance(parts[0], SummedLinear):
-            return SummedProduct(parts[0], self._backend.product)
+            return SummedProduct(parts[0], self._named_product)
         if any(isinstance(part, SummedLinear) for part in parts):
             raise ValueError("layers whose sums are divided are not merged")
+        return self._named_product(parts)
+
+    def _named_product(self, parts: Sequence[AnyLinear]) -> Product:
         product = self._backend.product(parts)
         keep_parts(product, parts)
         return product

@@ -14,19 +14,41 @@ from quire.replica.model.layers.fp8 import CodedLinear
 from quire.replica.model.layers.w4 import W4Linear
 
 
+class WholeLayer(NamedTuple):
+    """The linear layer of the checkpoint of which a rank has a part, and which one."""
+
+    name: str
+    in_features: int
+    out_features: int
+    columns: tuple[int, int]  # the range of its input features
+    rows: tuple[int, int]  # the range of its output features
+
+
 class LinearPart(NamedTuple):
     """One linear layer of the model, by its name before any fusion."""
 
     name: str
     in_features: int
     out_features: int
+    # None: it is a whole layer.
+    whole: WholeLayer | None = None
+
+    @property
+    def of_checkpoint(self) -> WholeLayer:
+        """The layer of the checkpoint that it is, or is a part of."""
+        if self.whole is not None:
+            return self.whole
+        sizes = (self.in_features, self.out_features)
+        return WholeLayer(self.name, *sizes, (0, self.in_features), (0, self.out_features))
 
 
 def name_linears(model: nn.Module) -> None:
     """Let each linear layer know its name; `parts_of` returns it."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, CodedLinear, W4Linear)):
-            module.linear_parts = (LinearPart(name, module.in_features, module.out_features),)
+            whole = getattr(module, "whole_layer", None)
+            own = LinearPart(name, module.in_features, module.out_features, whole)
+            module.linear_parts = (own,)
 
 
 def parts_of(module: nn.Module) -> tuple[LinearPart, ...]:

@@ -204,21 +204,8 @@ def test_yaml_and_the_engine_refuse_the_same_values(name: str, value: Any):
             "tensor_parallel (4) and reduction_splits (2) must be powers of two, in ascending order",
         ),
         (
-            {"tensor_parallel": 2, "max_loaded_adapters": 3},
-            "max_loaded_adapters (3) must be 0 with tensor_parallel or reduction_splits above 1: adapters are not "
-            "divided",
-        ),
-        (
             {"speculation": {"method": "draft_model"}},
             "speculation.draft_model is None; method 'draft_model' needs a checkpoint",
-        ),
-        (
-            {
-                "tensor_parallel": 2,
-                "speculation": {"method": "draft_model", "draft_model": "small"},
-            },
-            "speculation.method is 'draft_model', which is not supported with tensor_parallel or reduction_splits "
-            "above 1: a draft model is not divided",
         ),
         (
             {"speculation": {"method": "ngram", "draft_model": "small"}},

@@ -17,9 +17,12 @@ from quire.replica.adapters.adapter_library import AdapterLibrary
 from quire.replica.model.layers.linear_parts import LinearPart
 
 LAYERS = {
-    f"model.layers.{i}.self_attn.{name}": LinearPart("", 64, columns)
+    name: LinearPart(name, 64, columns)
     for i in range(3)
-    for name, columns in (("q_proj", 64), ("v_proj", 32))
+    for name, columns in (
+        (f"model.layers.{i}.self_attn.q_proj", 64),
+        (f"model.layers.{i}.self_attn.v_proj", 32),
+    )
 }
 
 

@@ -19,11 +19,11 @@ from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.checkpoint.weight_bytes import loading_bytes, weight_bytes
 from quire.replica.config import EngineArgs, SizingError
 from quire.replica.engine import Engine
-from quire.replica.model import weights
 from quire.replica.model.fusion.cpu_fused_parts import PackedEmbedding, PackedProduct
 from quire.replica.model.fusion.fused_parts import FusedMLP, Product
 from quire.replica.model.layers.fp8 import Fp8Linear, join_rows
 from quire.replica.model.loader import load_model
+from quire.replica.model.stored import weights
 from quire.replica.startup.sizing import resolve
 from tests.kernels import reference
 from tests.replica.model.fusion.test_fuse_pass import EXPECTED

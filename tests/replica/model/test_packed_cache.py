@@ -23,7 +23,7 @@ from quire.replica.config import EngineArgs, SizingError
 from quire.replica.engine import Engine
 from quire.replica.model import packed_cache
 from quire.replica.model.packed_cache import unread_names
-from quire.replica.model.weights import list_tensors
+from quire.replica.model.stored.weights import list_tensors
 from quire.replica.startup.gpu_sizing import GpuSizing
 
 pytestmark = pytest.mark.skipif(

@@ -192,13 +192,13 @@ def checked(tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     started = []
 
-    def run(spec: ModelSpec, device: str = "cpu") -> int:
+    def run(spec: ModelSpec, device: str = "cpu", with_ranks: bool = False) -> int:
         def count(**options):
             started.append(options)
             return start(**options)
 
         before = len(started)
-        verdicts.check_model(spec, device, count)
+        verdicts.check_model(spec, device, count, with_ranks)
         return len(started) - before
 
     return run
@@ -225,6 +225,21 @@ def test_a_refusal_is_kept_too_and_names_class_and_difference(checked, tmp_path)
             checked(spec)
     (file,) = (tmp_path / "cache" / "proofs").iterdir()
     assert "log-probability" in json.loads(file.read_text())["difference"]
+
+
+def test_a_plan_that_divides_what_a_class_computes_over_all_features_is_refused(checked, tmp_path):
+    """Gemma 3n keeps the largest inner features of its MLP, as many as mean and deviation of all say."""
+    spec = spec_of(tmp_path, "gemma3n_text")
+    assert checked(spec) == 1
+    with pytest.raises(CheckpointError, match="other results on two ranks than transformers"):
+        checked(spec, with_ranks=True)
+
+
+def test_ranks_are_proven_once_and_apart(checked, tmp_path):
+    spec = spec_of(tmp_path, "qwen3")
+    assert checked(spec, with_ranks=True) == 2
+    assert checked(spec, with_ranks=True) == 0
+    assert checked(spec) == 0
 
 
 def test_a_class_that_cannot_run_is_refused_by_the_module_that_fails(

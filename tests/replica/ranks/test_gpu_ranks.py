@@ -18,20 +18,24 @@ import numpy as np
 import pytest
 import torch
 import triton
+from adapter_folders import save_adapter
 from fake_device import FakeDevice
 from interpreted_runner import logits_of
 from rank_engines import (
     FEW_BLOCKS,
+    adapted,
+    always_draft,
     engine,
     of_one_rank,
     params,
     prompts,
-    start_thread,
     told,
 )
 from step_driver import engine_config
 
+from quire.protos.adapter_ref import AdapterRef
 from quire.protos.sampling_params import SamplingParams
+from quire.replica import engine as engine_module
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs
 from quire.replica.device.kv_pool import KVPool
@@ -39,7 +43,7 @@ from quire.replica.engine import Engine
 from quire.replica.model.loader import load_model
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.ranks import following_rank
-from quire.replica.ranks.leading_ranks import gpu_of_rank
+from quire.replica.ranks.leading_ranks import gpu_of_rank, start_thread
 from quire.replica.ranks.rank_links import LeaderLink, RankLinks
 from quire.replica.ranks.rank_runners import FollowingRunner, LeadingRunner
 from quire.replica.ranks.step_message import decode
@@ -116,6 +120,54 @@ def test_ranks_on_gpus_generate_the_bits_of_one(zoo, devices, name, num_ranks, s
         assert min(replays) > 0 and len(set(replays)) == 1, (
             "ranks use the graphs that the leader uses"
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("glm4_moe_lite", {}),  # latent attention
+        ("qwen3_next", dict(deterministic=True)),  # recurrent layers
+    ],
+)
+def test_latents_and_states_of_ranks_on_gpus(tmp_path, devices, name, options):
+    folder = tmp_path / name
+    model_zoo.build_proven(name, folder)
+    expected, scored, forked = of_one_rank(folder, 2, **options)
+    with devices.ranks(folder, **options) as ranks:
+        for _ in range(2):
+            assert told(ranks.generate(prompts(), params())) == expected
+        assert told(ranks.generate(prompts(), params(prompt_logprobs=2))) == scored
+        assert told(ranks.generate(prompts(), params(), n=2)) == forked
+        ranks.check()
+        replays = [devices.leader.num_replays, *(d.num_replays for d in devices.others)]
+        assert min(replays) > 0 and len(set(replays)) == 1
+
+
+def test_adapters_of_ranks_on_gpus(zoo, tmp_path, devices):
+    """A slot is loaded between two steps in flight, in the order of the leader."""
+    folder = zoo("llama")
+    paths = [save_adapter(tmp_path / str(i), folder, seed=i) for i in range(2)]
+    refs = [None, *(AdapterRef.of_folder(path.name, str(path)) for path in paths)]
+    options = dict(max_loaded_adapters=1, max_adapter_rank=8)
+    with engine(folder, 1, 2, **options) as alone:
+        expected = adapted(alone, refs)
+    with devices.ranks(folder, **options) as ranks:
+        assert adapted(ranks, refs) == expected
+        assert adapted(ranks, refs) == expected
+        ranks.check()
+
+
+def test_a_draft_model_on_the_first_gpu_drafts_for_all_ranks(zoo, devices, monkeypatch):
+    folder = zoo("llama")
+    greedy = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
+    with engine(folder, 1, 2) as alone:
+        expected = tokens(alone.generate(prompts(), greedy))
+        num_steps = alone.telemetry()["host"]["num_steps"]
+    monkeypatch.setattr(engine_module, "open_draft_source", always_draft)
+    options = dict(speculation=dict(method="draft_model", draft_model=str(folder)))
+    with devices.ranks(folder, **options) as ranks:
+        assert tokens(ranks.generate(prompts(), greedy)) == expected
+        assert ranks.telemetry()["host"]["num_steps"] < num_steps / 1.5
 
 
 def plain(**changes: object) -> list[SamplingParams]:

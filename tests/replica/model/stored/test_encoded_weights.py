@@ -88,7 +88,7 @@ def error(found, expected):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_decoded_to_what_their_format_means(written, monkeypatch, name):
-    monkeypatch.setattr("quire.replica.model.encoded_weights._ROWS", 10)
+    monkeypatch.setattr("quire.replica.model.stored.encoded_weights._ROWS", 10)
     encoded, plain = written(name)
     for dtype in ("float32", "bfloat16") if "int8" not in name else ("float32",):
         found, expected = load(encoded, dtype).state_dict(), load(plain, dtype).state_dict()
@@ -118,12 +118,14 @@ def test_mxfp4_is_decoded_as_transformers_decodes_it(written):
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
-def test_fp8_blocks_are_decoded_as_transformers_decodes_them(tmp_path, monkeypatch):
+def test_fp8_blocks_are_decoded_as_transformers_decodes_them(tmp_path):
     """Its decoder takes blocks that divide the weight only."""
-    monkeypatch.setattr(encoded_checkpoints, "BLOCK", (32, 16))
-    config = encoded_checkpoints.BLOCK_CONFIG | dict(weight_block_size=[32, 16])
+    block = (32, 16)
+    config = encoded_checkpoints.BLOCK_CONFIG | dict(weight_block_size=list(block))
     source = model_zoo.build("qwen3", tmp_path / "source", intermediate_size=96)
-    encoded, _ = encoded_checkpoints.write(source, tmp_path, config, fp8_blocks("_scale_inv"))
+    encoded, _ = encoded_checkpoints.write(
+        source, tmp_path, config, fp8_blocks("_scale_inv", block)
+    )
     stored = load_file(encoded / "model.safetensors")
     found = load(encoded, "bfloat16").state_dict()
     decoder = Fp8Dequantize(None)

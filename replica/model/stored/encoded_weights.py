@@ -19,7 +19,7 @@ import torch
 
 from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.checkpoint.weight_scheme import WeightScheme
-from quire.replica.model.weights import StoredTensor
+from quire.replica.model.stored.weights import StoredTensor
 
 CODES = (torch.float8_e4m3fn, torch.int8)
 _ROWS = 1024  # rows decoded at a time, which bounds the memory of the float32 temporary

@@ -13,6 +13,7 @@ mapped pages would count as memory of this process.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +51,8 @@ class StoredTensor:
     num_bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype | None  # None if `_DTYPES` lacks the stored dtype
-    # Bytes from the beginning of a row to the next one, if only a part of each row is read.
+    # If only a part of each row of a matrix is read: the bytes of a part, and from its beginning to the next one's.
+    row_bytes: int = 0
     row_stride: int | None = None
 
     def named(self, name: str) -> StoredTensor:
@@ -68,6 +70,11 @@ class StoredTensor:
             shape=(end - begin, *self.shape[1:]),
         )
 
+    def as_matrix(self, num_rows: int) -> StoredTensor:
+        """Return the same elements as a matrix of so many rows."""
+        num_elements = math.prod(self.shape)
+        return replace(self, shape=(num_rows, num_elements // num_rows))
+
     def columns(self, name: str, begin: int, end: int) -> StoredTensor:
         """Return columns [begin, end) of a matrix as a tensor of their own."""
         num_rows, num_columns = self.shape
@@ -79,6 +86,7 @@ class StoredTensor:
             offset=self.offset + begin * element,
             num_bytes=num_rows * (end - begin) * element,
             shape=(num_rows, end - begin),
+            row_bytes=(end - begin) * element,
             row_stride=stride,
         )
 
@@ -206,7 +214,7 @@ class _RowParts:
         self._stream = stream
         self._row = tensor.offset
         self._stride = tensor.row_stride
-        self._width = tensor.num_bytes // tensor.shape[0]
+        self._width = tensor.row_bytes
         self._done = 0
 
     def readinto(self, buffer: memoryview, /) -> int | None:

@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from quire.kernels.rows import fp8_linear
 from quire.replica.checkpoint.checkpoint import weight_files
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
-from quire.replica.model import loader, weights
+from quire.replica.model import loader
 from quire.replica.model.attention import register
-from quire.replica.model.weights import LoadProgress, list_tensors, read_tensors
+from quire.replica.model.stored import weights
+from quire.replica.model.stored.weights import LoadProgress, list_tensors, read_tensors
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

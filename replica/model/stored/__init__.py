@@ -1,0 +1,1 @@
+"""Tensors of safetensors files: list, name, cut, read and decode them."""
