@@ -273,8 +273,8 @@ class EngineOptions:
     tensor_parallel: int = option(
         1,
         "Number of processes of one machine, called ranks, that compute one model together: 1, 2, 4 or 8. Each has a "
-        "part of weights and KV cache, and on GPUs a GPU of its own. For architectures with a tensor-parallel plan in "
-        "transformers.",
+        "part of weights and KV cache, and on GPUs a GPU of its own. Classes that two ranks would compute otherwise "
+        "than transformers are refused at the start.",
         ge=1,
         le=8,
     )

@@ -29,6 +29,7 @@ from quire.replica.model.own_attention import has_own_attention
 from quire.replica.model.packed_cache import mark_unread, unread_names
 from quire.replica.model.shard_plan import shard
 from quire.replica.model.sharded.rank_group import RankGroup
+from quire.replica.model.sharded.shared_layers import share_biases
 from quire.replica.model.stored.encoded_weights import EncodedWeight, pair_encoded
 from quire.replica.model.stored.weights import (
     StoredTensor,
@@ -144,6 +145,7 @@ def load_model(
         if weights == "fp8":
             fp8.put_quantised(model)
     pass_positions(model)
+    share_biases(model)
     absorb_latents(model, spec, torch_dtype)
     _check_numbers(model, spec)
     return model

@@ -32,65 +32,22 @@ from quire.replica.model.sharded.shared_layers import (
     SummedLinear,
     rows_of_rank,
 )
+from quire.replica.model.stored.stacked_form import StackedForm
 from quire.replica.model.stored.stored_cuts import Part, StoredCuts
 from quire.replica.model.stored.weights import StoredTensor
+from quire.replica.model.tp_plan import (
+    EXPERTS,
+    GATHERED_ROWS,
+    PARAMETERS,
+    ROWS,
+    SUMS,
+    WHOLE,
+    TpPlan,
+)
 
-_ROWS = "colwise"
-_GATHERED_ROWS = "colwise_gather_output"
-_SUMS = {"rowwise": False, "rowwise_split_input": True}  # whether the input has all features
-_EXPERTS = "moe_tp_experts"
-# The module is on every rank, or `_EXPERTS` divides its tensor. A latent has one head for all ranks.
-_WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "packed_colwise", "mla_kv_a_proj"}
-# A module is divided, and so are parameters of its own, such as sinks of heads.
-_PARAMETERS = "local_params"
-# Products that give queries of whole heads: also of latent attention, and with keys and values of each head beside.
-_QUERIES = ("self_attn.q_proj", "self_attn.q_b_proj", "attention.query_key_value")
-_OF_HEADS = re.compile(r".*\.attn\..*|.*(self_attn|attention)\.(q|k|v|qkv|query)\w*")
 # Of `torch.nn.functional.grouped_mm`.
 _EXPERT_ROW_BYTES = 16
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(gate|up|down)_proj\.weight")
-
-
-class TpPlan:
-    """The tensor-parallel plan of a configuration.
-
-    Raises
-    ------
-    CheckpointError
-        There is none, or it has a style that is not known here.
-    """
-
-    def __init__(self, config: Any):
-        entries: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-        self._styles = [
-            (re.compile(r"(?:.+\.)?" + re.escape(name).replace(r"\*", r"\d+")), style)
-            for name, style in entries.items()
-        ]
-        styles = set(entries.values())
-        if styles <= _WHOLE:
-            raise CheckpointError(
-                f"tensor_parallel: transformers has no tensor-parallel plan for model_type {config.model_type!r}"
-            )
-        if unknown := styles - {_ROWS, _GATHERED_ROWS, *_SUMS, _EXPERTS, _PARAMETERS, *_WHOLE}:
-            raise CheckpointError(
-                f"tensor_parallel: the plan of model_type {config.model_type!r} has {sorted(unknown)[0]!r}, which is "
-                "not served"
-            )
-        heads = [n for n, style in entries.items() if style == _ROWS and _OF_HEADS.fullmatch(n)]
-        if heads and not self.splits_heads:
-            raise CheckpointError(
-                f"tensor_parallel: the plan of model_type {config.model_type!r} divides {heads[0]}, and heads of this "
-                "name are not served"
-            )
-
-    def style(self, path: str) -> str | None:
-        """Return how the module or tensor at a path is divided; None: it is not."""
-        return next((style for name, style in self._styles if name.fullmatch(path)), None)
-
-    @property
-    def splits_heads(self) -> bool:
-        """Whether a rank computes attention for its own heads, not for all."""
-        return any(self.style(f"layers.0.{name}") == _ROWS for name in _QUERIES)
 
 
 def shard(
@@ -151,19 +108,19 @@ class _Sharding:
     def run(self) -> None:
         for path, module in list(self.model.named_modules()):
             style = self.plan.style(path)
-            if style == _EXPERTS:
+            if style == EXPERTS:
                 self._put(path, self._experts(path, module))
-            elif style == _PARAMETERS:
+            elif style == PARAMETERS:
                 self._cut_parameters(path, module)
-            elif style is not None and style not in _WHOLE and type(module) is not nn.Linear:
+            elif style is not None and style not in WHOLE and type(module) is not nn.Linear:
                 raise CheckpointError(
                     f"tensor_parallel: {path} is a {type(module).__name__}, which is not divided"
                 )
-            elif style in _SUMS:
-                self._put(path, self._summed(path, module, _SUMS[style]))
-            elif style == _ROWS and self.group.size > 1:
+            elif style in SUMS:
+                self._put(path, self._summed(path, module, SUMS[style]))
+            elif style == ROWS and self.group.size > 1:
                 self._put(path, self._own_rows(path, module))
-            elif style == _GATHERED_ROWS:
+            elif style == GATHERED_ROWS:
                 self._put(path, self._gathered(path, module))
         # With one rank too, so that modules are fused alike for any number of ranks.
         self._share_head()
@@ -179,7 +136,7 @@ class _Sharding:
     def _cut_parameters(self, path: str, module: nn.Module) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             full = f"{path}.{name}"
-            if self.plan.style(full) == _ROWS and self.group.size > 1:
+            if self.plan.style(full) == ROWS and self.group.size > 1:
                 self._check(full, "rows", len(parameter), self.group.size)
                 each = len(parameter) // self.group.size
                 begin = self.group.rank * each
@@ -234,35 +191,34 @@ class _Sharding:
         return layer
 
     def _experts(self, path: str, experts: nn.Module) -> SummedExperts:
-        names = {name for name, _ in experts.named_parameters()}
-        inner = experts.down_proj.shape[-1]
-        if names != {"gate_up_proj", "down_proj"} or experts.gate_up_proj.shape[1] != 2 * inner:
+        form = StackedForm.of(experts)
+        if form is None:
             raise CheckpointError(
                 f"tensor_parallel: {path} ({type(experts).__name__}) has tensors that are not divided"
             )
-        self._check(path, "inner features", inner, self.num_splits)
-        row_bytes = inner // self.num_splits * experts.down_proj.element_size()
+        self._check(path, "inner features", form.inner, self.num_splits)
+        width = form.inner // self.num_splits
+        row_bytes = width * experts.down_proj.element_size()
         if row_bytes % _EXPERT_ROW_BYTES:
             raise CheckpointError(
                 f"tensor_parallel: a part of {path} would have rows of {row_bytes} bytes, which must be a multiple of "
                 f"{_EXPERT_ROW_BYTES}"
             )
-        layer = SummedExperts(experts, self.group, self.num_splits)
-        width = inner // self.num_splits
-        ranges = [
-            ((self.group.rank * len(layer.parts) + i) * width, i) for i in range(len(layer.parts))
-        ]
-        num_experts, hidden, _ = experts.down_proj.shape
+        layer = SummedExperts(experts, form, self.group, self.num_splits)
+        begins = [(self.group.rank * len(layer.parts) + i) * width for i in range(len(layer.parts))]
         for name in [name for name in self.cuts.stored if name.startswith(f"{path}.")]:
             expert, inside = _EXPERT.fullmatch(name), name.removeprefix(f"{path}.")
-            owns = [(f"{path}.parts.{i}.{inside}", (begin, begin + width)) for begin, i in ranges]
+            owns = [
+                (f"{path}.parts.{i}.{inside}", (begin, begin + width))
+                for i, begin in enumerate(begins)
+            ]
             if expert is not None:
                 key = "columns" if expert[3] == "down" else "rows"
                 parts = [Part(own.removesuffix(".weight"), **{key: cut}) for own, cut in owns]
                 self.cuts.cut(name.removesuffix(".weight"), parts)
-            elif inside in names:
+            elif (matrix_of := form.matrices.get(inside)) is not None:
                 for own, cut in owns:
-                    self.cuts.cut_stacked(name, own, num_experts, cut, hidden)
+                    self.cuts.cut_stacked(name, own, matrix_of(cut))
                 del self.cuts.stored[name]
         return layer
 
@@ -279,6 +235,11 @@ class _Sharding:
         if other is not None and self.cuts.stored:
             found = self.cuts.stored.get(name) or self.cuts.stored.get(other)
             if found is not None:
+                if found.shape != head.weight.shape:
+                    raise CheckpointError(
+                        f"{found.file}: {found.name!r} has shape {list(found.shape)}, and the output head that is tied "
+                        f"to it {list(head.weight.shape)}"
+                    )
                 self.cuts.stored[name] = found.named(name)
                 self.cuts.stored[other] = found.named(other)
         self.model.all_tied_weights_keys = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _PATHS = "quire_paths"  # attribute of a text part: its `TextPaths`
+# While a model is made, transformers sets the dtype of the process, and classes are changed here. Ranks may be threads.
+_MAKING = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
             # The class combines a range with a tensor on the meta device.
             return make()
 
-    return without_compiler(make_fast)
+    with _MAKING:
+        return without_compiler(make_fast)
 
 
 class _RangesOnHost(TorchFunctionMode):

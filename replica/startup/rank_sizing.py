@@ -11,8 +11,9 @@ from quire.replica.config import EngineArgs
 from quire.replica.kv_cache.groups import LayerKind
 from quire.replica.model.loader import empty_model, shard_facts
 from quire.replica.model.own_attention import has_own_attention
-from quire.replica.model.shard_plan import TpPlan, shard
+from quire.replica.model.shard_plan import shard
 from quire.replica.model.sharded.rank_group import RankGroup
+from quire.replica.model.tp_plan import TpPlan
 from quire.replica.startup.sizing import choose_sizing
 
 
@@ -45,7 +46,7 @@ def rank_spec(spec: ModelSpec, args: EngineArgs) -> ModelSpec:
     config, head_dims = shard_facts(spec)
     plan = TpPlan(config)
     whole = empty_model(spec, "float32")
-    total = _num_elements(whole)
+    total, splits_heads = _num_elements(whole), plan.splits_heads(whole)
     # The first rank has the most rows of a matrix that cannot be divided evenly.
     shard(whole, {}, config, head_dims, RankGroup(0, num_ranks), num_splits)
     share = _num_elements(whole) / total
@@ -54,7 +55,7 @@ def rank_spec(spec: ModelSpec, args: EngineArgs) -> ModelSpec:
         weight_share=share,
         intermediate_size=max(1, spec.intermediate_size // num_ranks),
     )
-    if not plan.splits_heads:
+    if not splits_heads:
         return part
     _check_heads(spec, num_ranks)
     return dataclasses.replace(
@@ -77,7 +78,6 @@ def _check_kinds(spec: ModelSpec) -> None:
     """Raise for what has no part of a rank."""
     reasons = {
         "weights in 4 bits": spec.w4 is not None,
-        "weights in MXFP4": spec.scheme is not None and spec.scheme.code == "mxfp4",
         "attention of its own": has_own_attention(spec),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

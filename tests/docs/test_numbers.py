@@ -38,6 +38,7 @@ QUOTED = [
     ("docs/security.md", "{:.2f} times the plain CPU", "tls_cost", "auth/tls_sse_cpu_per_token"),
     ("docs/security.md", "{:.2f} times over gRPC", "tls_cost", "auth/tls_grpc_cpu_per_token"),
     ("docs/models.md", "{:.0f} of 176 configurations", "families_variants", "families/variants/served"),
+    ("docs/engine.md", "{:.0f} of 185 types are exact", "families_ranks", "tp/families/served"),
     ("docs/models.md", "| `bfloat16` | {:.4f} |", "real_models", "families/real/smollm2/bfloat16"),
     ("docs/models.md", "| `weights: int8` | {:.4f} |", "real_models", "families/real/smollm2/int8"),
     ("docs/models.md", " | {:.4f} | The loss in int8", "real_models", "families/real/gemma3_270m/int8"),

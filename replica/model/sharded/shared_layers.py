@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from quire.replica.model.sharded.rank_group import RankGroup
+from quire.replica.model.stored.stacked_form import StackedForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +113,30 @@ class SummedExperts(nn.Module):
     Parameters
     ----------
     experts
-        transformers' module, on the meta device, with `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`
-        [experts, hidden, inner].
+        transformers' module, on the meta device.
+    form
+        Its sizes.
     """
 
-    def __init__(self, experts: nn.Module, group: RankGroup, num_splits: int):
+    def __init__(self, experts: nn.Module, form: StackedForm, group: RankGroup, num_splits: int):
         super().__init__()
         self.group = group
-        num_experts, hidden, inner = experts.down_proj.shape
-        width = inner // num_splits
+        self._num_splits = num_splits
+        width = form.inner // num_splits
         self.parts = nn.ModuleList()
         for _ in range(num_splits // group.size):
             part = copy.deepcopy(experts)
             part.intermediate_dim = width
-            for name, shape in (
-                ("gate_up_proj", (num_experts, 2 * width, hidden)),
-                ("down_proj", (num_experts, hidden, width)),
-            ):
+            for name, shape in form.parameters(width).items():
                 empty = torch.empty(shape, dtype=experts.down_proj.dtype, device="meta")
                 setattr(part, name, nn.Parameter(empty, requires_grad=False))
             self.parts.append(part)
+
+    def share_bias(self) -> None:
+        """Divide the bias of the sum, which every part has read; their number is a power of two, so this is exact."""
+        for part in self.parts:
+            if (bias := getattr(part, "down_proj_bias", None)) is not None:
+                bias.div_(self._num_splits)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], ids and weights [tokens, top_k] to [tokens, hidden]."""
@@ -142,6 +147,13 @@ def rows_of_rank(num_rows: int, group: RankGroup) -> tuple[int, int]:
     """Return the range of rows that a rank has; the last ranks may have fewer."""
     each = -(-num_rows // group.size)
     return min(group.rank * each, num_rows), min((group.rank + 1) * each, num_rows)
+
+
+def share_biases(model: nn.Module) -> None:
+    """Divide the biases of sums that every part has read, after the weights are loaded."""
+    for module in model.modules():
+        if isinstance(module, SummedExperts):
+            module.share_bias()
 
 
 def group_of(model: nn.Module) -> RankGroup | None:

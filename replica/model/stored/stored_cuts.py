@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.replica.checkpoint.model_spec import CheckpointError
+from quire.replica.model.stored.stacked_form import Columns
 from quire.replica.model.stored.weights import StoredTensor
 
 _WEIGHT = "weight"
@@ -66,22 +67,10 @@ class StoredCuts:
                 if tensor is not None:
                     self._put_scales(tensor, f"{part.path}.{leaf}", weight, part)
 
-    def cut_stacked(
-        self, name: str, own_name: str, num_experts: int, inner: Range, hidden: int
-    ) -> None:
-        """Add the inner features `inner` of a matrix of all experts: `gate_up_proj` or `down_proj`.
-
-        In `gate_up_proj` [experts, 2 * inner, hidden] each expert has the rows of the gate first, then the others.
-        """
-        tensor, width = self.stored[name], inner[1] - inner[0]
-        if name.endswith("down_proj"):
-            part = tensor.as_matrix(num_experts * hidden).columns(own_name, *inner)
-            shape = (num_experts, hidden, width)
-        else:
-            ends = (end * hidden for end in inner)
-            part = tensor.as_matrix(2 * num_experts).columns(own_name, *ends)
-            shape = (num_experts, 2 * width, hidden)
-        self.stored[own_name] = replace(part, shape=shape)
+    def cut_stacked(self, name: str, own_name: str, part: Columns) -> None:
+        """Add a part of a tensor that all experts of a mixture share."""
+        cut = self.stored[name].as_matrix(part.num_rows).columns(own_name, *part.columns)
+        self.stored[own_name] = replace(cut, shape=part.shape)
 
     def cut_rows(self, name: str, rows: Range) -> None:
         """Replace a tensor by some of its rows."""

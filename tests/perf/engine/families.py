@@ -4,8 +4,10 @@ The types are those of causal classes, and of classes that take images too, whos
 
     python -m tests.perf families [--only TYPE ...]
     python -m tests.perf families --variants [--only TYPE ...]
+    python -m tests.perf families --ranks [--only TYPE ...]
 
-`--variants` judges configurations of served types in other forms instead (tests/replica/proof/variants.py).
+`--variants` judges configurations of served types in other forms instead (tests/replica/proof/variants.py). `--ranks`
+judges which of the served types two ranks compute as transformers does.
 
 Each type is proven as at load (`replica/proof`). What is served is compared with `generate` as well, which the proof
 does not use: greedy tokens of prompts of 5, 70 and 700 tokens, alone and in a batch. The table in docs/models.md comes
@@ -18,6 +20,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import json
 import sys
 import tempfile
 import time
@@ -25,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +39,7 @@ from quire.replica.engine import Engine
 from quire.replica.model.text_part import causal_model
 from quire.replica.proof.model_proof import find_difference, save_random_model, tiny_entries
 from quire.replica.proof.tiny_config import VOCAB_SIZE
-from quire.replica.proof.verdicts import TESTED_FOR_GPU
+from quire.replica.proof.verdicts import TESTED_FOR_GPU, in_ranks
 
 LENGTHS = (5, 70, 700)
 NUM_TOKENS = 12
@@ -46,6 +49,8 @@ GOAL = 100
 # Of 176. Refused are what a class does not take (five rope types of Phi-3), a window that Llama's class ignores, and
 # attention that is not causal.
 NUM_VARIANTS = 169
+# Of 185. Most others have no plan in transformers.
+NUM_IN_RANKS = 120
 
 Judge = Callable[[Path], dict[str, str]]
 
@@ -212,36 +217,83 @@ def _variants(only: list[str] | None) -> Iterator[tuple[str, Judge]]:
             )
 
 
+def _in_ranks(only: list[str] | None) -> Iterator[tuple[str, Judge]]:
+    """Yield each type that one rank serves, by families.json, and what judges two ranks."""
+    families = _import("families")
+    verdicts = json.loads((RESULTS / "families.json").read_text())["verdicts"]
+    served = [name for name, found in verdicts.items() if found["verdict"] == "served"]
+    for model_type in only or served:
+        entries = families.default_entries(model_type)
+
+        def run(folder: Path, entries: dict[str, Any] = entries) -> dict[str, str]:
+            try:
+                spec = ModelSpec.from_checkpoint(families.write_config(folder / "config", entries))
+                reason = find_difference(tiny_entries(spec), "cpu", in_ranks(start))
+            except Exception as error:  # as in `judge`
+                reason = f"{type(error).__name__}: {_first_line(error)}"
+            return (
+                {"verdict": "served"}
+                if reason is None
+                else {"verdict": "refused", "reason": reason}
+            )
+
+        yield model_type, run
+
+
+class Kind(NamedTuple):
+    """What is judged."""
+
+    option: str
+    file: str  # in the folder of results
+    bar: str
+    cases: Callable[[list[str] | None], Iterator[tuple[str, Judge]]]
+    goal: int
+    unit: str = "model types"
+
+
+KINDS = (
+    Kind("", "families", "families", _types, GOAL),
+    Kind(
+        "variants",
+        "families_variants",
+        "families/variants",
+        _variants,
+        NUM_VARIANTS,
+        "configurations",
+    ),
+    Kind("ranks", "families_ranks", "tp/families", _in_ranks, NUM_IN_RANKS),
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types")
     parser.add_argument("--variants", action="store_true", help="other forms of served types")
-    parser.add_argument(
-        "--output", type=Path, help="default: families.json, or families_variants.json"
-    )
+    parser.add_argument("--ranks", action="store_true", help="served types on two ranks")
+    parser.add_argument("--output", type=Path, help="default: families.json and others")
     arguments = parser.parse_args(argv)
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    name = "families_variants" if arguments.variants else "families"
-    cases = _variants if arguments.variants else _types
+    kind = next(
+        (kind for kind in KINDS if kind.option and getattr(arguments, kind.option)), KINDS[0]
+    )
     verdicts: dict[str, dict[str, str]] = {}
-    for case, run in cases(arguments.only):
+    for case, run in kind.cases(arguments.only):
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="quire-families-") as folder:
             verdicts[case] = run(Path(folder))
         print(f"{case}: {verdicts[case]} {time.perf_counter() - began:.1f} s", flush=True)
     counts = Counter(entry["verdict"] for entry in verdicts.values())
-    part, goal = ("families/variants", NUM_VARIANTS) if arguments.variants else ("families", GOAL)
-    unit = "configurations" if arguments.variants else "model types"
     bars = [
-        Bar(f"{part}/served", counts["served"], unit, goal, at_most=False),
-        Bar(f"{part}/wrong", counts["wrong"], unit, 0),
+        Bar(f"{kind.bar}/served", counts["served"], kind.unit, kind.goal, at_most=False),
+        Bar(f"{kind.bar}/wrong", counts["wrong"], kind.unit, 0),
     ]
+    option = f" --{kind.option}" if kind.option else ""
     write(
-        arguments.output or RESULTS / f"{name}.json",
-        f"python -m tests.perf families{' --variants' if arguments.variants else ''}",
+        arguments.output or RESULTS / f"{kind.file}.json",
+        f"python -m tests.perf families{option}",
         [dataclasses.replace(bar, details={"of": len(verdicts)}) for bar in bars],
         transformers=transformers.__version__,
         verdicts=verdicts,

@@ -37,6 +37,27 @@ def answers(folder: Path, num_ranks: int, **options: Any) -> list[tuple]:
         return told(ranks.generate(prompts(), params()))
 
 
+def test_ranks_decode_their_parts_of_mxfp4(tmp_path):
+    """A bias of a sum that both ranks read is added once."""
+    sizes = dict(hidden_size=96, intermediate_size=64, head_dim=24)
+    source = model_zoo.build("gpt_oss", tmp_path, **sizes)
+    codes, plain = encoded.write(source, tmp_path, encoded.MXFP4_CONFIG, encoded.mxfp4)
+    options = dict(dtype="float32", weights="auto")
+    found = answers(codes, 2, **options)
+    assert found == answers(plain, 1)
+    with engine(plain, 1, 1) as whole:
+        outputs = whole.generate(prompts(), params())
+    assert [o.token_ids for o in outputs] == [token_ids for token_ids, *_ in found]
+
+
+def test_a_part_of_mxfp4_that_ends_within_a_group_is_refused(tmp_path):
+    source = model_zoo.build("gpt_oss", tmp_path, hidden_size=96, intermediate_size=96)
+    codes, _ = encoded.write(source, tmp_path, encoded.MXFP4_CONFIG, encoded.mxfp4)
+    spec, args = ModelSpec.from_checkpoint(codes), EngineArgs(tensor_parallel=2)
+    with pytest.raises(CheckpointError, match="MXFP4 has a scale for 32 numbers"):
+        load_model(rank_spec(spec, args), "cpu", "float32", "auto", RankGroup(0, 2), num_splits=2)
+
+
 @pytest.mark.parametrize(
     ("name", "form"),
     [("llama", "blocks"), ("llama", "channels"), ("llama", "one scale"), ("qwen3_moe", "blocks")],

@@ -37,7 +37,6 @@ from safetensors.torch import load_file
 
 from quire.protos.errors import EngineError
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
-from quire.replica.checkpoint.weight_scheme import WeightScheme
 from quire.replica.config import EngineArgs, SizingError
 from quire.replica.core.request import Request
 from quire.replica.core.sampling_record import RECORD
@@ -54,9 +53,6 @@ from quire.replica.ranks.rank_links import RankEnd
 from quire.replica.ranks.rank_runners import FollowingRunner
 from quire.replica.ranks.step_message import decode, encode
 from quire.replica.startup.rank_sizing import rank_spec
-
-# transformers has no plan for its experts.
-UNDIVIDED = ("gpt_oss",)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_ranks_share_the_pool_of_the_node(zoo, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNDIVIDED])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_family_has_the_bits_of_one_rank(zoo, tmp_path, name):
     """In chunks, with prefix hits, forks, preemption, drafts, and a host tier in the pool that outlives the replica."""
     folder = zoo(name)
@@ -283,7 +279,11 @@ def test_the_reason_of_a_rank_that_cannot_load_reaches_the_leader(zoo, monkeypat
 @pytest.mark.parametrize(
     ("name", "num_ranks", "message"),
     [
-        ("gpt_oss", 2, "no tensor-parallel plan for model_type 'gpt_oss'"),
+        (
+            "gpt2",
+            2,
+            "no tensor-parallel plan for model_type 'gpt2', and its modules have other names",
+        ),
         ("llama", 8, "4 heads and 2 KV heads of layer 0"),
         ("qwen3_moe", 4, "rows of 40 bytes"),
         # Names of attention that are not known: GPT-J reshapes by a number of heads of its own.
@@ -303,7 +303,6 @@ def test_models_that_cannot_be_divided_are_refused(zoo, tmp_path, name, num_rank
     ("changes", "message"),
     [
         (dict(w4=object()), "weights in 4 bits"),
-        (dict(scheme=WeightScheme("mxfp4", "mxfp4")), "weights in MXFP4"),
     ],
 )
 def test_kinds_of_models_that_are_not_divided_are_named(zoo, changes, message):
