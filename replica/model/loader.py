@@ -119,7 +119,8 @@ def load_model(
             )
         group = RankGroup() if group is None else group
         block = None if spec.scheme is None else spec.scheme.block
-        stored = shard(model, named, *shard_facts(spec), group, num_splits, block)
+        w4 = None if spec.w4 is None else spec.w4.method
+        stored = shard(model, named, *shard_facts(spec), group, num_splits, block, w4)
     encoded: dict[str, EncodedWeight] = {}
     if spec.scheme is not None and spec.scheme.has_weights:
         kept = _put_coded(model, stored, spec, torch_dtype, weights)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -58,6 +58,7 @@ def shard(
     group: RankGroup,
     num_splits: int,
     block: tuple[int, int] | None = None,
+    w4: str | None = None,
 ) -> dict[str, StoredTensor]:
     """Replace modules of a model on the meta device by this rank's; return what is read for them.
 
@@ -73,6 +74,8 @@ def shard(
         Parts in which sums over input features are cut, of all ranks together; a multiple of their number.
     block
         Rows and columns with one scale, of weights in 8 bits; None: a row or all.
+    w4
+        The format of layers in 4 bits; None: there are none.
 
     Raises
     ------
@@ -80,9 +83,10 @@ def shard(
         A size cannot be divided, or a tensor is stored in a form that cannot be read in parts.
     """
     _check_shapes(model, stored)
-    cuts = StoredCuts(dict(stored), block)
+    cuts = StoredCuts(dict(stored), block, w4)
     sharding = _Sharding(model, cuts, TpPlan(config), head_dims, group, num_splits)
     sharding.run()
+    model.whole_layers = sharding.wholes
     return cuts.stored
 
 
@@ -104,6 +108,7 @@ class _Sharding:
     head_dims: Mapping[int, tuple[int, int]]
     group: RankGroup
     num_splits: int
+    wholes: dict[str, WholeLayer] = field(default_factory=dict)
 
     def run(self) -> None:
         for path, module in list(self.model.named_modules()):
@@ -147,12 +152,12 @@ class _Sharding:
     def _own_rows(self, path: str, linear: nn.Linear) -> nn.Linear:
         begin, end = self._range_of_rows(path, linear)
         part = Part(path, rows=(begin, end))
-        self.cuts.cut(path, [part])
+        self.cuts.cut(path, [part], linear.in_features)
         has_bias = linear.bias is not None
         own = nn.Linear(
             linear.in_features, end - begin, has_bias, device="meta", dtype=linear.weight.dtype
         )
-        _note_part(own, path, linear, part)
+        self._note(path, linear, part)
         return own
 
     def _range_of_rows(self, path: str, linear: nn.Linear) -> tuple[int, int]:
@@ -174,20 +179,20 @@ class _Sharding:
         layer = SummedLinear(linear, self.group, self.num_splits, takes_all)
         width = linear.in_features // self.num_splits
         parts = []
-        for i, product in enumerate(layer.parts):
+        for i in range(len(layer.parts)):
             begin = self.group.rank * layer.in_features + i * width
             part = Part(f"{path}.parts.{i}", columns=(begin, begin + width))
             parts.append(part)
-            _note_part(product, path, linear, part)
-        self.cuts.cut(path, parts)
+            self._note(path, linear, part)
+        self.cuts.cut(path, parts, linear.in_features)
         return layer
 
     def _gathered(self, path: str, linear: nn.Linear, to_first: bool = False) -> GatheredLinear:
         begin, end = rows_of_rank(linear.out_features, self.group)
         part = Part(f"{path}.part", rows=(begin, end))
-        self.cuts.cut(path, [part])
+        self.cuts.cut(path, [part], linear.in_features)
         layer = GatheredLinear(linear, self.group, to_first)
-        _note_part(layer.part, path, linear, part)
+        self._note(path, linear, part)
         return layer
 
     def _experts(self, path: str, experts: nn.Module) -> SummedExperts:
@@ -247,15 +252,14 @@ class _Sharding:
         }
         self._put(path, self._gathered(path, head, to_first=True))
 
+    def _note(self, path: str, whole: nn.Linear, part: Part) -> None:
+        """Note of which layer a product is a part; adapters are cut alike."""
+        sizes = (whole.in_features, whole.out_features)
+        columns, rows = part.columns or (0, sizes[0]), part.rows or (0, sizes[1])
+        self.wholes[part.path] = WholeLayer(path, *sizes, columns, rows)
+
     def _check(self, path: str, what: str, number: int, divisor: int) -> None:
         if number % divisor:
             raise CheckpointError(
                 f"tensor_parallel: the {number} {what} of {path} cannot be divided into {divisor} equal parts"
             )
-
-
-def _note_part(product: nn.Linear, path: str, whole: nn.Linear, part: Part) -> None:
-    """Let a product know of which layer it is a part; adapters are cut alike."""
-    sizes = (whole.in_features, whole.out_features)
-    columns, rows = part.columns or (0, sizes[0]), part.rows or (0, sizes[1])
-    product.whole_layer = WholeLayer(path, *sizes, columns, rows)

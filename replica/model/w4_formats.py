@@ -23,6 +23,7 @@ from torch import nn
 from quire.kernels.rows.w4_linear import PER_WORD, pack_words, unpack_words
 from quire.replica.checkpoint.model_spec import CheckpointError
 from quire.replica.checkpoint.w4_checkpoint import W4Scheme
+from quire.replica.model.layers.linear_parts import whole_layers
 from quire.replica.model.layers.w4 import W4Linear
 from quire.replica.model.stored.weights import StoredTensor, read_tensors
 
@@ -98,7 +99,8 @@ def put_layers(
             bias = nn.Parameter(
                 torch.empty(linear.out_features, dtype=dtype, device="meta"), requires_grad=False
             )
-        reader = _LayerReader(name, linear, parts, scheme, device)
+        is_part = name in whole_layers(model)
+        reader = _LayerReader(name, linear, parts, scheme, device, is_part)
         words, scales, zeros, order = reader.read()
         layer = W4Linear(words, scales, zeros, dtype, order, bias)
         for tensor in (layer.words, layer.scales, layer.zeros, layer.order):
@@ -131,8 +133,10 @@ class _LayerReader:
         parts: Mapping[str, StoredTensor],
         scheme: W4Scheme,
         device: torch.device,
+        is_part: bool,
     ):
         self.name = name
+        self.is_part = is_part
         self.linear = linear
         self.parts = parts
         self.scheme = scheme
@@ -171,6 +175,8 @@ class _LayerReader:
                 numbers = numbers + self.scheme.zero_offset & 15
                 words = words.t()
         index = values.get(self.names.groups) if self.names.groups is not None else None
+        if index is not None and self.is_part:
+            index = index - index.min()  # A rank has some of the groups.
         order_of_inputs = None if index is None else self._order(index, groups)
         if order_of_inputs is not None:
             words = pack_words(unpack_words(words.contiguous())[:, order_of_inputs.long()])

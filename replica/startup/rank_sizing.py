@@ -42,7 +42,10 @@ def rank_spec(spec: ModelSpec, args: EngineArgs) -> ModelSpec:
     num_ranks, num_splits = args.tensor_parallel, args.num_splits
     if num_splits == 1:
         return spec
-    _check_kinds(spec)
+    if has_own_attention(spec):
+        raise CheckpointError(
+            f"{spec.path}: {spec.architecture} has attention of its own, which tensor_parallel does not divide"
+        )
     config, head_dims = shard_facts(spec)
     plan = TpPlan(config)
     whole = empty_model(spec, "float32")
@@ -72,18 +75,6 @@ def _rank_kind(kind: LayerKind, num_ranks: int) -> LayerKind:
         num_heads=None if kind.num_heads is None else kind.num_heads // num_ranks,
         num_kv_heads=max(1, kind.num_kv_heads // num_ranks),
     )
-
-
-def _check_kinds(spec: ModelSpec) -> None:
-    """Raise for what has no part of a rank."""
-    reasons = {
-        "weights in 4 bits": spec.w4 is not None,
-        "attention of its own": has_own_attention(spec),
-    }
-    if found := [reason for reason, holds in reasons.items() if holds]:
-        raise CheckpointError(
-            f"{spec.path}: {spec.architecture} has {found[0]}, which tensor_parallel does not divide"
-        )
 
 
 def _check_heads(spec: ModelSpec, num_ranks: int) -> None:

@@ -5,7 +5,7 @@ A product of merged layers has several *parts*, in the order of its columns: `mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -42,12 +42,17 @@ class LinearPart(NamedTuple):
         return WholeLayer(self.name, *sizes, (0, self.in_features), (0, self.out_features))
 
 
+def whole_layers(model: nn.Module) -> Mapping[str, WholeLayer]:
+    """Return the layers of the checkpoint of which a rank's model has a part, by the name of the part."""
+    return getattr(model, "whole_layers", {})
+
+
 def name_linears(model: nn.Module) -> None:
     """Let each linear layer know its name; `parts_of` returns it."""
+    wholes = whole_layers(model)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, CodedLinear, W4Linear)):
-            whole = getattr(module, "whole_layer", None)
-            own = LinearPart(name, module.in_features, module.out_features, whole)
+            own = LinearPart(name, module.in_features, module.out_features, wholes.get(name))
             module.linear_parts = (own,)
 
 

@@ -5,12 +5,13 @@
  scales of 8 bits   [n, 1]     the same rows; all if columns are cut
                     [1]        all
                     [n / 128, k / 128]   the blocks of the rows or columns, which must begin where a block does
+ 4 bits             see `w4_checkpoint.py`; words and groups are not cut
 ```
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +21,28 @@ from quire.replica.model.stored.weights import StoredTensor
 
 _WEIGHT = "weight"
 _SCALES = ("weight_scale", "weight_scale_inv")
+# Of a layer in 4 bits, by format: what the two axes of each tensor are (rows n or columns k of the weight), and how
+# many rows or columns an entry has; 0: a group of columns with one scale.
+_W4_AXES: Mapping[str, Mapping[str, tuple[tuple[str, int], ...]]] = {
+    "gptq": {
+        "qweight": (("k", 8), ("n", 1)),
+        "qzeros": (("k", 0), ("n", 8)),
+        "scales": (("k", 0), ("n", 1)),
+        "g_idx": (("k", 1),),
+    },
+    "awq": {
+        "qweight": (("k", 1), ("n", 8)),
+        "qzeros": (("k", 0), ("n", 8)),
+        "scales": (("k", 0), ("n", 1)),
+    },
+    "compressed-tensors": {
+        "weight_packed": (("n", 1), ("k", 8)),
+        "weight_zero_point": (("n", 8), ("k", 0)),
+        "weight_scale": (("n", 1), ("k", 0)),
+        "weight_g_idx": (("k", 1),),
+        "weight_shape": (),
+    },
+}
 Range = tuple[int, int]
 
 
@@ -41,28 +64,39 @@ class StoredCuts:
         The checkpoint's; {} to see only the model's sizes.
     block
         Rows and columns with one scale, of weights in 8 bits; None: a row or all.
+    w4
+        The format of layers in 4 bits; None: there are none.
     """
 
     stored: dict[str, StoredTensor]
     block: Range | None = None
+    w4: str | None = None
 
-    def cut(self, path: str, parts: Sequence[Part]) -> None:
+    def cut(self, path: str, parts: Sequence[Part], num_columns: int = 0) -> None:
         """Replace the tensors of a linear layer by those of its parts; a bias is cut with the rows.
+
+        Parameters
+        ----------
+        num_columns
+            Input features of the layer, for weights in 4 bits.
 
         Raises
         ------
         CheckpointError
-            A part begins or ends within a block with one scale.
+            A part begins or ends within a block, a word or a group with one scale.
         """
         weight = self.stored.pop(f"{path}.{_WEIGHT}", None)
         bias = self.stored.pop(f"{path}.bias", None) if parts[0].rows is not None else None
+        if weight is None and self.w4 is not None:
+            self._cut_w4(path, parts, num_columns, _W4_AXES[self.w4])
+        if bias is not None:
+            for part in parts:
+                self._put(bias, f"{part.path}.bias", part.rows, None)
         if weight is None:
             return
         scales = {leaf: self.stored.pop(f"{path}.{leaf}", None) for leaf in _SCALES}
         for part in parts:
             self._put(weight, f"{part.path}.{_WEIGHT}", part.rows, part.columns)
-            if bias is not None:
-                self._put(bias, f"{part.path}.bias", part.rows, None)
             for leaf, tensor in scales.items():
                 if tensor is not None:
                     self._put_scales(tensor, f"{part.path}.{leaf}", weight, part)
@@ -102,6 +136,37 @@ class StoredCuts:
         else:
             columns = None
         self._put(scales, name, rows, columns)
+
+    def _cut_w4(
+        self,
+        path: str,
+        parts: Sequence[Part],
+        num_columns: int,
+        axes: Mapping[str, tuple[tuple[str, int], ...]],
+    ) -> None:
+        for leaf, of_leaf in axes.items():
+            tensor = self.stored.pop(f"{path}.{leaf}", None)
+            if tensor is None:
+                continue
+            for part in parts:
+                axis, cut = ("n", part.rows) if part.rows is not None else ("k", part.columns)
+                assert cut is not None
+                sides: dict[str, Range] = {}
+                for side, ((name, unit), size) in zip(
+                    ("rows", "columns"), zip(of_leaf, tensor.shape, strict=False), strict=False
+                ):
+                    # One group has all columns.
+                    if name == axis and (unit or size > 1):
+                        sides[side] = self._entries(tensor, cut, unit or num_columns // size)
+                self._put(tensor, f"{part.path}.{leaf}", sides.get("rows"), sides.get("columns"))
+
+    def _entries(self, tensor: StoredTensor, cut: Range, unit: int) -> Range:
+        if cut[0] % unit or cut[1] % unit:
+            raise CheckpointError(
+                f"{tensor.file}: tensor_parallel: an entry of {tensor.name!r} is for {unit} rows or columns, and a "
+                f"part of the weight would have those from {cut[0]} to {cut[1]}"
+            )
+        return cut[0] // unit, cut[1] // unit
 
     def _blocks(self, scales: StoredTensor, cut: Range, per: int, size: int) -> Range:
         begin, end = cut

@@ -60,7 +60,17 @@ class StoredTensor:
         return replace(self, name=name)
 
     def rows(self, name: str, begin: int, end: int) -> StoredTensor:
-        """Return rows [begin, end) as a tensor of their own."""
+        """Return rows [begin, end) as a tensor of their own.
+
+        Raises
+        ------
+        CheckpointError
+            There are fewer rows.
+        """
+        if end > self.shape[0]:
+            raise CheckpointError(
+                f"{self.file}: {self.name!r} has {self.shape[0]} rows, expected at least {end}"
+            )
         row_bytes = self.num_bytes // self.shape[0]
         return replace(
             self,

@@ -286,10 +286,9 @@ def main(argv: list[str] | None = None) -> int:
             verdicts[case] = run(Path(folder))
         print(f"{case}: {verdicts[case]} {time.perf_counter() - began:.1f} s", flush=True)
     counts = Counter(entry["verdict"] for entry in verdicts.values())
-    bars = [
-        Bar(f"{kind.bar}/served", counts["served"], kind.unit, kind.goal, at_most=False),
-        Bar(f"{kind.bar}/wrong", counts["wrong"], kind.unit, 0),
-    ]
+    bars = [Bar(f"{kind.bar}/served", counts["served"], kind.unit, kind.goal, at_most=False)]
+    if kind.cases is not _in_ranks:  # which are not compared with `generate`
+        bars.append(Bar(f"{kind.bar}/wrong", counts["wrong"], kind.unit, 0))
     option = f" --{kind.option}" if kind.option else ""
     write(
         arguments.output or RESULTS / f"{kind.file}.json",

@@ -1,4 +1,4 @@
-"""Ranks of checkpoints in 8 bits: each reads its part of codes and scales."""
+"""Ranks of checkpoints in 8 and 4 bits: each reads its part of codes and scales."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import fp8_checkpoints
 import model_zoo
 import pytest
 import torch
+import w4_checkpoints
 from rank_engines import engine, params, prompts, told
+from safetensors.torch import load_file
 
+from quire.kernels.rows import w4_linear
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.config import EngineArgs
+from quire.replica.model.layers.linear_parts import whole_layers
+from quire.replica.model.layers.w4 import W4Linear
 from quire.replica.model.loader import load_model
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.ranks.leading_ranks import start_process
@@ -107,4 +112,54 @@ def test_a_part_that_ends_within_a_block_is_refused(zoo, tmp_path):
     )
     spec, args = ModelSpec.from_checkpoint(codes), EngineArgs(tensor_parallel=2)
     with pytest.raises(CheckpointError, match="weight_scale_inv' has a scale for"):
+        load_model(rank_spec(spec, args), "cpu", "float32", "auto", RankGroup(0, 2), num_splits=2)
+
+
+FOUR_BITS = [
+    ("gptq", 32, False, {}),
+    ("gptq", -1, True, {}),
+    ("awq", 32, False, {}),
+    ("compressed-tensors", 32, True, {}),
+    ("compressed-tensors", 64, False, {}),
+    ("compressed-tensors", -1, True, {}),
+]
+
+
+def in_four_bits(folder: Path, method: str, size: int, symmetric: bool, **changes: Any):
+    """A checkpoint, and the same with dequantised weights."""
+    source = model_zoo.build("qwen3", folder, hidden_size=128, intermediate_size=256, head_dim=32)
+    config = w4_checkpoints.config_of(method, size, symmetric, **changes)
+    is_sorted = not changes.get("desc_act")
+    return w4_checkpoints.write(
+        source, folder / "codes", config, size=size, symmetric=symmetric, sorted_inputs=is_sorted
+    )
+
+
+@pytest.mark.parametrize(("method", "size", "symmetric", "changes"), FOUR_BITS)
+def test_each_rank_has_its_part_of_four_bits(tmp_path, method, size, symmetric, changes):
+    codes, plain = in_four_bits(tmp_path, method, size, symmetric, **changes)
+    weights = load_file(plain / "model.safetensors")
+    spec, args = ModelSpec.from_checkpoint(codes), EngineArgs(tensor_parallel=2)
+    for rank in range(2):
+        group = RankGroup(rank, 2)
+        model = load_model(rank_spec(spec, args), "cpu", "float32", "auto", group, num_splits=2)
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, W4Linear)}
+        assert len(layers) == 7 * spec.num_layers
+        for name, layer in layers.items():
+            whole = whole_layers(model)[name]
+            part = weights[f"{whole.name}.weight"][slice(*whole.rows), slice(*whole.columns)]
+            found = w4_linear.dequantise(layer.words, layer.scales, layer.zeros)
+            assert torch.equal(found, part), name
+
+
+def test_ranks_multiply_their_parts_of_four_bits(tmp_path):
+    codes, _ = in_four_bits(tmp_path, *FOUR_BITS[0][:3])
+    assert answers(codes, 2, **IN_BFLOAT16) == answers(codes, 1, **IN_BFLOAT16)
+
+
+def test_columns_of_groups_in_any_order_are_refused(tmp_path):
+    """With `desc_act` each rank would have columns of all groups."""
+    codes, _ = in_four_bits(tmp_path, "gptq", 32, False, desc_act=True)
+    spec, args = ModelSpec.from_checkpoint(codes), EngineArgs(tensor_parallel=2)
+    with pytest.raises(CheckpointError, match="g_idx must"):
         load_model(rank_spec(spec, args), "cpu", "float32", "auto", RankGroup(0, 2), num_splits=2)
