@@ -3,7 +3,12 @@
 `make_deterministic` replaces the kinds of modules that it knows. A mixture of experts of another class would be left as
 it is: the number of its rows changes the order of its sums. So the other modules are called with random rows, together
 and in parts. A module whose rows differ by rounding gets a forward pass in which the products and activations that it
+it is: the number of its rows changes the order of its sums. So the other modules are called with random rows, together
+and in parts. A module whose rows differ by rounding gets a forward pass in which the products and activations that it
 calls have fixed tiles. If its rows still differ, the model is refused by the name of the module.
+
+Modules that take more than rows, such as attention, cannot be called so. Those that call such functions themselves, for
+instance for a gate of each head, get that forward pass as well.
 """
 
 from __future__ import annotations
@@ -16,7 +21,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from quire.replica.model.deterministic.cpu_activations import ElementwiseSiLU, ElementwiseTanhGELU
+from quire.replica.model.deterministic.cpu_activations import (
+    gelu,
+    sigmoid,
+    silu,
+    softplus,
+    tanh_gelu,
+)
 from quire.replica.model.deterministic.cpu_tiles import fitting_tile_rows, tiled_linear
 from quire.replica.model.fusion.trial_pass import TrialPass
 
@@ -43,7 +54,9 @@ def fix_other_modules(decoder: nn.Module, trial: TrialPass) -> None:
     """
     shapes = _row_inputs(decoder, trial)
     verdicts: dict[tuple[Any, ...], bool] = {}
+    judged: set[nn.Module] = set()
     for name, module in _outermost(decoder, shapes):
+        judged.update(module.modules())
         # Layers alike are judged once.
         kind = (type(module), *((n, p.shape) for n, p in module.named_parameters()))
         given = [trial.normal(torch.empty(shape)) for shape in shapes[module]]
@@ -57,6 +70,40 @@ def fix_other_modules(decoder: nn.Module, trial: TrialPass) -> None:
                 f"deterministic: true cannot hold: the rows of {name} ({type(module).__name__}) have other bits in "
                 "other company; set deterministic: false"
             )
+
+    for module in _callers(decoder, trial) - judged:
+        _use_fixed_functions(module)
+
+
+def _callers(decoder: nn.Module, trial: TrialPass) -> set[nn.Module]:
+    """Return the modules of transformers and torch that call a function with bits by position."""
+    running: list[nn.Module] = []
+    found: set[nn.Module] = set()
+
+    def begin(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def end(module: nn.Module, args: Any, result: Any) -> None:
+        running.pop()
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            caller = running[-1] if running else None
+            if caller is not None and func in FORMS and not _is_own(caller):
+                found.add(caller)
+            return func(*args, **(kwargs or {}))
+
+    hooks = [m.register_forward_pre_hook(begin) for m in decoder.modules()]
+    hooks += [m.register_forward_hook(end) for m in decoder.modules()]
+    try:
+        with Notes():
+            trial.run(trial.context())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _row_inputs(decoder: nn.Module, trial: TrialPass) -> dict[nn.Module, list[tuple[int, ...]]]:
@@ -87,12 +134,16 @@ def _outermost(
     """Yield the modules of transformers and torch with such an input that are not within another one."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}".lstrip(".")
-        if type(child).__module__.startswith("quire."):
+        if _is_own(child):
             continue
         if child in shapes:
             yield child_path, child
         else:
             yield from _outermost(child, shapes, child_path)
+
+
+def _is_own(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("quire.")
 
 
 def _is_fixed(module: nn.Module, given: list[torch.Tensor]) -> bool:
@@ -132,17 +183,7 @@ class _FixedFunctions(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._tile_rows: dict[torch.Size, tuple[int, ...]] = {}
-        silu, gelu = ElementwiseSiLU(), ElementwiseTanhGELU()
-        self._forms: dict[Any, Callable[..., Any]] = {
-            F.linear: self._linear,
-            F.silu: lambda x, inplace=False: silu(x),
-            F.gelu: lambda x, approximate="none": (
-                gelu(x) if approximate == "tanh" else F.gelu(x, approximate=approximate)
-            ),
-            torch.sigmoid: _sigmoid,
-            torch.Tensor.sigmoid: _sigmoid,
-            F.sigmoid: _sigmoid,
-        }
+        self._forms: dict[Any, Callable[..., Any]] = {F.linear: self._linear, **FORMS}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._forms.get(func, func)(*args, **(kwargs or {}))
@@ -158,5 +199,14 @@ class _FixedFunctions(TorchFunctionMode):
         return out.view(*x.shape[:-1], len(weight))
 
 
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return 1.0 / torch.exp(-x).add_(1.0)
+# torch computes the remaining elements of these functions otherwise than those of its vector loop.
+FORMS: dict[Any, Callable[..., Any]] = {
+    F.silu: lambda x, inplace=False: silu(x),
+    F.gelu: lambda x, approximate="none": tanh_gelu(x) if approximate == "tanh" else gelu(x),
+    F.softplus: softplus,
+    F.mish: lambda x, inplace=False: x * torch.tanh(softplus(x)),
+    F.elu: lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(x)),
+    torch.sigmoid: sigmoid,
+    torch.Tensor.sigmoid: sigmoid,
+    F.sigmoid: sigmoid,
+}

@@ -13,12 +13,13 @@ from torch import nn
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.engine import Engine
 from quire.replica.model.deterministic.cpu_row_check import (
+    FORMS,
     NotDeterministicError,
     fix_other_modules,
 )
 
-# Mixtures of experts with routers of three kinds; with latents, with recurrent layers.
-MODELS = ("mixtral", "deepseek_v3", "qwen3_next", "nemotron_h")
+# Mixtures of experts with routers of three kinds; with latents, with recurrent layers; with gates of heads.
+MODELS = ("mixtral", "deepseek_v3", "qwen3_next", "nemotron_h", "laguna")
 NUM_TOKENS = 24
 
 
@@ -56,6 +57,30 @@ def test_a_model_that_cannot_be_fixed_is_served_where_nobody_asked_for_it(tmp_pa
         assert len(answer.token_ids) == 3
 
 
+@pytest.mark.parametrize("function", FORMS)
+def test_functions_have_the_bits_of_an_element_at_every_position(function):
+    x, form = torch.randn(4099) * 5, FORMS[function]
+    whole = form(x)
+    torch.testing.assert_close(whole, function(x), atol=1e-6, rtol=1e-5)
+    for count in (1, 2, 3, 7, 9, 15, 17, 33, 1000):
+        for begin in (0, 1, 3, 11):
+            assert torch.equal(form(x[begin : begin + count].clone()), whole[begin : begin + count])
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_both_kinds_of_gelu_have_forms(approximate):
+    x = torch.randn(500)
+    found = FORMS[F.gelu](x, approximate=approximate)
+    torch.testing.assert_close(found, F.gelu(x, approximate=approximate))
+
+
+class Gated(nn.Module):
+    """Takes more than rows, as attention does."""
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        return x * F.softplus(x[..., :3].contiguous()).sum(-1, keepdim=True) * scale
+
+
 class Mixing(nn.Module):
     """A router and an expert; the rows of a call change the result by `rounding`."""
 
@@ -84,6 +109,22 @@ class Trial:
 
     def normal(self, like: torch.Tensor) -> torch.Tensor:
         return torch.randn(like.shape)
+
+
+class ScaledTrial(Trial):
+    def run(self, context: None) -> None:
+        for module in self._decoder:
+            module(torch.randn(1, 5, 16), scale=1.0)
+
+
+@torch.inference_mode()
+def test_a_module_that_takes_more_than_rows_gets_fixed_functions():
+    decoder = nn.Sequential(Gated())
+    fix_other_modules(decoder, ScaledTrial(decoder))
+    x = torch.randn(40, 16) * 4
+    whole = decoder[0](x, scale=2.0)
+    for begin, end in ((0, 1), (3, 5), (7, 18), (0, 39)):
+        assert torch.equal(decoder[0](x[begin:end], scale=2.0), whole[begin:end])
 
 
 @torch.inference_mode()
