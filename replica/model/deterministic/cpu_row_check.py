@@ -72,7 +72,8 @@ def fix_other_modules(decoder: nn.Module, trial: TrialPass) -> None:
             )
 
     for module in _callers(decoder, trial) - judged:
-        _use_fixed_functions(module)
+        if not _is_own(module):
+            _use_fixed_functions(module)
 
 
 def _callers(decoder: nn.Module, trial: TrialPass) -> set[nn.Module]:
@@ -90,8 +91,9 @@ def _callers(decoder: nn.Module, trial: TrialPass) -> set[nn.Module]:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            # A recurrent layer has a forward pass of Quire's, and other callers of it read that one's arguments.
             caller = running[-1] if running else None
-            if caller is not None and func in FORMS and not _is_own(caller):
+            if func in FORMS and caller is not None and "forward" not in vars(caller):
                 found.add(caller)
             return func(*args, **(kwargs or {}))
 
