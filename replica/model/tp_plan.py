@@ -27,7 +27,7 @@ _USUAL = {
     **{f"layers.*.mlp.{name}": ROWS for name in ("gate_proj", "up_proj")},
     "layers.*.mlp.down_proj": "rowwise",
 }
-# Products that give queries of whole heads: also of latent attention, and with keys and values of each head beside.
+# Products that give queries of whole heads: also of latent attention, and together with keys and values of each head.
 _QUERIES = re.compile(r"(.+\.)?(self_attn\.(q_proj|q_b_proj)|attention\.query_key_value)")
 _OF_HEADS = re.compile(r".*\.attn\..*|.*(self_attn|attention)\.(q|k|v|qkv|query)\w*")
 
@@ -38,7 +38,7 @@ class TpPlan:
     Raises
     ------
     CheckpointError
-        The plan has a style that is not known here, or divides heads whose names are not.
+        The plan has a style that is not known here, or divides heads with names that are not.
     """
 
     def __init__(self, config: Any):

@@ -82,7 +82,7 @@ def check_model(spec: ModelSpec, device: str, start: StartEngine, with_ranks: bo
 
 
 def in_ranks(start: StartEngine) -> StartEngine:
-    """Return a function that starts an engine of two ranks, one of them a thread of this process."""
+    """Return a function that starts an engine of two ranks, the second one a thread of this process."""
     from quire.replica.ranks.leading_ranks import start_thread
 
     return partial(start, tensor_parallel=2, start_rank=start_thread)

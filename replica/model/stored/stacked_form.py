@@ -62,7 +62,7 @@ class StackedForm:
         return None
 
     def parameters(self, width: int) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of a part of so many inner features, by the name of the parameter."""
+        """Return the shapes of a part with `width` inner features, by the name of the parameter."""
         names = ["gate_up_proj", "down_proj"]
         if self.is_transposed:
             names += [f"{name}_bias" for name in names]

@@ -81,7 +81,7 @@ class StoredTensor:
         )
 
     def as_matrix(self, num_rows: int) -> StoredTensor:
-        """Return the same elements as a matrix of so many rows."""
+        """Return the same elements as a matrix with `num_rows` rows."""
         num_elements = math.prod(self.shape)
         return replace(self, shape=(num_rows, num_elements // num_rows))
 
