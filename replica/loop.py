@@ -41,7 +41,7 @@ from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.wire import AdapterReport, CacheEvents, Load, TokenDelta
 from quire.replica.core.delta_batch import DeltaBatch
-from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.step_plan import CopiesDone, SamplingBatch, StepPlan, StepResult
 from quire.replica.device.time_counters import HostTime
 from quire.replica.scheduler.scheduler import Scheduler
 from quire.replica.watchdog import StepWatch
@@ -51,6 +51,8 @@ T = TypeVar("T")
 # Covers small batches on a GPU to long chunks on a CPU.
 STEP_BOUNDARIES_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _NO_MARK = contextlib.nullcontext()
+# An idle engine looks so often whether the copies between its tiers have ended.
+_COPY_POLL_S = 0.001
 
 
 class StepRunner(Protocol):
@@ -66,6 +68,10 @@ class StepRunner(Protocol):
         ...
 
     def collect(self, in_flight: Any) -> StepResult: ...
+
+    def take_copies(self) -> CopiesDone:
+        """Return which copies between the tiers have ended since the last call or result."""
+        ...
 
     def telemetry(self) -> dict[str, object]:
         """Counters of device time, graphs and copies since the start."""
@@ -246,7 +252,12 @@ class EngineLoop:
             self._busy_s = self._clock()
         else:
             self._busy_s = None
+            copies = self._runner.take_copies()
+            self._scheduler.note_copies(copies)
             self._send(DeltaBatch(self._scheduler.take_ended()))
+            if not copies.are_all:
+                self._sleep(self._clock() + _COPY_POLL_S)
+                return
             # A leak of blocks or rows ends the engine while it is idle, and Serve starts another replica.
             self._scheduler.check_idle()
             if self._publish():

@@ -432,7 +432,7 @@ DEVICE_CHECKS = {
     "quire.replica.runner.runner": 3,  # the kernels; whether steps are computed or queued
     "quire.replica.proof.verdicts": 1,  # on which devices a class is proven
     "quire.replica.startup.runtime": 1,  # whether memory is measured
-    "quire.replica.startup.pool_place": 3,  # the default size of the node's pool; ranks on GPUs have none
+    "quire.replica.startup.pool_place": 2,  # the default size of the node's pool
     "quire.replica.model.sharded.rank_group": 2,  # the library that joins ranks, and whether its calls must be ended
     "quire.replica.ranks.leading_ranks": 1,  # how long that library needs its file
     "quire.replica.ranks.following_rank": 1,  # whether memory is measured

@@ -263,6 +263,25 @@ class StepPlan(NamedTuple):
         return np.unique(np.concatenate([self.slots.ravel() // block_size, targets]))
 
 
+class CopiesDone(NamedTuple):
+    """Copies between device and host memory that have ended since the last report.
+
+    The defaults are those of copies that end with their step.
+    """
+
+    # (number of blocks, seconds) of each copy from host memory.
+    restores: tuple[tuple[int, float], ...] = ()
+    # The copies from host memory of the steps up to this number have arrived; None: the copies of all steps have.
+    restored_step: int | None = None
+    # Host blocks that have been copied to host memory; None: those of the step that has just ended.
+    saved: tuple[int, ...] | None = None
+    # Whether no other copy is queued.
+    are_all: bool = True
+
+
+_WITH_THE_STEP = CopiesDone()
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of a step."""
@@ -277,9 +296,4 @@ class StepResult:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     # Sums of hidden states, [hidden size] float64 each, aligned with `StepPlan.pooling`.
     pooled: tuple[np.ndarray, ...] = ()
-    # (number of blocks, seconds) of each copy from host memory that has ended.
-    restores: tuple[tuple[int, float], ...] = ()
-    # The copies from host memory of the steps up to this number have arrived; None: the copies of all steps have.
-    restored_step: int | None = None
-    # Host blocks that have been copied to host memory since the last step; None: those of this step.
-    saved: tuple[int, ...] | None = None
+    copies: CopiesDone = _WITH_THE_STEP

@@ -14,7 +14,7 @@ same memory; its blocks need not be recomputed, but steps cannot read them in pl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 
 from quire.kernels.huge_pages import back_with_memory
 from quire.replica.config import SizingError
+from quire.replica.core.step_plan import CopiesDone
 from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.device import Device, Event, Stream
 from quire.replica.device.kv_pool import KVPool
@@ -41,6 +42,7 @@ class _Restore(NamedTuple):
     num_blocks: int
     begun: Event
     ended: Event
+    arrived: Event  # `ended`, on all ranks
 
 
 class HostPool:
@@ -65,6 +67,12 @@ class HostPool:
     ------
     SizingError
         The host does not have the memory.
+
+    Attributes
+    ----------
+    on_all_ranks
+        Returns the event that the copies before an event have ended on all ranks; by default the same event. It is
+        called once for each group of copies, in the order of the offload stream.
     """
 
     def __init__(
@@ -84,10 +92,11 @@ class HostPool:
         )  # device blocks, event after their save
         self._restoring: deque[_Restore] = deque()
         self._newest_step = 0
+        self.on_all_ranks: Callable[[Event], Event] = lambda event: event
         self.num_saved = 0  # blocks
         self.num_restored = 0  # blocks, by timed restores
         self.restore_s = 0.0
-        # Host block to the event after its newest save, until `take_saved` has returned the block.
+        # Host block to the event after its newest save on all ranks, until `take_saved` has returned the block.
         self._unsaved: dict[int, Event] = {}
         shape, dtype = (num_blocks, pool.data.shape[1]), pool.data.dtype
         if pool_slots is None:
@@ -194,7 +203,8 @@ class HostPool:
             self._device.copy(Stream.OFFLOAD, target, source, "save")
         self.num_saved += len(pairs)
         saved = self._device.record(Stream.OFFLOAD, "blocks saved")
-        self._unsaved.update(dict.fromkeys(pairs[:, 1].tolist(), saved))
+        on_all = self.on_all_ranks(saved)
+        self._unsaved.update(dict.fromkeys(pairs[:, 1].tolist(), on_all))
         return saved
 
     def _runs(self, pairs: np.ndarray) -> Iterator[tuple[slice, slice]]:
@@ -211,8 +221,9 @@ class HostPool:
 
     def save_now(self, pairs: np.ndarray) -> None:
         """Save blocks while no step is in flight, and wait. `pairs` is [k, 2] integers, (device block, host block)."""
-        self._save(pairs).wait()
-        self.take_saved()
+        self._save(pairs)
+        for host_block in pairs[:, 1].tolist():
+            self._unsaved.pop(host_block).wait()
 
     def take_saved(self) -> tuple[int, ...]:
         """Return the host blocks with saves that have ended since the last call."""
@@ -228,15 +239,16 @@ class HostPool:
             source, target = self.data[host_blocks], self._pool.data[blocks]
             device.copy(Stream.OFFLOAD, target, source, "restore")
         ended = device.record(Stream.OFFLOAD, "blocks restored", timed=True)
-        self._restoring.append(_Restore(self._newest_step, len(pairs), begun, ended))
+        arrived = self.on_all_ranks(ended)
+        self._restoring.append(_Restore(self._newest_step, len(pairs), begun, ended, arrived))
 
     def take_measured(self) -> tuple[tuple[int, float], ...]:
         """Return (number of blocks, seconds) of each restore that has ended since the last call."""
         measured: list[tuple[int, float]] = []
-        while self._restoring and self._restoring[0].ended.is_done():
-            ended = self._restoring.popleft()
-            seconds = self._device.seconds_between(ended.begun, ended.ended)
-            measured.append((ended.num_blocks, seconds))
+        while self._restoring and self._restoring[0].arrived.is_done():
+            restore = self._restoring.popleft()
+            seconds = self._device.seconds_between(restore.begun, restore.ended)
+            measured.append((restore.num_blocks, seconds))
         self.num_restored += sum(count for count, _ in measured)
         self.restore_s += sum(seconds for _, seconds in measured)
         return tuple(measured)
@@ -245,6 +257,12 @@ class HostPool:
     def restored_step(self) -> int:
         """Number of the last step for which all restores up to this step had ended at the last `take_measured`."""
         return self._restoring[0].step - 1 if self._restoring else self._newest_step
+
+    def take_done(self) -> CopiesDone:
+        """Return which copies have ended since the last call."""
+        restores, saved = self.take_measured(), self.take_saved()
+        are_all = not self._restoring and not self._unsaved
+        return CopiesDone(restores, self.restored_step, saved, are_all)
 
     def telemetry(self) -> dict[str, float]:
         """Blocks copied since the start, and the speed of the restores."""

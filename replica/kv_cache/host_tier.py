@@ -81,6 +81,8 @@ class HostTier:
         self.pool_blocks = pool_blocks
         self._prefix = prefix
         self._planned = Transfers()
+        # Host blocks that failed steps may still write to.
+        self._failed_saves: list[int] = []
         # The copies of the steps in flight, oldest first.
         self._in_flight: list[Transfers] = []
 
@@ -164,14 +166,26 @@ class HostTier:
         """
         return self.pool_blocks is None or self.pool_blocks.pin(host_blocks)
 
-    def seal(self, host_blocks: Iterable[int]) -> None:
-        """Let the node's other engines find these blocks. Their copies have ended."""
-        if self.pool_blocks is not None:
-            self.pool_blocks.seal(host_blocks)
+    def end_saves(self, host_blocks: Iterable[int], *, are_all: bool) -> None:
+        """Let the node's other engines find these blocks, whose copies have ended.
+
+        Parameters
+        ----------
+        are_all
+            Whether no other copy is queued, so that those of failed steps have ended too.
+        """
+        if self.pool_blocks is None:
+            return
+        if are_all and self._failed_saves:
+            host_blocks = [*host_blocks, *self._failed_saves]
+            self._failed_saves = []
+        self.pool_blocks.end_saves(host_blocks)
 
     def save(self, block: int, host_block: int) -> None:
         """Plan to copy a device block to a host block."""
         self._planned.saves[host_block] = block
+        if self.pool_blocks is not None:
+            self.pool_blocks.begin_save(host_block)
 
     def restore(self, host_block: int, block: int) -> None:
         """Plan to copy a host block to a device block.
@@ -190,7 +204,7 @@ class HostTier:
         return self._planned.restores.keys()
 
     def launch(self) -> Transfers:
-        """Take the planned copies for the step being planned; they are in flight until `land`."""
+        """Take the planned copies for the step being planned; its restores are in flight until `land`."""
         if not self._planned:
             return Transfers()
         launched, self._planned = self._planned, Transfers()
@@ -198,14 +212,19 @@ class HostTier:
         return launched
 
     def land(self, landed: Transfers) -> None:
-        """Release the host blocks that a step restored, after the step has run or failed."""
+        """Release the host blocks that a step restored, after these copies have ended."""
         if landed:
             self._in_flight = [t for t in self._in_flight if t is not landed]
             # Restores are in the order of the sequence; `release` needs the sequence's last block first.
             self.blocks.release(reversed(landed.restores.values()))
 
     def forget_saves(self, landed: Transfers) -> None:
-        """Drop the host blocks that a failed step should have written: their content is unknown."""
+        """Drop the host blocks that a failed step should have written: their content is unknown.
+
+        Its copies may be in flight, so the node's other engines do not get these blocks yet.
+        """
+        if self.pool_blocks is not None:
+            self._failed_saves += landed.saves
         for host_block in landed.saves:
             if self._prefix.has_host_block(host_block):
                 self._prefix.forget_host(host_block)

@@ -1,7 +1,7 @@
 """The host tier's blocks in the node's pool, where other engines find them and may evict them.
 
 ```
-            allocate                   mark_contents            seal: the copy has ended
+            allocate                   mark_contents               end_saves
    (pool) ───────────▶ in use ──────────────────────▶ unsealed ─────────────────────────▶ published
                         ▲  │ release                     │ release: kept until sealed       │ release
                         │  ▼                             ▼                                  ▼
@@ -10,8 +10,9 @@
 ```
 
 `PoolBlocks` has the interface of `BlockManager`. A block's number is its slot. This engine holds one lease of a slot
-while the slot has owners here, or waits to be sealed. Another engine may evict every other slot; `refresh` finds that
-out and drops the block from the prefix index. So does `pin`, which an admission calls before it counts on a block.
+while the slot has owners here, is being written by a copy from the device, or waits to be sealed. Another engine may
+evict every other slot; `refresh` finds that out and drops the block from the prefix index. So does `pin`, which an
+admission calls before it counts on a block.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class PoolBlocks:
         self._keys: dict[int, bytes] = {}
         # Blocks with a planned content: the slot is published when its copy has ended.
         self._unsealed: dict[int, BlockName] = {}
+        # Slots with a copy from the device that is planned or in flight. Another engine must not get such a slot.
+        self._saving: set[int] = set()
         self.hashes = None if events is None else PoolHashes(pool, events)
         # Epoch of each block that is published; another one means that the content is another.
         self._epochs: dict[int, int] = {}
@@ -173,14 +176,24 @@ class PoolBlocks:
             self._lose(slot)
         return not lost
 
-    def seal(self, slots: Iterable[int]) -> None:
-        """Publish those of these blocks that have a name; their copies have ended."""
+    def begin_save(self, slot: int) -> None:
+        """Note that a copy to this slot is planned; `end_saves` ends it."""
+        self._saving.add(slot)
+
+    def end_saves(self, slots: Iterable[int]) -> None:
+        """Publish those of these blocks that have a name, and give back those without an owner: their copies have
+        ended."""
         began_s = self._clock()
+        ended = [slot for slot in dict.fromkeys(slots) if slot in self._saving]
+        self._saving.difference_update(ended)
+        unused = [s for s in ended if s not in self._owners and s not in self._unsealed]
+        if unused:
+            self.pool.release(unused)
         contents = [
             Content(
                 s, self._keys[s], _payer_hash(name.payer), self.pool.checksum(s), name.routing_hash
             )
-            for s in slots
+            for s in ended
             if (name := self._unsealed.get(s)) is not None
         ]
         if contents:
@@ -243,7 +256,7 @@ class PoolBlocks:
                 self._owners[block] = left
                 continue
             del self._owners[block]
-            if block not in self._unsealed:
+            if block not in self._unsealed and block not in self._saving:
                 done.append(block)
         if done:
             self.pool.release(done)
@@ -264,7 +277,7 @@ class PoolBlocks:
         """Record that the prefix index has dropped this block: no lookup finds it any longer."""
         if block in self._unsealed:
             del self._unsealed[block]
-            if block not in self._owners:
+            if block not in self._owners and block not in self._saving:
                 self.pool.release([block])
         elif block in self._epochs:
             self.pool.drop([block])
@@ -350,7 +363,7 @@ class PoolBlocks:
             expected[block] = expected.get(block, 0) + 1
         if expected != self._owners:
             raise IntegrityError(f"host blocks have the owners {self._owners}, not {expected}")
-        leased = self._owners.keys() | self._unsealed.keys()
+        leased = self._owners.keys() | self._unsealed.keys() | self._saving
         if not all(self.pool.is_leased(block) for block in leased):
             raise IntegrityError("a host block is used without a lease")
         if self.pool.num_leased() != len(leased):

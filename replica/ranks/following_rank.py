@@ -22,6 +22,7 @@ from quire.replica.model.loader import load_model
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.node_pool.pool_file import PoolSlots
 from quire.replica.node_pool.pool_layout import PoolLayout
+from quire.replica.ranks.rank_copies import OwnCopies
 from quire.replica.ranks.rank_links import LeaderLink
 from quire.replica.ranks.rank_runners import FollowingRunner
 from quire.replica.ranks.step_message import decode
@@ -36,6 +37,8 @@ AGREED = (
     *("num_snapshots", "num_host_snapshots"),
 )
 STORE = "store"
+# A rank looks so often whether its copies have ended, while there are any.
+_COPY_POLL_S = 0.001
 END_S = 5.0  # for the work of a rank whose leader has ended
 
 
@@ -109,9 +112,20 @@ def _follow(link: LeaderLink, folder: Path, rank: int) -> None:
         )
         layers = {} if runner.adapted is None else runner.adapted.all_layers
         link.send({"layers": list(layers.values())})
-        while (message := link.receive()) is not None:
+        while (message := _next_message(link, runner.copies)) is not None:
             runner.follow(decode(message))
         runner.close()
+
+
+def _next_message(link: LeaderLink, copies: OwnCopies) -> bytes | None:
+    """Wait for the leader's next message, and tell it meanwhile which copies have ended. None: it has ended."""
+    while copies.are_queued:
+        before, ended = copies.num_ended, copies.count()
+        if ended != before:
+            link.send({"copies": ended})
+        if link.has_message(_COPY_POLL_S):
+            break
+    return link.receive()
 
 
 def _agreed(link: LeaderLink, config: EngineConfig) -> EngineConfig | None:

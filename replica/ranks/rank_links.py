@@ -5,8 +5,8 @@
           options ──▶ sizes ◀── sizes agreed, pool ──▶ ready ◀── step ──▶ step ──▶ step ──▶ ...
 ```
 
-After `ready` a rank sends nothing but the reason of its failure. A connection that ends is the end of the replica, on
-both sides.
+After `ready` a rank sends how many of its copies between device and host memory have ended (`rank_copies.py`), and the
+reason of its failure. A connection that ends is the end of the replica, on both sides.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from quire.protos.errors import EngineError
+from quire.replica.ranks.rank_copies import CopiesOfRanks
 
 # A rank imports torch and transformers before it connects.
 _CONNECT_TIMEOUT_S = 300.0
@@ -53,11 +54,14 @@ class RankLinks:
     ----------
     folder
         A new folder, in which the ranks meet.
+    copies
+        What the other ranks have told of their copies.
     """
 
     def __init__(self, num_ranks: int):
         self.folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
         self._num_others = num_ranks - 1
+        self.copies = CopiesOfRanks(self._num_others, self.check)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.folder / _SOCKET))
         self._listener.listen(self._num_others)
@@ -148,7 +152,8 @@ class RankLinks:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def watch(self, abort: Callable[[], None]) -> None:
-        """Start a thread that notices the end of a rank, and then calls `abort`, so that no step waits for it."""
+        """Start a thread that reads what ranks send. It calls `abort` when one has ended, so that no step waits for
+        it."""
         self._abort = abort
         threading.Thread(target=self._watch, name="quire-ranks", daemon=True).start()
 
@@ -180,20 +185,25 @@ class RankLinks:
         self.forget_folder()
 
     def _watch(self) -> None:
-        ended = wait(self._links)
-        if self._closing:
-            return
-        rank, link = next((r, link) for r, link in enumerate(self._links, 1) if link in ended)
-        try:
-            error: str | None = msgpack.unpackb(link.recv_bytes())["error"]
-        except (EOFError, OSError):
-            error = None
-        self._note(RankEnd(rank, error))
-        self._abort()
+        while True:
+            ready = wait(self._links)
+            if self._closing:
+                return
+            rank, link = next((r, link) for r, link in enumerate(self._links, 1) if link in ready)
+            try:
+                message = msgpack.unpackb(link.recv_bytes())
+            except (EOFError, OSError):
+                message = {"error": None}
+            if "error" in message:
+                self._note(RankEnd(rank, message["error"]))
+                self._abort()
+                return
+            self.copies.note(rank - 1, message["copies"])
 
     def _note(self, end: RankEnd) -> None:
         self._end = end
         self._ended.set()
+        self.copies.wake()
         if self._on_end is not None:
             self._on_end(end)
 
@@ -231,6 +241,10 @@ class LeaderLink:
             on_end()
 
         threading.Thread(target=wait_for_end, name="quire-leader", daemon=True).start()
+
+    def has_message(self, timeout_s: float) -> bool:
+        """Wait for the leader's next message, or for its end; False: neither has come in time."""
+        return self._link.poll(timeout_s)
 
     def receive(self) -> bytes | None:
         """Wait for the leader's next message; None: it has ended."""

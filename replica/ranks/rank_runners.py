@@ -30,6 +30,7 @@ from quire.replica.device.device import Stream
 from quire.replica.model.layers.linear_parts import LinearPart
 from quire.replica.model.sharded.rank_group import RankGroup
 from quire.replica.ranks import step_message
+from quire.replica.ranks.rank_copies import OwnCopies
 from quire.replica.ranks.rank_links import RankLinks
 from quire.replica.ranks.step_message import Capture, Ready, Saves, SlotLoad, Task
 from quire.replica.runner.runner import Runner
@@ -65,7 +66,7 @@ class RankRunner(Runner):
     def _await_saves(self) -> None:
         """Wait until every rank has written its part of the blocks that it saves: the node's pool has them then.
 
-        On a GPU each rank has a host tier of its own, and one stream orders its copies.
+        On a GPU copies run beside the steps, and the others tell when theirs have ended (`rank_copies.py`).
         """
         if not self._is_queued:
             self.group.wait_for_all()
@@ -99,6 +100,8 @@ class LeadingRunner(RankRunner):
     def __init__(self, *args: Any, links: RankLinks, **options: Any):
         super().__init__(*args, **options)
         self.links = links
+        if self._is_queued:
+            self.host_pool.on_all_ranks = links.copies.add
         if self.graphs is not None:
             self.graphs.before_capture = lambda key: links.send(step_message.encode_capture(key))
 
@@ -168,6 +171,12 @@ class FollowingRunner(RankRunner):
     """Executes the steps of a leader, which samples."""
 
     _launched: InFlight | None = None  # the newest step
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.copies = OwnCopies()
+        if self._is_queued:
+            self.host_pool.on_all_ranks = self.copies.add
 
     def follow(self, task: Task) -> None:
         """Do what the leader does."""

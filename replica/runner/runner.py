@@ -36,7 +36,7 @@ from quire.replica.adapters.adapted_model import AdaptedModel
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.core.adapter import AdapterLoad
-from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.step_plan import CopiesDone, SamplingBatch, StepPlan, StepResult
 from quire.replica.core.warmup_plans import TrashPlans
 from quire.replica.device.compile_count import CompileCount
 from quire.replica.device.device import Device
@@ -312,11 +312,12 @@ class Runner:
         # A step launched behind another one starts only when that one ends.
         duration_s = finished_s - max(in_flight.started_s, self._busy_until_s)
         self._busy_until_s = finished_s
-        restores = self.host_pool.take_measured()
-        restored_step, saved = self.host_pool.restored_step, self.host_pool.take_saved()
-        return StepResult(
-            tokens, duration_s, logprobs, prompts, pooled, restores, restored_step, saved
-        )
+        copies = self.host_pool.take_done()
+        return StepResult(tokens, duration_s, logprobs, prompts, pooled, copies)
+
+    def take_copies(self) -> CopiesDone:
+        """Return which copies between the tiers have ended since the last call or result."""
+        return self.host_pool.take_done()
 
     def save_blocks(self, pairs: np.ndarray) -> None:
         """Copy blocks to the host tier while no step is in flight."""

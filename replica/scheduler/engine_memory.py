@@ -23,7 +23,7 @@ from quire.replica.kv_cache.adoption import Adoption
 from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
 from quire.replica.kv_cache.cache_events import EventLog
 from quire.replica.kv_cache.deferred_frees import DeferredFrees
-from quire.replica.kv_cache.host_tier import HostTier, Transfers
+from quire.replica.kv_cache.host_tier import HostTier
 from quire.replica.kv_cache.pool_blocks import PoolBlocks
 from quire.replica.kv_cache.prefix import PrefixCache
 from quire.replica.kv_cache.publishing import Publishing
@@ -190,9 +190,8 @@ class EngineMemory:
         """Record that a step is in flight: it may use every block that is given back before `land`."""
         self.deferred_frees.launch(step)
 
-    def land(self, step: int, transfers: Transfers) -> None:
+    def land(self, step: int) -> None:
         """Release the blocks that were kept for a step that has run or failed."""
-        self.host.land(transfers)
         if self.deferred_frees.land(step):
             self.blocked_head.unblock()
 

@@ -216,8 +216,8 @@ class PendingRestores:
     def __init__(self, memory: EngineMemory):
         self._rows = memory.rows
         self._host = memory.host
-        # (step, device blocks that it restores), the oldest step first.
-        self._copying: deque[tuple[int, Collection[int]]] = deque()
+        # (step, its copies), the oldest step first.
+        self._copying: deque[tuple[int, Transfers]] = deque()
         # Key of a waiting prefill to the number of the step that makes its copies.
         self._waiting: dict[Hashable, int] = {}
 
@@ -246,7 +246,7 @@ class PendingRestores:
         blocks = set(self._rows.blocks(row))
         if not blocks.isdisjoint(self._host.planned_restores):
             return number
-        steps = (step for step, copied in self._copying if not blocks.isdisjoint(copied))
+        steps = (step for step, made in self._copying if not blocks.isdisjoint(made.restores))
         return max(steps, default=None)
 
     def wait(self, request: Request, step: int) -> None:
@@ -264,7 +264,7 @@ class PendingRestores:
     def launch(self, step: int, transfers: Transfers) -> None:
         """Record that a step is launched with these copies."""
         if transfers.restores:
-            self._copying.append((step, transfers.restores.keys()))
+            self._copying.append((step, transfers))
 
     @property
     def are_copying(self) -> bool:
@@ -274,13 +274,16 @@ class PendingRestores:
     def are_used_by(self, plan: StepPlan) -> bool:
         """Whether the plan reads or writes restored blocks that may not have arrived."""
         restored: set[int] = set()
-        restored = restored.union(*(blocks for _, blocks in self._copying))
+        restored = restored.union(*(transfers.restores for _, transfers in self._copying))
         copied = any(not restored.isdisjoint(pair) for pair in plan.copies)
         return copied or bool(np.isin(plan.block_tables.gather(), list(restored)).any())
 
     def land(self, through: int) -> None:
-        """Record that the copies of step `through` and of earlier steps have arrived."""
+        """Record that the copies of step `through` and of earlier steps have arrived.
+
+        Until then the host blocks that they read have an owner: another engine of the node could write to them.
+        """
         while self._copying and self._copying[0][0] <= through:
-            self._copying.popleft()
+            self._host.land(self._copying.popleft()[1])
         if self._waiting:
             self._waiting = {key: step for key, step in self._waiting.items() if step > through}

@@ -36,7 +36,13 @@ from quire.replica.config import EngineConfig
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.draft_source import DraftSource
 from quire.replica.core.request import FinishReason, Request, validate
-from quire.replica.core.step_plan import BlockTables, SamplingBatch, StepPlan, StepResult
+from quire.replica.core.step_plan import (
+    BlockTables,
+    CopiesDone,
+    SamplingBatch,
+    StepPlan,
+    StepResult,
+)
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.host_tier import Transfers
 from quire.replica.node_pool.node_pool import NodePool
@@ -287,7 +293,14 @@ class Scheduler:
         """Record that the copies of `plan_idle_copies` have ended."""
         transfers, self._idle_copies = self._idle_copies, Transfers()
         self.memory.host.land(transfers)
-        self.memory.host.seal(transfers.saves)
+        self.memory.host.end_saves(transfers.saves, are_all=False)
+
+    def note_copies(self, copies: CopiesDone) -> None:
+        """Record the copies between the tiers that have ended while no step is in flight."""
+        # A failed step may have planned copies that were never queued; it is not waited for.
+        self._committer.note_copies(
+            copies._replace(restored_step=None) if copies.are_all else copies
+        )
 
     def complete(self, plan: StepPlan) -> SamplingBatch:
         """The complete sampling parameters of a plan with `awaits_tokens`, once the step before is committed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from quire.protos.wire import TokenDelta, TokenLogprob, TokenRecord
 from quire.replica.config import EngineConfig
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.request import FinishReason
-from quire.replica.core.step_plan import NO_TOKEN, StepPlan, StepResult
+from quire.replica.core.step_plan import NO_TOKEN, CopiesDone, StepPlan, StepResult
 from quire.replica.kv_cache.host_tier import Transfers
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.scheduler.chunking import Chunking
@@ -71,11 +72,12 @@ class StepCommitter:
         try:
             has_stuck = self._has_stuck(plan, result)
         except EngineError as error:
-            return DeltaBatch(self.fail(plan, error))
+            failed = self.fail(plan, error)
+            self.note_copies(result.copies)
+            return DeltaBatch(failed)
         self._steps.land()
-        self._memory.land(step.number, step.transfers)
-        self._memory.host.seal(step.transfers.saves if result.saved is None else result.saved)
-        self._note_restores(result)
+        self._memory.land(step.number)
+        self.note_copies(result.copies, step.transfers.saves)
         # Collect the prompts' log-probabilities before any of these rows ends.
         scored = self._prompt_scores(step, plan, result)
         embedded = self._embeddings(step, plan, result, now_s)
@@ -110,7 +112,7 @@ class StepCommitter:
         self._steps.oldest(plan)
         failed = self._steps.land_all()
         for step in failed:
-            self._memory.land(step.number, step.transfers)
+            self._memory.land(step.number)
         deltas = self._book.take_ended()
         for step in failed:
             for row in step.rows[step.is_alive(self._rows, step.rows)].tolist():
@@ -163,11 +165,19 @@ class StepCommitter:
             raise EngineError(f"step {plan.step} sampled an id out of the vocabulary")
         return True
 
-    def _note_restores(self, result: StepResult) -> None:
-        """Measure the copies from the host tier that have ended, and let the prefills that waited for them continue."""
-        for num_blocks, seconds in result.restores:
+    def note_copies(self, copies: CopiesDone, saved: Iterable[int] = ()) -> None:
+        """Publish what has been copied to the host tier, and let prefills continue that waited for copies from it.
+
+        Parameters
+        ----------
+        saved
+            Host blocks that have been copied, if `copies` does not tell.
+        """
+        saved = saved if copies.saved is None else copies.saved
+        self._memory.host.end_saves(saved, are_all=copies.are_all)
+        for num_blocks, seconds in copies.restores:
             self._copies.observe(num_blocks, seconds)
-        through = result.restored_step
+        through = copies.restored_step
         self._restores.land(self._steps.num_planned if through is None else through)
 
     def _prompt_scores(self, step: Step, plan: StepPlan, result: StepResult) -> list[TokenDelta]:

@@ -98,7 +98,6 @@ def join_pool(
     """Join the node's pool, and give the configuration its number of blocks.
 
     A recurrent model's host tier stays private: a hit there needs snapshots of states, which the pool does not hold.
-    So does that of several ranks on GPUs, none of which knows when the others' copies to it have ended.
 
     Parameters
     ----------
@@ -114,8 +113,7 @@ def join_pool(
     SizingError
         The pool does not fit into /dev/shm, or has too many members.
     """
-    has_ranks_on_gpus = args.tensor_parallel > 1 and config.device == "cuda"
-    if place is None or not config.num_host_blocks or config.has_states or has_ranks_on_gpus:
+    if place is None or not config.num_host_blocks or config.has_states:
         return config, None
     element = getattr(torch, config.pool_dtype).itemsize
     slot_bytes = block_elements(config.groups, config.block_size) * element * args.tensor_parallel

@@ -18,7 +18,7 @@ from quire.protos.wire import TokenDelta
 from quire.replica.config import EngineConfig
 from quire.replica.core.delta_batch import DeltaBatch
 from quire.replica.core.request import Request
-from quire.replica.core.step_plan import StepPlan, StepResult
+from quire.replica.core.step_plan import CopiesDone, StepPlan, StepResult
 from quire.replica.loop import EngineLoop, LoopOutput
 from quire.replica.scheduler.scheduler import Scheduler
 
@@ -60,6 +60,9 @@ class CountingRunner:
         self.num_steps += 1
         self.before_step(plan)
         return plan
+
+    def take_copies(self) -> CopiesDone:
+        return CopiesDone()
 
     def use_idle(self) -> bool:
         return False

@@ -8,7 +8,7 @@ from quire.protos.errors import Unavailable
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.core.step_plan import StepResult
+from quire.replica.core.step_plan import CopiesDone, StepResult
 from quire.replica.loop import EngineLoop
 from quire.replica.scheduler.scheduler import Scheduler
 
@@ -47,6 +47,9 @@ class Runner:
         if plan.step in self.fails_at:
             raise RuntimeError("the device is gone")
         return plan
+
+    def take_copies(self) -> CopiesDone:
+        return CopiesDone()
 
     def use_idle(self) -> bool:
         return False

@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 
 from quire.protos.wire import Frame, Submit
-from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.core.step_plan import CopiesDone, SamplingBatch, StepPlan, StepResult
 from quire.replica.engine import Engine
 from quire.replica.loop import StepRunner
 
@@ -219,6 +219,9 @@ class FaultyRunner:
             time.sleep(more_s)
             result = dataclasses.replace(result, duration_s=result.duration_s + more_s)
         return result
+
+    def take_copies(self) -> CopiesDone:
+        return self._runner.take_copies()
 
     def use_idle(self) -> bool:
         return self._runner.use_idle()

@@ -24,7 +24,7 @@ from ray.serve import Application
 from quire.cluster.app import application
 from quire.cluster.config.app_config import AppConfig
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
-from quire.replica.core.step_plan import StepPlan, StepResult
+from quire.replica.core.step_plan import CopiesDone, StepPlan, StepResult
 from quire.replica.engine import Engine
 from quire.replica.loop import StepRunner
 from quire.replica.serving.actor import Replica
@@ -108,14 +108,14 @@ class PacedCopies:
         self._free_s = free_s
         return ready_s
 
-    def take_restored(self, now_s: float) -> tuple[tuple[tuple[int, float], ...], int]:
-        """Return (number of blocks, seconds) of each restore that has ended, and `StepResult.restored_step`."""
+    def take_done(self, now_s: float) -> CopiesDone:
+        """Return the restores that have ended. Saves count as ended with their step."""
         ended = []
         while self._restoring and self._restoring[0].ends_s <= now_s:
             restore = self._restoring.popleft()
             ended.append((restore.num_blocks, restore.seconds))
         restored_step = self._restoring[0].step - 1 if self._restoring else self._newest_step
-        return tuple(ended), restored_step
+        return CopiesDone(tuple(ended), restored_step, are_all=not self._restoring)
 
 
 class PacedRunner:
@@ -162,13 +162,11 @@ class PacedRunner:
         """The result of a step that has ended."""
         positions = in_flight.plan.sampling.position
         tokens = self._text_ids[positions % len(self._text_ids)]
-        restores, restored_step = self._copies.take_restored(self._clock())
-        return StepResult(
-            tokens,
-            in_flight.ends_s - in_flight.started_s,
-            restores=restores,
-            restored_step=restored_step,
-        )
+        copies = self._copies.take_done(self._clock())
+        return StepResult(tokens, in_flight.ends_s - in_flight.started_s, copies=copies)
+
+    def take_copies(self) -> CopiesDone:
+        return self._copies.take_done(self._clock())
 
     def use_idle(self) -> bool:
         return False

@@ -69,7 +69,7 @@ class Engine:
             self.publishing.plan(filling)
         transfers = self.host.launch()
         self.host.land(transfers)
-        self.host.seal(transfers.saves)
+        self.host.end_saves(transfers.saves, are_all=True)
         self.check()
         return len(transfers.saves)
 
@@ -133,7 +133,7 @@ def test_a_block_that_another_engine_has_published_is_not_copied_again(engines):
         first.publishing.plan((), is_idle=True)
         transfers = first.host.launch()
         first.host.land(transfers)
-        first.host.seal(transfers.saves)
+        first.host.end_saves(transfers.saves, are_all=True)
     assert first.pool.counts().cached == 3
     second.fill(0, 3)
     assert [second.step(float(n)) for n in range(4)] == [0, 0, 0, 0]

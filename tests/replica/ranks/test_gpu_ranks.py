@@ -1,7 +1,8 @@
 """Ranks on GPUs: the real loop, scheduler and runners serve on devices that run queued work in any order.
 
 The leader's device is random. The other ranks' run their work at once, because nothing runs a fake device while its
-thread waits for a message. Then Triton's kernels, interpreted, compute the parts of two ranks.
+thread waits for a message; copies between the tiers may be late. Then Triton's kernels, interpreted, compute the parts
+of two ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import model_zoo
 import numpy as np
@@ -19,10 +22,11 @@ import pytest
 import torch
 import triton
 from adapter_folders import save_adapter
-from fake_device import FakeDevice
+from fake_device import FakeDevice, FakeEvent
 from interpreted_runner import logits_of
 from rank_engines import (
     FEW_BLOCKS,
+    SHARED,
     adapted,
     always_draft,
     engine,
@@ -38,10 +42,12 @@ from quire.protos.sampling_params import SamplingParams
 from quire.replica import engine as engine_module
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs
+from quire.replica.device.device import Event, Stream
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.engine import Engine
 from quire.replica.model.loader import load_model
 from quire.replica.model.sharded.rank_group import RankGroup
+from quire.replica.node_pool.pool_file import PoolPlace
 from quire.replica.ranks import following_rank
 from quire.replica.ranks.leading_ranks import gpu_of_rank, start_thread
 from quire.replica.ranks.rank_links import LeaderLink, RankLinks
@@ -68,6 +74,7 @@ class Devices:
         self.leader = FakeDevice(0)
         self.others: list[FakeDevice] = []
         self.options: dict[str, object] = {}  # of the others
+        self.kind: type[FakeDevice] = FakeDevice  # of the others
 
     def ranks(self, folder: Path, num_ranks: int = 2, **changes: object) -> Engine:
         """An engine whose ranks are on these devices; engines before it are on the CPU."""
@@ -78,19 +85,58 @@ class Devices:
         return engine(folder, num_ranks, num_ranks, **{**options, **changes})
 
     def _start(self, folder: Path, rank: int) -> Callable[[], None]:
-        end = start_thread(folder, rank)
+        end, leader = start_thread(folder, rank), self.leader
 
         def finish() -> None:
-            self.leader.synchronize()  # A fake device runs nothing on its own.
+            leader.synchronize()  # A fake device runs nothing on its own.
             end()
 
         return finish
 
     def _open_other(self, name: str) -> FakeDevice:
-        device = FakeDevice(0, **self.options)
+        device = self.kind(0, **self.options)
         device._pace.eagerness = 1.0
         self.others.append(device)
         return device
+
+
+class LateCopies(FakeDevice):
+    """Copies between the tiers run when a step waits for them, or when the rank has often looked for their end."""
+
+    LOOKS = 200
+
+    def __init__(self, seed: int, **options: Any):
+        super().__init__(seed, **options)
+        self._looks, self._runs_all = 0, False
+
+    def record(self, stream: Stream, name: str, *, timed: bool = False) -> Event:
+        event = super().record(stream, name, timed=timed)
+        if stream is Stream.OFFLOAD:
+            event.is_done = lambda: self._look(event)
+        return event
+
+    def _look(self, event: FakeEvent) -> bool:
+        self._looks += 1
+        if self._looks % self.LOOKS == 0:
+            self.synchronize()
+        return event.has_passed
+
+    def host_wait(self, event: FakeEvent) -> None:
+        self._runs_all = event.name == "blocks saved"
+        super().host_wait(event)
+        self._runs_all = False
+
+    def synchronize(self) -> None:
+        self._runs_all = True
+        super().synchronize()
+        self._runs_all = False
+
+    def _is_ready(self, stream: Stream) -> bool:
+        if not super()._is_ready(stream):
+            return False
+        queued = self._queues[Stream.COMPUTE]
+        is_awaited = bool(queued and queued[0].awaits) and not queued[0].awaits.has_passed
+        return stream is not Stream.OFFLOAD or is_awaited or self._runs_all
 
 
 @pytest.fixture
@@ -207,6 +253,44 @@ def test_each_rank_restores_its_part_from_its_own_host_memory(zoo, devices):
         ranks.check()
 
 
+@pytest.mark.parametrize("kind", [FakeDevice, LateCopies])
+def test_ranks_on_gpus_share_the_pool_of_the_node(zoo, tmp_path, devices, kind):
+    """A block is published once all ranks have copied their parts, by an idle leader too. A request computes with
+    restored blocks once all ranks have them."""
+    folder = zoo("llama")
+    expected, *_ = of_one_rank(folder, 2)
+    devices.kind = kind
+    pool = dict(node_pool=PoolPlace("ranks", folder=tmp_path), node_pool_gib=0.001)
+    with devices.ranks(folder, **pool) as first:
+        assert told(first.generate(prompts(), params())) == expected
+        num_blocks = sum(len(prompt) // 8 for prompt in prompts()) - SHARED // 8
+        host_blocks = first._loop._scheduler.memory.host.pool_blocks
+        wait_until(lambda: host_blocks.num_sealed >= num_blocks)
+        devices.leader = FakeDevice(1)
+        devices.leader._pace.eagerness = 1.0  # its copies are over before those of the other rank
+        with devices.ranks(folder, restore="always", **pool) as second:
+            beside = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
+            with (
+                ThreadPoolExecutor() as threads
+            ):  # Blocks are restored while another request decodes.
+                long = threads.submit(second.generate, [[9]], beside)
+                wait_until(lambda: second.load().num_decode_tokens > 0)
+                assert told(second.generate(prompts(), params())) == expected
+                assert not long.done()
+            num_restored = second.telemetry()["tiers"]["num_restored"]
+            assert num_restored >= num_blocks - len(prompts())
+            second.check()
+        first.check()
+    assert not list(tmp_path.iterdir())
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
 def test_drafts_are_verified_by_ranks_on_gpus(zoo, devices):
     folder = zoo("llama")
     repeated = [[5, 6, 7, 8] * 6 for _ in range(3)]
@@ -224,10 +308,7 @@ def test_an_idle_leader_captures_with_all_ranks(zoo, devices):
         captured = ranks.telemetry()["graphs"]["num_captures"]
         asked = [[9, i] for i in range(20)], plain()[0]
         expected = tokens(ranks.generate(*asked))
-        end_s = time.monotonic() + 60
-        while ranks.telemetry()["graphs"]["num_captures"] == captured:
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        wait_until(lambda: ranks.telemetry()["graphs"]["num_captures"] > captured)
         padding = ranks.telemetry()["graphs"]["num_padding"]
         assert tokens(ranks.generate(*asked)) == expected
         assert 0 < ranks.telemetry()["graphs"]["num_padding"] - padding < padding

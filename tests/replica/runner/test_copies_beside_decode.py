@@ -119,8 +119,7 @@ def lost_s(max_in_flight: int) -> float:
             plan, done = in_flight.popleft()
             done.wait()
             tokens = np.full(len(plan.sampling.token_index), 7)
-            measured = tier.take_measured()
-            result = StepResult(tokens, STEP_S, restores=measured, restored_step=tier.restored_step)
+            result = StepResult(tokens, STEP_S, copies=tier.take_done())
             scheduler.commit(plan, result, 0.0)
         was_offloaded |= victim.phase is Phase.OFFLOADED
     assert tier.num_saved >= VICTIM_BLOCKS and tier.num_restored > 0.9 * VICTIM_BLOCKS

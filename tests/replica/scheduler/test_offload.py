@@ -9,7 +9,7 @@ from small_config import small_config
 from quire.protos.errors import DeadlineExceeded, EngineError
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.core.request import Phase, Request
-from quire.replica.core.step_plan import StepResult
+from quire.replica.core.step_plan import CopiesDone, StepResult
 from quire.replica.scheduler.scheduler import Scheduler
 
 CONFIG = small_config(
@@ -337,7 +337,7 @@ def test_blocks_are_copied_while_a_step_runs_that_does_not_use_them():
 
 def commit(scheduler, plan, restored_step):
     tokens = np.full(len(plan.sampling.token_index), 7)
-    result = StepResult(tokens, 0.01, restored_step=restored_step)
+    result = StepResult(tokens, 0.01, copies=CopiesDone(restored_step=restored_step))
     deltas = {d.key: d for d in scheduler.commit(plan, result, 0.0)}
     scheduler.check()
     return deltas

@@ -36,7 +36,7 @@ from quire.protos.routing_hash import tier_digest
 from quire.protos.sampling_params import POOLINGS, SamplingParams
 from quire.replica.config import DemotionOrder, EngineConfig, SchedulerName
 from quire.replica.core.request import Request
-from quire.replica.core.step_plan import BlockTables, StepPlan, StepResult
+from quire.replica.core.step_plan import BlockTables, CopiesDone, StepPlan, StepResult
 from quire.replica.kv_cache import prefix_entries
 from quire.replica.kv_cache.cache_events import Tier
 from quire.replica.kv_cache.groups import LayerGroup, sequence_blocks
@@ -118,7 +118,9 @@ class ModelDevice:
         self.seeds = np.zeros(max_rows, np.uint64)
         # [host blocks, 2, block_size]: `before` and `after` of the blocks copied there
         self.host = np.full((num_host_blocks, 2, block_size), None, dtype=object)
-        self.late = []  # (step, restores) that no step has needed so far, the oldest first
+        # (step, restores) that no step has needed so far, the oldest first
+        self.late = []
+        self.unsaved = []  # (step, host blocks) of saves that may not have ended, the oldest first
         self.newest_step = 0
 
     def slots_of(self, block):
@@ -135,23 +137,40 @@ class ModelDevice:
         for block, host_block in saves:
             slots = self.slots_of(block)
             self.host[host_block] = self.before[slots], self.after[slots]
+        if saves:
+            self.unsaved.append((plan.step, targets[0]))
         for _, block in restores:
             slots = self.slots_of(block)
             self.before[slots] = self.after[slots] = None
-        if restores:  # what the host's blocks hold now, whatever is saved there meanwhile
+        if restores:  # what the host's blocks hold now, whatever this engine saves there meanwhile
             self.late.append(
-                (plan.step, [(block, self.host[copy].copy()) for copy, block in restores])
+                (plan.step, [(block, copy, self.host[copy].copy()) for copy, block in restores])
             )
         if plan.uses_restores:
             self.restore_late()
 
     def late_blocks(self):
-        return {block for _, restores in self.late for block, _ in restores}
+        return {block for _, restores in self.late for block, *_ in restores}
+
+    def copied_host_blocks(self):
+        """The host blocks that copies in flight read or write."""
+        read = {copy for _, restores in self.late for _, copy, _ in restores}
+        return read.union(*(blocks for _, blocks in self.unsaved))
+
+    def copies_done(self, step):
+        """Let copies end up to three steps after their own."""
+        saved = []
+        if self.late and self.late[0][0] + step % 4 <= step:
+            self.restore_late(1)
+        while self.unsaved and self.unsaved[0][0] + step % 3 <= step:
+            saved += self.unsaved.pop(0)[1]
+        are_all = not self.late and not self.unsaved
+        return CopiesDone((), self.restored_step, tuple(saved), are_all)
 
     def restore_late(self, count=None):
         """The oldest steps' restores arrive; all of them by default."""
         for _, restores in self.late[:count]:
-            for block, (before, after) in restores:
+            for block, _, (before, after) in restores:
                 slots = self.slots_of(block)
                 self.before[slots], self.after[slots] = before, after
         self.late = self.late[len(self.late) if count is None else count :]
@@ -238,8 +257,6 @@ class ModelDevice:
             tokens.append(choose(head, seed, position, banned.get(i, ())))
             if row not in refused:
                 self.last_token[sampling.rows[i]] = tokens[-1]
-        if self.late and self.late[0][0] + plan.step % 4 <= plan.step:  # after up to three steps
-            self.restore_late(1)
         return StepResult(
             np.array(tokens, np.int64),
             0.001 * plan.num_tokens,
@@ -247,7 +264,6 @@ class ModelDevice:
                 hidden_states[targets.begin : targets.end].sum(keepdims=True)
                 for targets in plan.pooling
             ),
-            restored_step=self.restored_step,
         )
 
     def take_changes(self, plan, starts, tables):
@@ -445,6 +461,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clients = {}
         self.paused = set()
         self.plans = []  # in flight
+        self.reading = []  # (step, host blocks) of restores that may not have arrived, as the scheduler knows
+        self.idle_turns = 0
         self.now_s = 0.0
         self.replayed, self.seq = (set(), set()), 0  # by tier
 
@@ -616,6 +634,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         if plan is None:
             self.deliver(self.scheduler.take_ended())
+            self.end_copies()
             running = [c for c in live if not c.ended and c.request.key not in self.paused]
             assert not running, "requests live and no step for them"
             return
@@ -647,6 +666,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert started >= set(self.scheduler.book.prefilling), "a new prompt kept them waiting"
         tables = BlockTables.of(plan.block_tables.gather())  # as a runner does at the launch
         self.plans.append(plan._replace(block_tables=tables))
+        if len(plan.restores):
+            self.reading.append((plan.step, plan.restores[:, 0].tolist()))
         self.spoil_what_nobody_may_read()
         self.device.transfer(plan)
 
@@ -685,10 +706,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def commit(self):
         plan = self.plans.pop(0)
-        result = self.device.run(plan)
+        result, copies = self.device.run(plan), self.device.copies_done(plan.step)
         if self.copy_s is not None:
-            result = dataclasses.replace(result, restores=((1, self.copy_s),))
+            copies = copies._replace(restores=((1, self.copy_s),))
+        result = dataclasses.replace(result, copies=copies)
         self.deliver(self.scheduler.commit(plan, result, self.now_s))
+        self.forget_read(copies.restored_step)
+
+    def end_copies(self):
+        """An idle engine learns of copies that have ended."""
+        self.idle_turns += 1
+        copies = self.device.copies_done(self.device.newest_step + self.idle_turns % 5)
+        self.scheduler.note_copies(copies)
+        self.forget_read(self.device.newest_step if copies.are_all else copies.restored_step)
+
+    def forget_read(self, through):
+        self.reading = [read for read in self.reading if read[0] > through]
 
     @rule(count=st.integers(1, 30))
     def steps(self, count):
@@ -708,7 +741,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         result = self.device.run(failed[0])
         if spoil and len(result.token_ids):
             result.token_ids[-1] = VOCAB
+            result = dataclasses.replace(result, copies=self.device.copies_done(failed[0].step))
             deltas = self.scheduler.commit(failed[0], result, self.now_s)
+            self.forget_read(result.copies.restored_step)
         else:
             deltas = self.scheduler.fail_step(failed[0], EngineError("the device is gone"))
         assert self.scheduler.num_in_flight == 0
@@ -803,8 +838,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for entry in snapshot[queue]
             for block in entry.get("host_blocks", ())
         )
-        for plan in self.plans:  # held until it has run
-            offloaded.update(h for h, _ in plan.restores.tolist())
+        for _, blocks in self.reading:  # held until they have been copied
+            offloaded.update(blocks)
         if not self.scheduler.memory.host._planned.restores:  # which wait for a step
             assert len(offloaded) == host.num_in_use
             assert all(host.ref_count(block) == count for block, count in offloaded.items())
@@ -868,6 +903,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         while self.plans:
             self.commit()
+        while self.device.late or self.device.unsaved:
+            self.end_copies()
+        self.end_copies()
         assert all(client.ended is not None for client in self.clients.values())
         self.scheduler.memory.host.begin_plan()  # nothing stays pinned
         self.books_agree()
@@ -968,6 +1006,8 @@ class SharedPoolMachine(SchedulerMachine):
         slot = slots[pick % len(slots)] if slots else 0
         if kind == "evict":
             claimed = self.rival.claim(1 + slot // 2)
+            in_copies = self.device.copied_host_blocks() & set(claimed or ())
+            assert not in_copies, "a rival gets blocks that a copy in flight reads or writes"
             for taken in claimed or ():
                 self.device.host[taken] = None
             self.rival.release(claimed or ())
@@ -988,7 +1028,8 @@ class SharedPoolMachine(SchedulerMachine):
         for number, key in enumerate(list(self.clients)):
             # New clients get the number after the last one.
             self.clients["router", number] = self.clients.pop(key)
-        self.paused, self.plans, self.device.late = set(), [], []
+        self.paused, self.plans, self.reading = set(), [], []
+        self.device.late, self.device.unsaved = [], []
         self.device.before[:] = self.device.after[:] = None
         self.scheduler = self.make_scheduler()
         self.device.tables[:] = -1
