@@ -230,7 +230,7 @@ class EngineOptions:
     safety_margin: float = option(
         0.2,
         "Fraction (0 to 1) of the blocks that must stay free for a new prompt to be admitted while other requests "
-        "decode.",
+        "decode. A stream that comes from another replica does not need them.",
         ge=0,
         lt=1,
     )

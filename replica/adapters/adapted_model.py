@@ -63,7 +63,7 @@ class AdaptedModel(ABC):
         self.num_slots = num_slots
         self.max_rank = max_rank
         self.dtype = dtype
-        # Of a call of `load`, for each adapter. On a GPU the copies end later.
+        # Of a load, for each adapter. On a GPU the copies end later.
         self.load_time = MeanTime()
         self.products = list(_products(decoder))
         # Indices of the products that have been seen to add adapters.
@@ -108,11 +108,17 @@ class AdaptedModel(ABC):
     def begin(self, slots: Any) -> Any:
         """Return `StepContext.adapters` for a step with these slots, [T] int32, of its tokens."""
 
-    def load(self, loads: Sequence[AdapterLoad]) -> None:
-        """Put adapters, at least one, into slots."""
+    def load(self, loads: Sequence[AdapterLoad], sent_s: float = 0.0) -> None:
+        """Put adapters, at least one, into slots.
+
+        Parameters
+        ----------
+        sent_s
+            Seconds that other ranks' parts of them took on their way, which count as time of the load.
+        """
         began = time.perf_counter()
         self._load(loads)
-        self.load_time.add((time.perf_counter() - began) / len(loads))
+        self.load_time.add((sent_s + time.perf_counter() - began) / len(loads))
 
     @abstractmethod
     def _load(self, loads: Sequence[AdapterLoad]) -> None:

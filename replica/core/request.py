@@ -201,6 +201,11 @@ class Request:
         self.num_prompt_tokens = self.num_tokens - num_emitted
 
     @property
+    def is_moved_here(self) -> bool:
+        """Whether another replica has begun the stream, and it has not started here yet."""
+        return self.num_emitted > 0 and self.first_scheduled_s is None
+
+    @property
     def num_missing_tokens(self) -> int:
         """Estimated number of tokens to compute when it starts; at least 1, because its last token is never cached."""
         return max(1, self.num_tokens - self.num_expected_cached)

@@ -14,6 +14,7 @@ On a CPU the message has the tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -96,6 +97,7 @@ class LeadingRunner(RankRunner):
     """
 
     layers_of_others: Sequence[Mapping[str, LinearPart]] = ()
+    _sent_s = 0.0  # that the other ranks' parts of a step's adapters took
 
     def __init__(self, *args: Any, links: RankLinks, **options: Any):
         super().__init__(*args, **options)
@@ -121,17 +123,13 @@ class LeadingRunner(RankRunner):
         return AdapterOfRanks(own, tuple(others))
 
     def _load_adapters(self, loads: Sequence[AdapterLoad]) -> None:
+        assert self.adapted is not None
         own = [AdapterLoad(slot, Adapter(a.ref, a.weights.own)) for slot, a in loads]
-        super()._load_adapters(own)
+        self.adapted.load(own, self._sent_s)
 
     def _launch(self, plan: StepPlan) -> InFlight:
-        for slot, adapter in plan.adapter_loads:
-            self.links.send_each(
-                [
-                    step_message.encode_slot_load(slot, adapter.ref.name, part)
-                    for part in adapter.weights.others
-                ]
-            )
+        if plan.adapter_loads:
+            self._send_adapters(plan.adapter_loads)
         self.links.send(self._message(plan))
         try:
             in_flight = super()._launch(plan)
@@ -142,6 +140,15 @@ class LeadingRunner(RankRunner):
             # Ranks are out of step from now on, so that the replica ends. The cause may be another rank.
             self.links.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def _send_adapters(self, loads: Sequence[AdapterLoad]) -> None:
+        began = time.perf_counter()
+        for slot, adapter in loads:
+            name, parts = adapter.ref.name, adapter.weights.others
+            self.links.send_each(
+                [step_message.encode_slot_load(slot, name, part) for part in parts]
+            )
+        self._sent_s = time.perf_counter() - began
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """See `Runner.forward`."""

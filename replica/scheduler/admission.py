@@ -12,6 +12,9 @@ While requests run, two thresholds on the available blocks hold admissions back:
                           an admission must         after a preemption, no request starts
                           leave this many           until this many are available
 
+The first one is for the rows that decode. A stream that comes from another replica was such a row, so it needs no
+margin: otherwise the last streams of a drained replica wait for the end of others.
+
 Without the second threshold a full cache thrashes: a prompt takes blocks as soon as they are free, the decoding rows
 find none, and the work for a preempted request is lost again. A simulation of 300 requests (prompts of 32 to 200
 tokens, outputs of up to 600, 512 blocks of 16 tokens, no host tier) gave:
@@ -81,7 +84,8 @@ class Admission:
         """The blocks that the request gets if it starts now, or None if it must wait. Changes nothing.
 
         While requests run, an admission must leave `safety_margin` of the blocks available, so that decoding rows can
-        grow. A request that runs alone always fits, perhaps with smaller chunks, so every request starts eventually.
+        grow; a stream from another replica need not. A request that runs alone always fits, perhaps with smaller
+        chunks, so every request starts eventually.
 
         Parameters
         ----------
@@ -99,7 +103,15 @@ class Admission:
         num_restored = sum(len(blocks) for blocks in hit.blocks) - len(on_device)
         num_fresh = lacking * (len(groups) - len(sliding)) + num_restored
         held = [len(hit.blocks[g]) for g in sliding]
-        if not self.has_room(request.num_tokens, on_device, num_fresh, held, prefilling):
+        has_room = self.has_room(
+            request.num_tokens,
+            on_device,
+            num_fresh,
+            held,
+            prefilling,
+            needs_margin=not request.is_moved_here,
+        )
+        if not has_room:
             return None
         return Offer(hit, len(hit.entries) * self._config.block_size, lacking)
 
@@ -131,6 +143,8 @@ class Admission:
         num_fresh: int,
         held: Sequence[int],
         prefilling: Iterable[Request],
+        *,
+        needs_margin: bool = True,
     ) -> bool:
         """Whether a request of `num_tokens` fits now, by the rules of `offer`.
 
@@ -144,6 +158,8 @@ class Admission:
             Number of blocks that it would have in each sliding-window group after the start.
         prefilling
             The running prefills; sliding-window blocks for their later chunks are reserved.
+        needs_margin
+            Whether it must leave `safety_margin` of the blocks available.
         """
         if self._is_held():
             return False
@@ -154,7 +170,7 @@ class Admission:
             chunk = self._config.max_batch_tokens if runs else 1
             left -= self._set_aside(num_tokens, chunk, held)
             left -= self._num_set_aside(prefilling)
-        return left >= (self._margin_blocks if runs else 0)
+        return left >= (self._margin_blocks if runs and needs_margin else 0)
 
     def take(self, request: Request, offer: Offer) -> None:
         """Give the request its row and the offered blocks."""

@@ -31,6 +31,12 @@ QUOTED = [
     ("docs/performance.md", "| {:.2f} ms | 0.4 |", "host_overhead", "engine/host_ms_1024"),
     ("docs/performance.md", "| {:.1f} s | 10 |", "startup", "start/first_token_s"),
     ("docs/performance.md", "| {:.1f} s | 3 |", "startup_beside", "start/first_token_beside_another_s"),
+    (
+        "docs/performance.md",
+        "| {:.1f} s | 3 |",
+        "startup_packed_zen5",
+        "start/first_token_beside_another_s",
+    ),
     ("docs/performance.md", "| {:.0f} MB | 500 |", "startup", "start/resident_besides_weights_and_cache_mb"),
     ("docs/performance.md", "| {:.0f}% | 90 | Zen 4", "system_throughput", "cpu/system_W1_percent_of_offline"),
     ("docs/performance.md", "| 16 → 24 | {:.2f} |", "lora", "lora/100_adapters_decode"),

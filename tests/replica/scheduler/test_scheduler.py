@@ -198,6 +198,17 @@ def test_nothing_is_admitted_into_the_margin_while_anything_runs():
     assert run(scheduler)["c"][1].finish_reason == "length"
 
 
+def test_a_stream_from_another_replica_is_admitted_into_the_margin():
+    scheduler = make_scheduler(num_blocks=10, safety_margin=0.3)
+    submit(scheduler, "a", range(100, 140), max_tokens=9)  # 5 of 10 blocks
+    submit(scheduler, "moved", range(200, 224), max_tokens=9, num_emitted=3)  # would leave 2 of 10
+    submit(scheduler, "new", range(300, 324), max_tokens=1)  # as many blocks
+    while scheduler.num_running < 2:
+        step(scheduler)
+    assert scheduler.num_waiting == 1, "the new prompt waits"
+    assert set(run(scheduler)) == {"a", "moved", "new"}
+
+
 def test_rows_are_free_but_not_for_who_lacks_memory():
     scheduler = make_scheduler(num_blocks=10, max_running_requests=4)
     submit(scheduler, "a", range(100, 148), max_tokens=20)  # 6 of 10 blocks, and more to come
