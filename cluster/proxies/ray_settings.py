@@ -56,6 +56,12 @@ SERVE_DEFAULTS: Mapping[str, str] = MappingProxyType(
         # Seconds after which a client that neither sends nor reads is disconnected; longer than
         # router.slow_client_timeout_s. Waiting for an answer does not count.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "120",
+        # Seconds that streams have after the list of routers has changed. HAProxy starts a new process then, and the
+        # one before serves its streams to their end; Ray's default of 120 ends it, and them. A port that a router has
+        # left is free again after Ray's 150 s: the old process sends nothing new to it, because its connections end
+        # with their streams.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+        "RAY_SERVE_PORT_QUARANTINE_S": "150",
         # A router that does not answer gets no new requests after at most 2.5 s (with Ray's default of 5s: 15 s).
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "750ms",
         # A dead proxy is replaced after about 5 s instead of 25 s (3 checks of 10 s by default).

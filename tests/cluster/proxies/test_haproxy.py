@@ -419,6 +419,12 @@ def test_haproxy_listens_on_the_loopback_alone(proxy):
     }
 
 
+def test_streams_of_the_process_before_have_an_hour(rendered):
+    """HAProxy starts a new process when the list of routers changes. Ray ends the old one after 120 s."""
+    config = Path(rendered.asked["one"]["path"]).read_text()
+    assert "hard-stop-after 3600s" in config
+
+
 def test_in_a_pod_statistics_and_metrics_are_reachable(rendered):
     with running(rendered, "pod") as proxy:
         ports = {proxy.http_port, proxy.grpc_port, proxy.stats_port, proxy.metrics_port}

@@ -59,7 +59,10 @@ def test_with_the_hook_serve_reads_the_same_as_with_every_variable_in_the_file()
         "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS",
         "PROXY_HEALTH_CHECK_PERIOD_S",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
     }
+    # Otherwise ports that routers have left would be missing for an hour.
+    assert with_hook["RAY_SERVE_PORT_QUARANTINE_S"] == plain["RAY_SERVE_PORT_QUARANTINE_S"]
 
 
 def test_a_variable_of_the_file_wins():
