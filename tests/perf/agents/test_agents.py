@@ -12,6 +12,7 @@ from quire.cluster.bench.load.load_generator import Record, Run
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineArgs
+from quire.replica.core.step_plan import CopiesDone
 from quire.replica.startup.sizing import resolve
 from tests.perf.agents import agents, over_oracle
 from tests.perf.agents.simulated_cluster import run_in_virtual_time
@@ -88,12 +89,12 @@ def test_copies_follow_one_another_and_steps_wait_for_those_they_need():
         step=2, restores=np.array([[7, 8], [6, 9]]), **writes, uses_restores=False
     )
     assert copies.launch(restores, 10.5) == 10.5
-    assert copies.take_restored(13.9) == ((), 1)
+    assert copies.take_done(13.9) == CopiesDone((), 1, are_all=False)
     later = plan([0])._replace(step=3, **writes, uses_restores=True)
     assert copies.launch(later, 11.0) == 14.0
     overwrites = later._replace(step=4, slots=np.array([[8 * 5]]), uses_restores=False)
     assert copies.launch(overwrites, 11.0) == 12.0
-    assert copies.take_restored(14.0) == (((2, 2.0),), 4)
+    assert copies.take_done(14.0) == CopiesDone(((2, 2.0),), 4)
 
 
 def test_virtual_time_has_the_sizes_of_the_real_replicas():
