@@ -5,8 +5,8 @@ end when the router dies, but Serve's cancellation is best effort, and streams w
 indefinitely. So each router renews the leases of its streams periodically. A stream that has not been renewed for
 `LEASE_S` seconds ends, and so does the attachment of a router without renewals.
 
-Leases expire only while some router sends renewals. A draining replica receives none, because Serve sends it no calls,
-and its streams must be able to finish. If all routers die, the first renewal of a new router expires the old leases.
+Leases expire only while some router sends renewals. If all routers die, the first renewal of a new router expires the
+old leases.
 """
 
 from __future__ import annotations

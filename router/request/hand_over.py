@@ -146,8 +146,7 @@ class HandOver:
     async def copy_ahead(self, attempt: Attempt) -> None:
         """Copy the KV of a replica that drains to the one where the request will go on.
 
-        If computing takes less time, nothing is copied. Serve gives a replica that drains no calls, so a replica of the
-        same node finds in the pool what that one has published by itself: all but the last blocks.
+        If computing takes less time, nothing is copied.
         """
         with contextlib.suppress(QuireError, TimeoutError):
             ranking = self._rank()
@@ -178,7 +177,7 @@ class HandOver:
         Parameters
         ----------
         drains
-            Whether the replica that runs the request drains, so that it publishes nothing on demand.
+            Whether the replica that runs the request drains, so that the request leaves it in any case.
         """
         router, target = self._router, ranking[0].replica
         is_complete, brought = False, 0
@@ -200,10 +199,9 @@ class HandOver:
                     is_complete = await router.transport.pull(self._prompt(hint, retain_s), target)
                     brought = hint.end if is_complete else 0
                     continue
-                if not drains:
-                    prompt = self._prompt(None)
-                    if not await router.transport.publish(prompt, attempt.replica):
-                        return False
+                is_published = await router.transport.publish(self._prompt(None), attempt.replica)
+                if not (is_published or drains):
+                    return False
                 if is_restored:
                     prompt = self._prompt(None, retain_s)
                     is_complete = await router.transport.pull(prompt, target)

@@ -292,22 +292,17 @@ class Bus:
         self._low_credit.clear()
         if self._closed:
             return
-        for attempt in due:
-            # Serve sends no calls to a replica that drains, so the attempt cannot get a grant and must migrate, before
-            # it has used up the other half of its credit.
-            if attempt.replica not in self._members:
-                self._spawn(attempt.move("the replica drains"))
         grants = [
             (a.replica, a.stream_id, a.credit.extend(a.num_read))
             for a in due
-            if a.replica in self._members and a.credit is not None
+            if a.credit is not None
         ]
         for replica, credit in by_replica(grants).items():
             self._spawn(self._grant(replica, credit))
 
     async def _grant(self, replica: str, credit: dict[int, int]) -> None:
         """Send a grant until the replica confirms it: without the grant, the request would stay paused."""
-        while replica in self._members and any(stream in self._attempts for stream in credit):
+        while any(stream in self._attempts for stream in credit):
             with contextlib.suppress(Unavailable):
                 if await self._call("grant", self._router_id, credit, route=[replica]):
                     return

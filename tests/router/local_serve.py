@@ -81,7 +81,7 @@ async def start_replica(
 class LocalHandle:
     """A `DeploymentHandle` to local replicas: the first of the call's `route` that lives and is a member gets it.
 
-    As in Serve, no call reaches a replica that drains, even if the route names it.
+    As with `DecidedRouter`, only a call whose route names no other replica reaches one that drains.
     """
 
     def __init__(
@@ -104,7 +104,8 @@ class LocalHandle:
     def _call(self, method: str, args: tuple[Any, ...], route: list[str]) -> Any:
         order = {name: i for i, name in enumerate(route)}
         ranked = sorted(self._replicas, key=lambda r: order.get(r.name, len(order)))
-        listed = self._members.members - self.passes_over
+        named = frozenset(route if len(route) == 1 else [])
+        listed = (self._members.members | named) - self.passes_over
         free = [r for r in ranked if not r.dead and r.name in listed]
         if self._stream:
             return LocalStream(free, method, args, route)

@@ -190,15 +190,6 @@ def test_a_drained_stream_takes_its_blocks_along(runner, nodes, reference, compu
             left = submits[0][1]
             target = next(replica for replica in nodes if replica.name != left)
             moving = [i for i, (_, name) in enumerate(submits) if name == left]
-            is_near = nodes[0].actor._node == nodes[1].actor._node
-            if is_near:
-                # Serve gives a replica that drains no calls, so it takes along what it has published by itself.
-                (engine,) = [replica.engine for replica in nodes if replica.name == left]
-
-                engine.call(lambda s: setattr(s.memory.publishing, "max_share", 1.0)).result()
-                # The prompts' blocks come first, 28 of each at least.
-                num_blocks = sum(len(submits[i][0].prompt_ids) // BLOCK_SIZE for i in moving)
-                await until(lambda: engine.pool_blocks.num_sealed >= num_blocks, 60)
             stack.cluster.membership.update(frozenset({target.name}))
             answers = await asyncio.gather(*(read(stream) for stream in opened))
             for prompt, fields, answer in zip(prompts, params, answers, strict=True):
@@ -206,12 +197,8 @@ def test_a_drained_stream_takes_its_blocks_along(runner, nodes, reference, compu
             moved = [request for request, name in submits[4:] if name == target.name]
             assert len(moved) == len(moving) > 0
             again = [computed[stack.cluster.router_id, r.stream_id] for r in moved]
-            for request, num_computed in zip(moved, again, strict=True):
-                if is_near:
-                    assert len(request.prompt_ids) - num_computed >= 448
-                else:
-                    # The last one that has tokens, and one that it may fill between the last copy and its end.
-                    assert num_computed <= 2 * BLOCK_SIZE
+            # The last one that has tokens, and one that it may fill between the last copy and its end.
+            assert max(again) <= 2 * BLOCK_SIZE
             # All was copied while it ran, so it waits for no pull, and for no copy to the device.
             assert all(request.pull is None for request in moved)
             # A neighbour may have published a few more blocks since.
@@ -349,25 +336,19 @@ def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
     runner.run(run())
 
 
-def test_a_stream_that_gets_no_credit_while_its_replica_drains_takes_its_blocks_along(
-    runner, nodes, reference, computed, monkeypatch
-):
-    """It cannot stay there until the end of `drain_timeout_s`, because Serve brings no grant to that replica."""
+def test_a_stream_gets_further_credit_while_its_replica_drains(runner, nodes, reference):
+    """So it stays until its end, or until the end of `drain_timeout_s`."""
 
     async def run() -> None:
         async with stack_of(nodes) as stack:
-            bus, submits = stack.cluster.bus, recorded_submits(stack.cluster.bus, monkeypatch)
+            bus = stack.cluster.bus
             bus.drain_timeout_s, bus.credit_tokens = 3600.0, 64
             stream = await stack.open(story(3), max_tokens=400)
             target = next(r for r in nodes if r.name != stream.explain.replica)
             stack.cluster.membership.update(frozenset({target.name}))
             answer = await read(stream)
-            assert answer.stream.explain.attempts == 2
-            at_first, after_it = computed.values()
-            assert at_first > 448 and after_it <= 2 * BLOCK_SIZE
-            assert submits[-1].pull is None, "all was copied while it ran"
+            assert answer.stream.explain.attempts == 1
             assert_is_whole(answer, reference)
-            assert target.actor._pulls.transport.num_imported >= 448 // BLOCK_SIZE
 
     runner.run(run())
 

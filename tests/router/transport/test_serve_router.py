@@ -14,6 +14,7 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
 
 from quire.router.fleet import membership
+from quire.router.transport import serve_router
 from quire.router.transport.serve_router import DecidedRouter
 
 DEPLOYMENT = DeploymentID(name="Replica", app_name="default")
@@ -33,9 +34,17 @@ def request(**kwargs: object) -> PendingRequest:
 @pytest.fixture
 def router(monkeypatch) -> DecidedRouter:
     """Without what the base class needs of a running Serve."""
-    monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
-    monkeypatch.setattr(RequestRouter, "on_replica_actor_died", lambda self, replica_id: None)
+
+    def update(self: RequestRouter, replicas: list) -> None:
+        self._replicas = {replica.replica_id: replica for replica in replicas}
+
+    def died(self: RequestRouter, replica_id: ReplicaID) -> None:
+        self._replicas.pop(replica_id)
+
+    monkeypatch.setattr(RequestRouter, "update_replicas", update)
+    monkeypatch.setattr(RequestRouter, "on_replica_actor_died", died)
     router = object.__new__(DecidedRouter)
+    router._replicas = {}
     router.initialize_state(channel=f"test-{uuid.uuid4().hex}")
     return router
 
@@ -81,6 +90,40 @@ def test_the_membership_hears_of_replicas_and_of_dead_actors(router):
     router.on_replica_actor_died(replica("a").replica_id)
     router.update_replicas([])
     assert heard == [frozenset("ab"), frozenset("b"), frozenset()]
+
+
+def test_a_replica_that_serve_no_longer_lists_gets_only_calls_for_it_alone(router):
+    router.update_replicas([replica("a"), replica("b")])
+    router.update_replicas([replica("b"), replica("c")])
+    candidates = list(router.curr_replicas.values())
+    assert ranked(router, candidates, request(route=["a"])) == ["a", "b", "c"]
+    assert ranked(router, candidates, request(route=["a", "c", "b"])) == ["c", "b"]
+    assert sorted(ranked(router, candidates, request())) == ["b", "c"]
+    assert sorted(ranked(router, candidates, None)) == ["b", "c"]
+    router.update_replicas([replica("a")])
+    candidates = list(router.curr_replicas.values())
+    assert ranked(router, candidates, request(route=["b", "a"])) == ["a"], "it is listed again"
+    assert ranked(router, candidates, request(route=["b"])) == ["b", "a"]
+
+
+def test_a_replica_that_serve_no_longer_lists_is_kept_until_it_dies_or_for_a_while(
+    router, monkeypatch
+):
+    router.update_replicas([replica("a"), replica("b"), replica("c")])
+    router.update_replicas([replica("c")])
+    router.on_replica_actor_died(replica("a").replica_id)
+    router.update_replicas([replica("c"), replica("d")])
+    assert {r.unique_id for r in router.curr_replicas} == set("bcd")
+    assert {r.unique_id for r in router._unlisted} == {"b"}
+    monkeypatch.setattr(
+        serve_router, "KEPT_S", 0.0
+    )  # for those that Serve no longer lists from now on
+    router.update_replicas([replica("d")])
+    assert {r.unique_id for r in router.curr_replicas} == set("bd")
+    at_s = router._unlisted[replica("b").replica_id]
+    monkeypatch.setattr(serve_router.time, "monotonic", lambda: at_s)
+    router.update_replicas([replica("d")])
+    assert {r.unique_id for r in router.curr_replicas} == set("d") and not router._unlisted
 
 
 def test_the_channel_of_the_application_is_the_buss():
