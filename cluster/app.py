@@ -50,7 +50,7 @@ APIS = (
 )
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
-MOVE_TIME_S = 30.0
+MOVE_TIME_S = 40.0
 # A stopping ingress replica stays reachable for 30 s by Serve's default
 # (RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S). This time counts towards the timeout after which Serve kills it, and
 # the replica also needs time to shut down.

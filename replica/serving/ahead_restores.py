@@ -31,7 +31,7 @@ NO_ROUTER = ""
 # The same instead of a stream's number, for the flight recorder: routers count from 1.
 _NO_STREAM = 0
 # Longest wait for the turn, and longest restore: then the stream's own request does the work.
-_MAX_WAIT_S, _MAX_S = 12.0, 5.0
+_MAX_WAIT_S, _MAX_S = 22.0, 5.0
 # Longest time from the end of a restore to its stream.
 _MAX_HOLD_S = 1.0
 
@@ -92,7 +92,9 @@ class AheadRestores:
         request = Request(
             key,
             submit.prompt_ids,
-            SamplingParams(max_tokens=1, temperature=0.0),
+            SamplingParams(max_tokens=submit.num_emitted + 1, temperature=0.0),
+            # It needs no more room than its stream, which comes from another replica.
+            num_emitted=submit.num_emitted,
             tenant=submit.tenant,
             stream_id=_NO_STREAM,
             arrival_s=time.monotonic(),

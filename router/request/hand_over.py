@@ -29,7 +29,7 @@ from quire.router.types import GenerationRequest
 
 # A stream leaves a replica that drains after this time, though its KV is not copied. `cluster/app.py` leaves more for
 # moving.
-MAX_AHEAD_S = 20.0
+MAX_AHEAD_S = 30.0
 # The second round brings what the stream has added during the first one, so that little is left for its pause. Then the
 # target has the blocks on its device, and retains them there for so long at least.
 _NUM_ROUNDS, _RETAIN_S = 2, 10.0
@@ -216,6 +216,7 @@ class HandOver:
             request.request_id,
             self._answer.prompt_ids(),
             SamplingParams(),
+            num_emitted=len(self._answer.token_ids),
             tenant=request.tenant,
             priority=request.priority,
             payer="" if request.bill is None else request.bill.tenant,

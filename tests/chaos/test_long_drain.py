@@ -213,9 +213,9 @@ def bars(case: Case, moved: list[tuple[Stream, list[dict]]], pulled: int) -> lis
     stalls_s, decided_s, resumed_s, steps_s, recomputed = [], [], [], [], []
     for stream, decisions in moved:
         decided_s.append(decisions[-1]["decided"])
-        before_s, after_s = next(
-            pair for pair in itertools.pairwise(stream.arrivals_s) if pair[1] > decided_s[-1]
-        )
+        # Tokens of the replica that it left may still arrive.
+        late = (pair for pair in itertools.pairwise(stream.arrivals_s) if pair[1] > decided_s[-1])
+        before_s, after_s = max(itertools.islice(late, 4), key=lambda pair: pair[1] - pair[0])
         step_s = median(b - a for a, b in itertools.pairwise(stream.arrivals_s))
         steps_s.append(step_s)
         resumed_s.append(after_s)

@@ -419,4 +419,4 @@ def test_a_stream_of_the_drain_window_has_the_whole_drain_time(cluster):
     timeouts = {
         n: d["deployment_config"]["graceful_shutdown_timeout_s"] for n, d in details.items()
     }
-    assert timeouts == {"Replica": drain_s + 30, "Router": 30 + drain_s + 5}
+    assert timeouts == {"Replica": drain_s + 40, "Router": 30 + drain_s + 5}

@@ -55,12 +55,19 @@ class Replica:
         retain_s: float = 60.0,
         request_id: str = "test",
         pull: Callable[[], Awaitable[Completion]] = nothing_to_pull,
+        num_emitted: int = 0,
     ) -> Completion:
         if self.restores is None:
             self._event_loop = asyncio.get_running_loop()
             self.restores = AheadRestores(self.engine)
         submit = Submit(
-            "r", 1, request_id, prompt_ids=prompt_ids, params=SamplingParams(), retain_s=retain_s
+            "r",
+            1,
+            request_id,
+            prompt_ids=prompt_ids,
+            params=SamplingParams(),
+            num_emitted=num_emitted,
+            retain_s=retain_s,
         )
         return await self.restores.run(submit, None, pull)
 
@@ -153,6 +160,30 @@ def test_an_engine_that_is_closed_takes_none(replica):
     replica.engine.close()
     asyncio.run(replica.restore())
     assert not replica.restores._ended
+
+
+def test_the_restore_of_a_stream_needs_no_safety_margin(monkeypatch):
+    """Its stream needs none either, and would wait behind it."""
+    monkeypatch.setattr(ahead_restores, "_MAX_S", 60.0)
+
+    async def run() -> None:
+        await replica.restore()  # nothing else runs yet
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        # It pauses, and never ends by itself.
+        replica.engine.submit(Request("beside it", PROMPT[:9], params, credit_tokens=4))
+        waits = asyncio.create_task(replica.restore(PROMPT[::-1].copy()))
+        await asyncio.sleep(0.3)
+        assert not waits.done()
+        waits.cancel()
+        await asyncio.wait([waits])
+        await replica.restore(PROMPT[::-1].copy(), num_emitted=4)
+        assert replica.reasons[-1] in ("length", "stop") and len(replica.reasons) == 2
+        replica.reasons.clear()
+        replica.engine.abort("beside it")
+        await aborted(replica)
+
+    with (replica := Replica(safety_margin=0.99)).engine:
+        asyncio.run(run())
 
 
 # -- turns ---------------------------------------------------------------------------------------------------
