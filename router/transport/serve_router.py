@@ -7,6 +7,10 @@ chosen replica to the oldest waiting call.
 Serve no longer lists a replica that drains, though such a replica still accepts calls. Its streams need them: a stream
 without further credit would pause, and its blocks could not be published. So this class keeps such a replica, for calls
 that are meant for it alone.
+
+Serve asks a replica that it has not called yet for its load, and passes it over if it does not answer within 0.1 s. A
+replica that starts on a busy machine needs longer, so this class tells Serve that a new one has nothing to do. A reply
+corrects this.
 """
 
 from __future__ import annotations
@@ -37,10 +41,13 @@ class DecidedRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         now_s = time.monotonic()
         listed = {replica.replica_id for replica in replicas}
+        new = listed - self.curr_replicas.keys()
         unlisted = {r_id: r for r_id, r in self.curr_replicas.items() if r_id not in listed}
         kept_until = {r_id: self._unlisted.get(r_id, now_s + KEPT_S) for r_id in unlisted}
         self._unlisted = {r_id: until_s for r_id, until_s in kept_until.items() if until_s > now_s}
         super().update_replicas([*replicas, *(unlisted[r_id] for r_id in self._unlisted)])
+        for replica_id in new:
+            self.on_new_queue_len_info(replica_id, 0)
         self._membership.update(frozenset(replica_id.unique_id for replica_id in listed))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

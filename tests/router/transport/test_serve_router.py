@@ -45,6 +45,12 @@ def router(monkeypatch) -> DecidedRouter:
     monkeypatch.setattr(RequestRouter, "on_replica_actor_died", died)
     router = object.__new__(DecidedRouter)
     router._replicas = {}
+    router.told = []
+    monkeypatch.setattr(
+        RequestRouter,
+        "on_new_queue_len_info",
+        lambda self, replica_id, length: self.told.append((replica_id.unique_id, length)),
+    )
     router.initialize_state(channel=f"test-{uuid.uuid4().hex}")
     return router
 
@@ -90,6 +96,13 @@ def test_the_membership_hears_of_replicas_and_of_dead_actors(router):
     router.on_replica_actor_died(replica("a").replica_id)
     router.update_replicas([])
     assert heard == [frozenset("ab"), frozenset("b"), frozenset()]
+
+
+def test_serve_asks_no_new_replica_for_its_load(router):
+    router.update_replicas([replica("a")])
+    router.update_replicas([replica("a"), replica("b")])
+    router.update_replicas([replica("b")])
+    assert router.told == [("a", 0), ("b", 0)]
 
 
 def test_a_replica_that_serve_no_longer_lists_gets_only_calls_for_it_alone(router):
