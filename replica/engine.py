@@ -51,7 +51,6 @@ from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.scheduler.scheduler import Scheduler
-from quire.replica.scheduler.speed import overhead_tokens
 from quire.replica.speculation.draft_sources import open_draft_source
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class Engine:
         self._draft_runner = runtime.draft_runner
         drafts = self._open_draft_source()
         scheduler = Scheduler(self.config, draft_source=drafts, node_pool=self._node_pool)
-        scheduler.speed.overhead_tokens = overhead_tokens(runtime.runner.warm_step_s)
+        scheduler.speed.begin_with(runtime.runner.warm_step_s)
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # its counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)

@@ -383,9 +383,7 @@ class EngineLoop:
             self._recorder.begin(plan.step, self._scheduler.stream_ids_in_flight)
 
     def _predicted_s(self, plan: StepPlan) -> float:
-        speed = self._scheduler.speed
-        num_prefill_tokens = plan.num_tokens - plan.num_decode_rows
-        return speed.decode_step_s + num_prefill_tokens * speed.prefill_s_per_token
+        return self._scheduler.speed.predicted_step_s(plan.num_tokens - plan.num_decode_rows)
 
     def _drain_mailbox(self) -> None:
         while self._mail:

@@ -34,7 +34,7 @@ class StepWatch:
         self._closed = threading.Event()
 
     def begin(self, name: str, predicted_s: float) -> None:
-        """Start to watch a step before it is launched; `predicted_s` is 0 while the speed is unknown."""
+        """Start to watch a step before it is launched; `predicted_s` is 0 if no step was ever measured."""
         self._running = name, self._clock(), max(self.timeout_s, SLACK * predicted_s)
 
     def end(self) -> None:

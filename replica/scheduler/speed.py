@@ -93,6 +93,8 @@ class StepSpeed:
     def __init__(self, overhead_tokens: float = 0.0) -> None:
         self.overhead_tokens = overhead_tokens
         self.decode_step_s = 0.0
+        # Of the warm-up: a step of one token, and a token of its largest prompt. They count while nothing is measured.
+        self._warm_step_s = self._warm_token_s = 0.0
         # Number of steps with both decodes and prefill since the last step without prefill.
         self._steps_since_decode = 0
         self._prefill_s = 0.0
@@ -104,6 +106,19 @@ class StepSpeed:
         # The fitted a and b.
         self._per_token_s = 0.0
         self._per_key_s = 0.0
+
+    def begin_with(self, warm_step_s: Mapping[int, float]) -> None:
+        """Take in the seconds of the warm-up's steps of one prompt, by their tokens (`DeviceSteps.run_largest`)."""
+        self.overhead_tokens = overhead_tokens(warm_step_s)
+        if warm_step_s:
+            most = max(warm_step_s)
+            self._warm_step_s = warm_step_s[min(warm_step_s)]
+            self._warm_token_s = warm_step_s[most] / most
+
+    def predicted_step_s(self, num_prefill_tokens: int) -> float:
+        """Seconds of a step with so many prefill tokens, and with decodes; 0 if nothing was ever measured."""
+        decode_s = self.decode_step_s or self._warm_step_s
+        return decode_s + num_prefill_tokens * (self.prefill_s_per_token or self._warm_token_s)
 
     @property
     def prefill_s_per_token(self) -> float:

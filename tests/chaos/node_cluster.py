@@ -131,7 +131,7 @@ def deployed(
     config["http_options"]["host"] = "0.0.0.0"
     args = config["applications"][0]["args"]
     args |= {"replicas": num_replicas, "routers": 2, "model": model}
-    args["served_model_name"] = "embedded"
+    args |= {"served_model_name": "embedded", "dtype": "float32"}  # for `deterministic` on a CPU
     args["engine"] = {"deterministic": True, "peer_transport": "grpc", **(engine or {})}
     args["replica_resources"] = {"num_cpus": 1.5}
     # Streams of a replica that ends must move; those of a router have `ROUTER_S`.

@@ -192,7 +192,7 @@ def test_long_streams_leave_with_their_blocks(case: Case, nodes: Nodes, model: P
     write_bars(case.bars, bars(case, moved, int(pulled)))
     assert pulled * BLOCK_SIZE >= case.prompt_tokens, "no stream has taken its prompt along"
     nodes.end()  # The engine that computes the expected tokens needs its memory.
-    options = dict(device="cpu", deterministic=True, num_threads=2)
+    options = dict(device="cpu", dtype="float32", deterministic=True, num_threads=2)
     with Engine(model=str(model), **options) as engine:
         for stream, _ in moved:
             params = SamplingParams(

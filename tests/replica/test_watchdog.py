@@ -93,3 +93,11 @@ def test_an_engine_whose_step_hangs_is_not_healthy(engine, monkeypatch):
         assert engine.load().stalled_s > 0.9
     finally:
         over.set()
+
+
+def test_an_engine_predicts_its_first_step():
+    """Otherwise the first chunk of a large model would count as hung after `step_timeout_s`."""
+    with Engine(model="embedded", num_threads=1, num_blocks=64) as engine:
+        step_s = engine.call(lambda scheduler: scheduler.speed.predicted_step_s(512)).result(60)
+        assert engine.load().prefill_s_per_token == 0.0
+    assert 1e-3 < step_s < 60

@@ -98,3 +98,17 @@ def test_the_overhead_of_a_step_is_bounded_and_zero_where_it_is_not_measured():
     assert overhead_tokens({1: 0.5, 64: 0.4}) == 0.0
     assert overhead_tokens({1: 0.5, 64: 0.5001}) == 64.0
     assert overhead_tokens({1: 0.5, 8192: 0.5001}) == 1024.0
+
+
+def test_the_first_steps_are_predicted_from_the_warm_up():
+    """A chunk of a large model takes longer than a step may for which no time is predicted."""
+    speed = StepSpeed()
+    assert speed.predicted_step_s(512) == 0.0
+    speed.begin_with({1: 0.25, 64: 1.6})
+    assert speed.predicted_step_s(0) == 0.25
+    assert speed.predicted_step_s(512) == pytest.approx(0.25 + 512 * 0.025)
+    assert speed.prefill_s_per_token == 0.0, "routers are told what steps have taken"
+    speed.observe(100, 0, 1.0, 5050, end_s=1.0)
+    assert speed.predicted_step_s(512) == pytest.approx(0.25 + 512 * speed.prefill_s_per_token)
+    speed.observe(0, 3, 0.1, end_s=2.0)
+    assert speed.predicted_step_s(0) == pytest.approx(0.1)
