@@ -377,6 +377,35 @@ def test_what_did_not_come_ahead_is_pulled_by_the_request(
     runner.run(run())
 
 
+@pytest.mark.parametrize("nodes", ["aa"], indirect=True)
+def test_a_drained_stream_of_a_node_leaves_though_its_last_blocks_are_not_published(
+    runner, nodes, reference, restored, monkeypatch
+):
+    """The pool may have no room. What is there is restored ahead of the stream."""
+
+    async def run() -> None:
+        async with stack_of(nodes) as stack:
+            bus, asked = stack.cluster.bus, []
+            bus.drain_timeout_s = 0.0
+
+            async def failing_publish(submit: Submit, replica: str) -> bool:
+                asked.append(replica)
+                return False
+
+            monkeypatch.setattr(bus, "publish", failing_publish)
+            stream = await stack.open(story(3), max_tokens=400)
+            left = stream.explain.replica
+            target = next(r for r in nodes if r.name != left)
+            stack.cluster.membership.update(frozenset({target.name}))
+            answer = await read(stream)
+            assert_is_whole(answer, reference)
+            assert answer.stream.explain.attempts == 2
+            assert asked == [left, left], "before each of two rounds"
+            assert any(map(is_ahead, restored))
+
+    runner.run(run())
+
+
 def test_a_target_that_does_not_answer_holds_no_stream(runner, nodes, reference, monkeypatch):
     monkeypatch.setattr(hand_over, "MAX_AHEAD_S", 0.2)
 

@@ -128,9 +128,8 @@ def test_a_replica_that_serve_no_longer_lists_is_kept_until_it_dies_or_for_a_whi
     router.update_replicas([replica("c"), replica("d")])
     assert {r.unique_id for r in router.curr_replicas} == set("bcd")
     assert {r.unique_id for r in router._unlisted} == {"b"}
-    monkeypatch.setattr(
-        serve_router, "KEPT_S", 0.0
-    )  # for those that Serve no longer lists from now on
+    # For those that Serve no longer lists from now on.
+    monkeypatch.setattr(serve_router, "KEPT_S", 0.0)
     router.update_replicas([replica("d")])
     assert {r.unique_id for r in router.curr_replicas} == set("bd")
     at_s = router._unlisted[replica("b").replica_id]
