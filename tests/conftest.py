@@ -44,6 +44,14 @@ def fatal_errors_reach_the_terminal(pytestconfig: pytest.Config) -> Iterator[Non
     faulthandler.enable(file=pytestconfig.stash[fault_handler_stderr_fd_key])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test draws the same numbers from torch in every run, whatever ran before it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keep the garbage collector away from what imports and collection create: 850,000 objects, which all stay.

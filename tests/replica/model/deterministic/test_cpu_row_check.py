@@ -61,7 +61,8 @@ def test_a_model_that_cannot_be_fixed_is_served_where_nobody_asked_for_it(tmp_pa
 def test_functions_have_the_bits_of_an_element_at_every_position(function):
     x, form = torch.randn(4099) * 5, FORMS[function]
     whole = form(x)
-    torch.testing.assert_close(whole, function(x), atol=1e-6, rtol=1e-5)
+    # torch's own GELU is off by up to 1.2e-6 in float32.
+    torch.testing.assert_close(whole.double(), function(x.double()), atol=1e-6, rtol=1e-5)
     for count in (1, 2, 3, 7, 9, 15, 17, 33, 1000):
         for begin in (0, 1, 3, 11):
             assert torch.equal(form(x[begin : begin + count].clone()), whole[begin : begin + count])
