@@ -65,7 +65,8 @@ class RouterArgs(Section):
         default=3,
         ge=0,
         le=1000,
-        description="Maximum number of replicas that one request may lose and still continue on another one.",
+        description="Maximum number of replicas that one request may lose without a new token and still "
+        "continue on another one.",
     )
     migration_refill_s: float = Field(
         default=0.015,

@@ -105,7 +105,8 @@ class Attempts:
         self._refusal: Overloaded | None = None
         # Replica and stream id of lost attempts that may have been crashes; the causes are not known yet.
         self._unexplained: list[tuple[str, int]] = []
-        self._num_failed = 0
+        # Attempts that have failed since the last new token, and the number of tokens at the last failure.
+        self._num_failed, self._num_tokens_then = 0, 0
         # The next attempt has to take a token from the failover budget.
         self._needs_budget = False
         # When the last decision began.
@@ -223,14 +224,17 @@ class Attempts:
         Raises
         ------
         Unavailable
-            More than `max_migrations` attempts have failed.
+            More than `max_migrations` attempts have failed without a new token.
         """
-        self._num_failed += 1
+        num_tokens = len(self._answer.token_ids)
+        is_stuck = num_tokens == self._num_tokens_then
+        self._num_failed = self._num_failed + 1 if is_stuck else 1
+        self._num_tokens_then = num_tokens
         self._needs_budget = True
         self._leave_replica(reason)
         if self._num_failed > self._router.max_migrations:
             raise Unavailable(
-                f"the request failed on {self._num_failed} replicas, last: {reason}",
+                f"the request failed on {self._num_failed} replicas without a new token, last: {reason}",
                 retry_after_s=NO_REPLICA_RETRY_S,
             )
 

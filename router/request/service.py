@@ -79,7 +79,7 @@ class RouterService(AdapterMethods):
     max_move_s
         Longest time for which a stream that lost its replica waits for another one.
     max_migrations
-        A request may fail on this many replicas and continue on another one.
+        A request may fail on this many replicas without a new token and continue on another one.
     budget
         Limits the migrations of all requests together; None: no limit.
     retain_s

@@ -751,6 +751,28 @@ def test_a_dead_replica_that_is_still_listed_costs_no_migration(
     runner.run(run())
 
 
+def test_a_stream_that_gets_on_may_lose_any_number_of_replicas(runner, replicas, reference):
+    """Only losses without a new token in between count."""
+    many = SAMPLED | dict(max_tokens=400)
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stack.service.max_migrations = 1
+            stream = await stack.open(**many)
+            token_ids: list[int] = []
+            num_lost, next_loss = 0, 10
+            async for delta in stream:
+                token_ids += delta.token_ids
+                if num_lost < 5 and len(token_ids) >= next_loss:
+                    here = stack.cluster.replicas[stream.explain.replica]
+                    await here.cut_streams()
+                    num_lost, next_loss = num_lost + 1, len(token_ids) + 10
+            assert token_ids == expected(reference, **many).token_ids
+            assert stream.explain.attempts == 6
+
+    runner.run(run())
+
+
 @pytest.mark.parametrize(
     "error",
     [Unavailable("not attached"), Overloaded("full", retry_after_s=1.0)],
