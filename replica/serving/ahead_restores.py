@@ -1,4 +1,4 @@
-"""Brings the KV of streams to the device before they move here, a few streams at a time.
+"""Brings the KV of streams to the device before they move here, one stream after the other.
 
 ```
  turn ─▶ pull the rest ─▶ a request of no router ─▶ its blocks are on the device ─▶ the stream comes ─▶ next turn
@@ -6,8 +6,7 @@
 ```
 
 So a stream's own request finds its blocks on the device. Without this it would verify and copy them while its client
-waits. Without turns it would wait for the restores of all streams that leave a replica with it. With one turn at a time
-each stream would take some steps of the engine, though most of a turn is waiting for a step to end.
+waits. Without turns it would wait for the restores of all streams that leave a replica with it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 NO_ROUTER = ""
 # The same instead of a stream's number, for the flight recorder: routers count from 1.
 _NO_STREAM = 0
-NUM_TURNS = 4  # at a time
-# Longest wait for a turn, and longest restore: then the stream's own request does the work.
+# Longest wait for the turn, and longest restore: then the stream's own request does the work.
 _MAX_WAIT_S, _MAX_S = 22.0, 5.0
 # Longest time from the end of a restore to its stream.
 _MAX_HOLD_S = 1.0
@@ -45,9 +43,10 @@ class AheadRestores:
         self._engine = engine
         self._numbers = itertools.count()
         self._ended: dict[tuple[str, int], asyncio.Future[None]] = {}
-        self._turns = asyncio.Semaphore(NUM_TURNS)
-        # The request ids of the streams that have a turn and will come, and what ends the turn otherwise.
-        self._expected: dict[str, asyncio.TimerHandle] = {}
+        self._turn = asyncio.Lock()
+        # The request id of the stream that has the turn and will come, and what ends its turn otherwise.
+        self._expected = ""
+        self._late: asyncio.TimerHandle | None = None
 
     async def run(
         self, submit: Submit, adapter: Adapter | None, pull: Callable[[], Awaitable[Completion]]
@@ -60,7 +59,7 @@ class AheadRestores:
         """
         try:
             async with asyncio.timeout(_MAX_WAIT_S):
-                await self._turns.acquire()
+                await self._turn.acquire()
         except TimeoutError:
             return await pull()
         is_restored = False
@@ -71,19 +70,21 @@ class AheadRestores:
                 is_restored = True
             return completion
         finally:
-            if is_restored and submit.request_id not in self._expected:
-                self._expected[submit.request_id] = asyncio.get_running_loop().call_later(
-                    _MAX_HOLD_S, self.on_submitted, submit.request_id
-                )
+            if is_restored:
+                self._expected = submit.request_id
+                self._late = asyncio.get_running_loop().call_later(_MAX_HOLD_S, self._end_turn)
             else:
-                self._turns.release()
+                self._turn.release()
 
     def on_submitted(self, request_id: str) -> None:
-        """End the turn of a request that is in the engine's line."""
-        late = self._expected.pop(request_id, None)
-        if late is not None:
-            late.cancel()
-            self._turns.release()
+        """Take in that a request of this id is in the engine's line."""
+        if self._late is not None and request_id == self._expected:
+            self._late.cancel()
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        self._late = None
+        self._turn.release()
 
     async def _restore(self, submit: Submit, adapter: Adapter | None) -> None:
         key = NO_ROUTER, next(self._numbers)
