@@ -288,7 +288,7 @@ class StepResult:
 
     # [S] int64, the samples of `StepPlan.sampling`, in their order; NO_TOKEN if the constraints exclude every id
     token_ids: np.ndarray
-    # Seconds from the step's launch until its tokens are on the host.
+    # Seconds from the step's launch until its tokens are on the host, without the copies between the tiers before it.
     duration_s: float
     # Index in [0, S) to the log-probability of the token, for rows that requested it.
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)

@@ -212,6 +212,7 @@ class HostPool:
 
         Each copy gives up the interpreter's lock, so in a busy process many small ones take long.
         """
+        pairs = pairs[np.argsort(pairs[:, 0])]
         is_end = (np.diff(pairs, axis=0) != 1).any(1) | (not self._is_whole)
         begin = 0
         for end in [*(np.flatnonzero(is_end) + 1).tolist(), len(pairs)]:

@@ -125,7 +125,8 @@ class BlockManager:
             self._free.append(block)
             self.num_evictions += 1
         split = len(self._free) - count
-        blocks = self._free[split:]
+        # As popped one by one: fresh blocks ascend, as the slots of the node's pool do, so many are one copy.
+        blocks = self._free[split:][::-1]
         del self._free[split:]
         for block in blocks:
             self._ref_count[block] = 1

@@ -231,8 +231,9 @@ class Runner:
     def _launch(self, plan: StepPlan) -> InFlight:
         self.steps.begin()
         slot = self._outputs.take(len(plan.sampling.token_index))
-        in_flight = InFlight(slot, time.perf_counter())
         self._move_blocks(plan)
+        # On a CPU the copies have ended here. They are no work of the step, from which its speed is estimated.
+        in_flight = InFlight(slot, time.perf_counter())
         if plan.adapter_loads:
             self._load_adapters(plan.adapter_loads)
         # Start the masks before the forward pass, so that both run concurrently.

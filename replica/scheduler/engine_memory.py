@@ -36,6 +36,8 @@ from quire.replica.scheduler.queues import BlockedHead
 # Budget for publishing filled blocks (`publishing.py`), by device. On a CPU the copies take at most as much again. On a
 # GPU they run on a stream of their own, and 5% of the host's time are checksums of about 256 MB/s.
 _MAX_PUBLISHING_SHARE = {"cpu": 0.01, "cuda": 0.05}
+# Whether steps run beside the copies between the tiers, by device. A CPU makes a step's copies before it computes.
+_COPIES_BESIDE_STEPS = {"cpu": False, "cuda": True}
 
 
 def kv_format(config: EngineConfig) -> str:
@@ -91,6 +93,7 @@ class EngineMemory:
                 config.snapshot_spacing,
             ),
         )
+        self.copies_beside_steps = _COPIES_BESIDE_STEPS[config.device]
         share = config.session_max_share
         max_retained = int(share * config.num_host_blocks)
         pool_blocks = None

@@ -210,10 +210,12 @@ def _offloaded(request: Request) -> OffloadedBlocks:
 class PendingRestores:
     """Copies from the host tier that may not have arrived yet, and the prefills that wait for them.
 
-    A prefill waits while other requests have something to compute; otherwise the step itself waits for the copies.
+    A prefill waits while other requests have something to compute; otherwise the step itself waits for the copies. On a
+    CPU a step makes its copies before it computes, so waiting would only delay the prefill by a step.
     """
 
     def __init__(self, memory: EngineMemory):
+        self._may_wait = memory.copies_beside_steps
         self._rows = memory.rows
         self._host = memory.host
         # (step, its copies), the oldest step first.
@@ -234,14 +236,14 @@ class PendingRestores:
         return self._waiting.keys()
 
     def step_of(self, row: int, number: int) -> int | None:
-        """The newest step that copies blocks of this row back; None if all have arrived.
+        """The newest step that copies blocks of this row back; None if all have arrived or will at its begin.
 
         Parameters
         ----------
         number
             Number of the step that is being planned; it makes the copies that are planned now.
         """
-        if not self._copying and not self._host.planned_restores:
+        if not self._may_wait or not (self._copying or self._host.planned_restores):
             return None
         blocks = set(self._rows.blocks(row))
         if not blocks.isdisjoint(self._host.planned_restores):

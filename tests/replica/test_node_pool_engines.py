@@ -13,6 +13,7 @@ from pool_victim import OPTIONS, prompts_of
 
 from quire.protos.sampling_params import SamplingParams
 from quire.replica.config import EngineArgs, SizingError
+from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.engine import Engine
 from quire.replica.node_pool.pool_file import PoolFile, PoolPlace
 from quire.replica.runner.runner import Runner
@@ -74,6 +75,31 @@ def test_an_engine_restores_what_another_has_computed(tmp_path):
             wait_until_known(second, first)
         first.check()
     assert not list(tmp_path.iterdir()), "the last engine removes the pool"
+
+
+def test_blocks_of_a_long_prompt_are_copied_together(tmp_path, monkeypatch):
+    """One copy for each step that publishes, and one that restores all: blocks and slots ascend."""
+    copied: dict[str, list[int]] = {"save": [], "restore": []}
+    copy = CpuDevice.copy
+
+    def counted(self, stream, target, source, name):
+        if name in copied:
+            copied[name].append(len(target))
+        copy(self, stream, target, source, name)
+
+    monkeypatch.setattr(CpuDevice, "copy", counted)
+    place, (prompt,) = PoolPlace("runs", folder=tmp_path), prompts_of(1, 200)
+    with Engine(node_pool=place, **OPTIONS) as first:
+        tokens_of(first, [prompt])
+        wait_until_published(first)
+        with Engine(node_pool=place, **OPTIONS) as second:
+            wait_until_known(second, first)
+            tokens_of(second, [prompt])
+            num_restored = hits(second)["tokens_hit_on_host"] // BLOCK_SIZE
+    (num_blocks,) = copied["restore"]
+    assert num_blocks == num_restored > 50
+    # The last ones fill up while it decodes.
+    assert sum(copied["save"]) >= num_blocks and max(copied["save"]) > 8
 
 
 def test_an_engine_that_starts_after_a_sigkill_finds_all_but_the_last_blocks(tmp_path):

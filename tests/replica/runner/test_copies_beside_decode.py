@@ -57,7 +57,7 @@ class Clock(CpuDevice):
         self.done_s = dict.fromkeys(Stream, 0.0)
 
     def copy(self, stream, target, source, name):
-        self._queue(stream, COPY_S)
+        self._queue(stream, COPY_S * len(target))
 
     def compute(self) -> tuple[float, At]:
         """A step; how long the device waited before it, and its end."""
@@ -81,6 +81,7 @@ class Clock(CpuDevice):
 def lost_s(max_in_flight: int) -> float:
     """Seconds that the compute stream waits for copies, from the first step on until the victim runs again."""
     config = small_config(
+        device="cuda",
         block_size=BLOCK_SIZE,
         num_blocks=VICTIM_BLOCKS + 30,
         num_host_blocks=400,

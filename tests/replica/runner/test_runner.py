@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import model_zoo
@@ -45,6 +46,23 @@ def test_run_gives_the_argmax_of_the_logits_and_a_duration(runner):
     assert result.token_ids.dtype == np.int64
     assert result.token_ids.tolist() == runner.forward(plan).argmax(-1).tolist()
     assert result.duration_s > 0
+
+
+def test_copies_between_the_tiers_are_no_work_of_the_step(runner, monkeypatch):
+    """Otherwise the tokens of a prompt whose blocks are restored would seem slow, and others get few of them."""
+    move = runner.host_pool.move
+
+    def slow_move(*args, **options):
+        time.sleep(1.0)
+        move(*args, **options)
+
+    monkeypatch.setattr(runner.host_pool, "move", slow_move)
+    driver = Driver(runner)
+    sequence = driver.add(prompt(20), 1)
+    plan, _ = driver.plan([(sequence, len(sequence.tokens))])
+    began_s = time.monotonic()
+    result = runner.run(plan)
+    assert result.duration_s < time.monotonic() - began_s - 0.9
 
 
 def test_a_step_that_samples_nothing_only_fills_the_cache(runner):

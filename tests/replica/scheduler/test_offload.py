@@ -12,10 +12,8 @@ from quire.replica.core.request import Phase, Request
 from quire.replica.core.step_plan import CopiesDone, StepResult
 from quire.replica.scheduler.scheduler import Scheduler
 
-CONFIG = small_config(
-    num_blocks=8,
-    num_host_blocks=16,
-)
+# On a GPU steps run beside the copies.
+CONFIG = small_config(device="cuda", num_blocks=8, num_host_blocks=16)
 
 
 def make_scheduler(**changes):
@@ -333,6 +331,16 @@ def test_blocks_are_copied_while_a_step_runs_that_does_not_use_them():
     plan, deltas = step(scheduler)
     assert preempted.row in plan.rows.tolist() and "a" in deltas
     assert not len(plan.restores)
+
+
+def test_on_a_cpu_blocks_are_copied_for_the_step_that_uses_them():
+    scheduler = make_scheduler(device="cpu")
+    requests, _ = until_offloaded(scheduler, "a", "b", "c")
+    preempted = requests["a"]
+    while preempted.phase is Phase.OFFLOADED:
+        plan, deltas = step(scheduler)
+    assert len(plan.restores) and plan.uses_restores
+    assert preempted.row in plan.rows.tolist() and "a" in deltas
 
 
 def commit(scheduler, plan, restored_step):

@@ -390,6 +390,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_snapshots=st.integers(0, 3),
         spacing=st.integers(1, 4),
         drafts=st.one_of(st.none(), DRAFTS),
+        device=st.sampled_from(["cpu", "cuda"]),
     )
     def start(
         self,
@@ -407,6 +408,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_snapshots,
         spacing,
         drafts,
+        device,
     ):
         if self.has_states:
             caching = caching and num_snapshots > 0
@@ -419,7 +421,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.config = EngineConfig(
             model_name="m",
             revision="r",
-            device="cpu",
+            device=device,
             dtype="float32",
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),

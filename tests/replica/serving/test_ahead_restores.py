@@ -165,24 +165,28 @@ def test_an_engine_that_is_closed_takes_none(replica):
 def test_the_restore_of_a_stream_needs_no_safety_margin(monkeypatch):
     """Its stream needs none either, and would wait behind it."""
     monkeypatch.setattr(ahead_restores, "_MAX_S", 60.0)
+    monkeypatch.setattr(ahead_restores, "_MAX_HOLD_S", 0.0)
 
     async def run() -> None:
         await replica.restore()  # nothing else runs yet
-        params = SamplingParams(max_tokens=100, ignore_eos=True)
-        # It pauses, and never ends by itself.
-        replica.engine.submit(Request("beside it", PROMPT[:9], params, credit_tokens=4))
+        params = SamplingParams(max_tokens=4000, ignore_eos=True)
+        replica.engine.submit(Request("beside it", PROMPT[:9], params))
+        async with asyncio.timeout(60):
+            while not replica.engine.load().num_running:
+                await asyncio.sleep(0.01)
         waits = asyncio.create_task(replica.restore(PROMPT[::-1].copy()))
         await asyncio.sleep(0.3)
         assert not waits.done()
         waits.cancel()
         await asyncio.wait([waits])
         await replica.restore(PROMPT[::-1].copy(), num_emitted=4)
-        assert replica.reasons[-1] in ("length", "stop") and len(replica.reasons) == 2
+        assert replica.reasons[1] == "abort" and len(replica.reasons) == 3
         replica.reasons.clear()
         replica.engine.abort("beside it")
         await aborted(replica)
 
-    with (replica := Replica(safety_margin=0.99)).engine:
+    options = dict(safety_margin=0.99, num_blocks=300, max_model_len=4096)
+    with (replica := Replica(**options)).engine:
         asyncio.run(run())
 
 
