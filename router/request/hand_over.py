@@ -136,10 +136,13 @@ class HandOver:
         """Where the best replica of a ranking pulls the blocks from that the replica `left` has; None: nowhere.
 
         A replica that has got them ahead pulls nothing: what the stream has added since then, a block or two, is
-        computed in the step that gives the next token, whereas a pull waits for several steps of the replica `left`.
+        computed in the step that gives the next token, whereas a pull waits for several steps of the replica `left`. If
+        the stream goes on elsewhere, they come from that replica: `left` may end as soon as its last stream has left.
         """
-        if self._is_complete and ranking[0].replica == self._target:
-            return None
+        if self._is_complete:
+            if ranking[0].replica == self._target:
+                return None
+            left, is_alive = self._target, True
         num_tokens, peers = self._answer.num_prompt_tokens, self._router.table.peers
         return peers.handover(left, ranking, num_tokens, now_s, is_alive=is_alive)
 

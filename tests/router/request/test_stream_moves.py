@@ -305,7 +305,7 @@ def test_a_drained_stream_goes_to_the_replacement_that_is_listed_at_the_same_mom
 def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
     runner, nodes, reference, monkeypatch
 ):
-    """A replica that joins meanwhile serves it sooner."""
+    """A replica that joins serves it sooner, and pulls from that one: the one that drains may have ended."""
 
     async def run() -> None:
         async with stack_of(nodes) as stack:
@@ -331,7 +331,8 @@ def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
             answer = await read(stream)
             assert_is_whole(answer, reference)
             assert {answer.stream.explain.replica} == others - set(pulled)
-            assert submits[-1].pull is not None, "it takes its blocks along nevertheless"
+            (passed_over,) = (replica for replica in nodes if replica.name in pulled)
+            assert submits[-1].pull.source == passed_over.actor._pulls.source
 
     runner.run(run())
 
