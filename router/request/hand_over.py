@@ -149,12 +149,19 @@ class HandOver:
     async def copy_ahead(self, attempt: Attempt) -> None:
         """Copy the KV of a replica that drains to the one where the request will go on.
 
-        If computing takes less time, nothing is copied.
+        If computing takes less time, nothing is copied. If the replica with the blocks is to be passed over by then,
+        for example because the replacement of the one that drains is ready, they are copied once more: the stream
+        still decodes meanwhile.
         """
         with contextlib.suppress(QuireError, TimeoutError):
-            ranking = self._rank()
-            if ranking[0].replica != attempt.replica:
-                await self._bring(attempt, ranking, drains=True)
+            async with asyncio.timeout(MAX_AHEAD_S):
+                for _ in range(2):
+                    ranking = self.prefer_target(self._rank())
+                    if ranking[0].replica in (attempt.replica, self._target):
+                        break
+                    self._target, self._is_complete = "", False
+                    if not await self._bring(attempt, ranking, drains=True):
+                        break
         if not self._is_complete:
             self._end_booking()
 

@@ -27,6 +27,7 @@ from quire.router.fleet import block_peers
 from quire.router.policy.by_name import make_policy
 from quire.router.policy.policy import Ranking
 from quire.router.request import hand_over
+from quire.router.request.hand_over import HandOver
 from quire.router.transport import newcomers
 from quire.router.transport.bus import Bus
 from quire.router.transport.transport import Attempt
@@ -302,10 +303,19 @@ def test_a_drained_stream_goes_to_the_replacement_that_is_listed_at_the_same_mom
 
 
 @pytest.mark.parametrize("nodes", ["abc"], indirect=True)
+@pytest.mark.parametrize("late", [False, True], ids=["while it decodes", "when it leaves"])
 def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
-    runner, nodes, reference, monkeypatch
+    runner, nodes, reference, computed, monkeypatch, late
 ):
-    """A replica that joins serves it sooner, and pulls from that one: the one that drains may have ended."""
+    """A replica that joins serves it sooner. It gets the blocks ahead too, or pulls them from the first."""
+    copy_ahead, is_crowded = HandOver.copy_ahead, not late
+
+    async def crowded_after(hand_over: HandOver, attempt: Attempt) -> None:
+        nonlocal is_crowded
+        await copy_ahead(hand_over, attempt)
+        is_crowded = True
+
+    monkeypatch.setattr(HandOver, "copy_ahead", crowded_after)
 
     async def run() -> None:
         async with stack_of(nodes) as stack:
@@ -317,11 +327,12 @@ def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
             pulled = recorded_pulls(bus, monkeypatch)
 
             class Crowded:
-                """Every replica that has got blocks is crowded, by an hour."""
+                """The first replica that has got blocks is crowded, by an hour."""
 
                 def choose(self, request, fleet, now_s, rng) -> Ranking:
                     ranking = policy.choose(request, fleet, now_s, rng)
-                    ranking.terms[:, 0] += [3600.0 * (n in pulled) for n in ranking.names()]
+                    crowded = pulled[:1] if is_crowded else []
+                    ranking.terms[:, 0] += [3600.0 * (n in crowded) for n in ranking.names()]
                     (best, *_) = sorted(ranking, key=lambda score: sum(score.terms.values()))
                     return ranking.led_by(best.replica)
 
@@ -330,9 +341,15 @@ def test_a_stream_passes_over_a_replica_that_has_its_blocks_and_no_room(
             stack.cluster.membership.update(others)
             answer = await read(stream)
             assert_is_whole(answer, reference)
-            assert {answer.stream.explain.replica} == others - set(pulled)
-            (passed_over,) = (replica for replica in nodes if replica.name in pulled)
-            assert submits[-1].pull.source == passed_over.actor._pulls.source
+            first, last = pulled[0], answer.stream.explain.replica
+            assert {first, last} == others
+            request = submits[-1]
+            if late:
+                (passed_over,) = (replica for replica in nodes if replica.name == first)
+                assert request.pull.source == passed_over.actor._pulls.source
+            else:
+                assert request.pull is None and pulled[-1] == last
+            assert computed[stack.cluster.router_id, request.stream_id] <= 3 * BLOCK_SIZE
 
     runner.run(run())
 
