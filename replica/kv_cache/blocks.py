@@ -125,7 +125,7 @@ class BlockManager:
             self._free.append(block)
             self.num_evictions += 1
         split = len(self._free) - count
-        # As popped one by one: fresh blocks ascend, as the slots of the node's pool do, so many are one copy.
+        # As popped one by one: fresh blocks ascend, as the slots of the node's pool do. Runs of both are one copy.
         blocks = self._free[split:][::-1]
         del self._free[split:]
         for block in blocks:
